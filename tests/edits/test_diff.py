@@ -1,4 +1,4 @@
-"""`Graph.diff`: what changes, told by node, parameter and port."""
+"""`Graph.diff`: the changes by node, parameter and port."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_is_renamed_and_changed_is_another_node() -> None:
     assert (wired.added, wired.removed, wired.renamed) == (("clip", "white"), ("whiten",), {})
 
 
-def test_a_rename_beside_a_change_of_its_reader() -> None:
+def test_a_rename_with_a_change_of_its_reader() -> None:
     edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
     assert str(PPO.diff(edited)).splitlines()[1:] == [
         "- whiten: Whiten()  (in its place: adv)",
@@ -128,7 +128,7 @@ class ClipAdvantages(Operator):
         return advantages.clamp(-1, 1)
 
 
-def test_what_was_supplanted_is_said() -> None:
+def test_removed_nodes_name_their_replacements() -> None:
     graph = PPO.edit(
         insert={"judge": After("reward", Reward(exact, timeout=1.0))},
         wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
@@ -196,7 +196,7 @@ def made(number: float) -> Any:
     return score
 
 
-def test_what_is_no_graph_is_refused() -> None:
+def test_other_objects_than_graphs_are_refused() -> None:
     for call, fix in (
         (lambda: ppo(exact).diff("ppo.yaml"), "Pass flowrl.load('ppo.yaml')."),  # type: ignore[arg-type]
         (lambda: PPO.diff(ppo), "Pass ppo(...)."),  # type: ignore[arg-type]

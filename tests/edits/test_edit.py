@@ -87,7 +87,7 @@ def test_a_dropped_sink_is_gone_with_what_only_it_reached() -> None:
         PPO.edit(drop=["sync", "update_critic", "update_actor", "mismatch"])
 
 
-def test_a_dropped_sync_does_not_take_the_update_with_it() -> None:
+def test_a_dropped_sync_does_not_drop_the_update() -> None:
     graph = PPO.edit(drop="sync")
     assert set(PPO.nodes) - set(graph.nodes) == {"sync"}
     assert set(graph.sinks) == {"update_critic", "update_actor", "mismatch"}

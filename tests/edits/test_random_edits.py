@@ -57,7 +57,7 @@ REPLACEMENTS: list[tuple[str, Operator]] = [
 
 @st.composite
 def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
-    """Verbs that name nodes which the graph has; whether they make sense is for `edit` to say."""
+    """Verbs that name nodes of the graph; `edit` decides whether they are valid."""
     names = st.sampled_from(sorted(graph.nodes))
     chosen: dict[str, Any] = {}
     fitting = [(n, op) for n, op in REPLACEMENTS if n in graph]

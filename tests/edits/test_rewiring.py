@@ -98,7 +98,7 @@ def test_a_second_reward_is_mixed_with_the_first() -> None:
     assert not PPO.diff(graph).removed
 
 
-def test_a_second_update_of_one_value_does_not_take_the_first_ones_place() -> None:
+def test_a_second_update_does_not_replace_the_first() -> None:
     plain = grpo(exact, kl_coef=0.0)
     graph = plain.edit(insert={"again": After("update_actor", UpdateActor(PPOClip(0.1)))})
     assert wires(graph, "sync")["updated"] == "update_actor.updated"
@@ -296,7 +296,7 @@ def test_a_record_that_no_node_writes_is_put_together() -> None:
 
 
 def test_the_exact_kind_goes_before_an_acceptable_one() -> None:
-    """A score may stand for a reward, but `kl_shape` writes a reward."""
+    """A score may be read as a reward, but `kl_shape` writes a reward."""
 
     class Judged(Operator):
         def __call__(self, values: c.Values, token_level_rewards: c.TokenLevelRewards) -> c.Values:
@@ -359,7 +359,7 @@ def test_parameters_that_depend_on_each_other_change_at_once() -> None:
 
 
 class Better(Updated):
-    """An update that says more."""
+    """An update with more information."""
 
 
 class Says(Operator):
@@ -380,7 +380,7 @@ def test_a_value_of_a_subclass_may_be_read_and_none_of_a_base() -> None:
 
 
 class Scored(Generate):
-    """Generates, and says itself what it was worth."""
+    """Generates responses and their scores."""
 
     def __call__(self, prompts: PromptBatch) -> EpisodeBatch:  # type: ignore[override]
         raise AssertionError("never called")
@@ -394,6 +394,6 @@ def test_a_replacement_that_writes_what_was_dropped_is_read_in_its_place() -> No
     assert graph.check() == kept.check() == []
 
 
-def test_a_replacement_behind_what_was_dropped_is_not() -> None:
+def test_a_replacement_that_is_not_upstream_of_a_dropped_node_is_not_read() -> None:
     with raises("edit.lost-source", node="reward"):
         grpo(exact).edit(replace={"old_log_prob": ScoredLater()}, drop=["reward"])

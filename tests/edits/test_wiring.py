@@ -57,7 +57,7 @@ def test_a_replacement_has_its_own_name_and_inherits_port_by_port() -> None:
     assert PPO.edit(replace={"gae": GAE()}) == PPO
 
 
-def test_a_replacement_takes_the_one_ancestor_that_writes_what_it_wants() -> None:
+def test_a_replacement_reads_the_only_ancestor_with_its_column() -> None:
     group = PPO.edit(replace={"gae": GroupAdvantage()}, drop=["update_critic"])
     assert wires(group, "group_advantage") == {
         "token_level_rewards": "kl_shape.token_level_rewards",
@@ -132,7 +132,7 @@ def test_an_insertion_that_would_not_type_check_is_not_suggested() -> None:
         halved.edit(insert={"late": After("half", Late())})
 
 
-def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
+def test_an_optional_port_is_wired_if_the_parameters_need_it() -> None:
     with_kl = PPO.edit(replace={"update_actor": UpdateActor(kl=KLLoss("k3", 0.1))})
     assert wires(with_kl, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
     without = with_kl.edit(replace={"update_actor": UpdateActor()})
@@ -164,7 +164,7 @@ def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
     assert readers(in_ppo, "old_log_prob.old_log_probs") == {"kl_shape"}
 
 
-def test_readers_of_a_replacement_take_the_output_that_fits() -> None:
+def test_readers_of_a_replacement_read_the_output_that_fits() -> None:
     graph = PPO.edit(replace={"value": TwoHeads()}, wire={"two_heads.values": "old_value.values"}, insert={
         "old_value": After("generate", Value()),
     })  # fmt: skip
@@ -232,7 +232,7 @@ def test_ports_that_others_settle_are_settled_whatever_their_order() -> None:
 
 
 def test_an_inserted_node_may_read_other_nodes_than_its_anchor() -> None:
-    """old_log_prob is no ancestor of group_advantage, and the one node that writes what a correction wants."""
+    """old_log_prob is no ancestor of group_advantage, but the only node with the column that a correction reads."""
     for graph, anchor in ((PPO, "whiten"), (PPO, "gae"), (grpo(exact), "group_advantage")):
         corrected = graph.edit(insert={"correction": After(anchor, RolloutCorrection())})
         assert wires(corrected, "correction") == {

@@ -218,7 +218,7 @@ def test_symbols_can_be_passed_to_operators_and_to_nothing_else(use: Callable[[A
         misused()
 
 
-def test_symbols_can_be_printed_and_kept() -> None:
+def test_symbols_can_be_printed_and_stored() -> None:
     seen: list[Any] = []
 
     @algorithm

@@ -37,7 +37,7 @@ class Demos(Operator):
 
 
 class Join(Operator):
-    """Demonstrations behind the rollouts."""
+    """Demonstrations appended to the rollouts."""
 
     new_axes: ClassVar[tuple[str, ...]] = BATCH
 
@@ -46,7 +46,7 @@ class Join(Operator):
 
 
 class Shorter(Operator):
-    """Of two answers to a prompt, the shorter."""
+    """The shorter of two responses to a prompt."""
 
     new_axes: ClassVar[tuple[str, ...]] = ("response",)
 
@@ -98,7 +98,7 @@ def test_demonstrations_join_rollouts_on_new_rows() -> None:
     assert Graph.from_dict(graph_to_dict(graph)).fingerprint() == graph.fingerprint()
 
 
-def test_answers_of_two_generates_are_joined_on_a_response_axis_of_its_own() -> None:
+def test_responses_of_two_generates_join_on_a_new_response_axis() -> None:
     graph = of_two(Shorter())
     assert axes(graph, "shorter.responses") == ("batch@batch", "response@shorter")
     assert axes(graph, "shorter.prompts") == ("batch@batch", "prompt@batch")
@@ -119,7 +119,7 @@ def test_joined_rows_are_scored_as_what_they_are(tiny: str) -> None:
     assert result.columns["old_log_prob"]["old_log_probs"][6:] == pytest.approx(alone, abs=1e-5)
 
 
-def test_the_shorter_of_two_answers_is_wide_as_it_is(tiny: str) -> None:
+def test_the_shorter_of_two_responses_has_its_own_width(tiny: str) -> None:
     engines = job_of("grpo", tiny).build()
     engines["rollout"].sync(engines["actor"])
     steps = walk(of_two(Shorter()), rollout=engines["rollout"], actor=engines["actor"])
@@ -187,7 +187,7 @@ def test_an_operator_that_would_fail_on_other_widths_is_refused_when_the_graph_i
         make()
 
 
-def test_what_is_cut_without_saying_so_is_named_with_its_mend() -> None:
+def test_an_undeclared_cut_is_refused_with_a_fix() -> None:
     class Cut(Operator):
         def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
             return response_mask[:, :1]
@@ -218,12 +218,12 @@ def own_axes(annotation: Any) -> Any:
         (lambda: own_axes(Rows[Graph, "b"]), r"a value without rows has no axes to be its own; take the name 'b'"),
     ],
 )
-def test_own_axes_that_cannot_be_are_refused(make: Any, said: str) -> None:
+def test_invalid_axes_of_a_port_are_refused(make: Any, said: str) -> None:
     with pytest.raises(DefinitionError, match=said):
         make()
 
 
-def test_outputs_have_no_axes_of_their_own_and_fresh_names_axes_of_outputs() -> None:
+def test_outputs_have_no_axes_of_their_own_and_new_axes_names_axes_of_outputs() -> None:
     with pytest.raises(DefinitionError, match=r"return value: what is returned has axes of its own; expected them on"):
 
         class Out(Operator):

@@ -29,7 +29,7 @@ class Same(FakeTrainer):
 
 
 def bound(name: str, **settings: Any) -> Graph:
-    """An algorithm of the shelf whose actor is `Same`."""
+    """An installed algorithm whose actor is `Same`."""
     algorithm = getattr(graphs, name)
     graph: Graph = algorithm(**settings) if name in WITHOUT_REWARD else algorithm(exact, **settings)
     return with_bindings(graph)
@@ -69,7 +69,7 @@ class TestFused:
         assert scorers(one) == {"old_log_prob": "update_actor"} and scorers(graph) == {}
         assert fusings(one) == [] and fused(one) == one
 
-    def test_the_column_stands_on_the_same_rows(self) -> None:
+    def test_the_column_has_the_same_rows(self) -> None:
         graph = bound("grpo")
         types = {str(edge): typed for edge, typed in [*graph.types.items(), *fused(graph).types.items()]}
         assert types["update_actor.old_log_probs"] == types["old_log_prob.old_log_probs"]
@@ -101,7 +101,7 @@ class TestFused:
     def test_with_a_lag(self) -> None:
         assert why(bound("grpo").edit(lag=1)) is None
 
-    def test_twins_are_not_both_taken(self) -> None:
+    def test_only_one_of_two_twins_is_fused(self) -> None:
         graph = bound("grpo").edit(
             insert={"other": After("old_log_prob", OldLogProb())},
             wire={"mismatch.old_log_probs": "other.old_log_probs"},
@@ -125,7 +125,7 @@ class Masks(NamedTuple):
 
 
 class Judge(Operator):
-    """Reads log-probs, and asks another engine."""
+    """Reads log-probs, and uses another engine."""
 
     ref: Reads[Scorer] = Role("ref")
 
@@ -177,7 +177,7 @@ class TestNotFused:
     def test_a_loss_that_sees_all_rows_at_once(self) -> None:
         assert why(bound("kl_cov")) == "update_actor sees its rows at once (the loss KLCov is of a batch)"
 
-    def test_an_update_that_nobody_knows(self) -> None:
+    def test_an_unknown_update_class(self) -> None:
         mine = bound("grpo").edit(replace={"update_actor": Mine().named("update_actor")})
         assert why(mine) == "update_actor is of a class of its own, Mine"
 
@@ -222,7 +222,7 @@ class TestNotFused:
         assert why(graph.bound({})) == "'actor' is not bound, so it is unknown whether both have the same bits"
 
 
-class TestTold:
+class TestDescribe:
     def test_lines(self) -> None:
         graph = bound("grpo", n=4)
         said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
@@ -234,7 +234,7 @@ class TestTold:
         assert describe(bound("sft"), True) == []
 
 
-def test_torch_says_that_its_bits_are_the_same() -> None:
+def test_torch_declares_same_bits() -> None:
     from flowrl.backends import TorchTrainer  # here, since it takes seconds
 
     class Derived(TorchTrainer):

@@ -1,4 +1,4 @@
-"""Gates: what passes them, by call and by edit, and how they take part in later edits."""
+"""Gates: the columns that pass, by call and by edit, and gates in later edits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FILTERED = GRPO.edit(insert={"filter": After("reward", Filter(Spread()))})
 
 
 class Answered(Operator):
-    """Rows that say anything; reads a column that exists before and after `Repeat`."""
+    """Rows with a text; reads a column that exists before and after `Repeat`."""
 
     granularity = "row"
 
@@ -87,13 +87,13 @@ def test_dropping_the_gate_gives_the_graph_as_it_was(graph: Graph) -> None:
     assert Graph.from_dict(filtered.to_dict()).fingerprint() == filtered.fingerprint()
 
 
-def test_a_gate_takes_part_in_edits_as_if_all_passed_it() -> None:
+def test_later_edits_may_read_all_columns_through_a_gate() -> None:
     """An edit before the gate was put in, or after: the same graph."""
     to_ppo = {"replace": {"group_advantage": GroupAdvantage(eps=0.1)}, "drop": ["mismatch"]}
     assert FILTERED.edit(**to_ppo).fingerprint() == (  # type: ignore[arg-type]
         GRPO.edit(**to_ppo).edit(insert={"filter": After("reward", Filter(Spread()))}).fingerprint()  # type: ignore[arg-type]
     )
-    # A reader behind the gate may want what nobody there read so far.
+    # A reader downstream of the gate may read a column that had no reader there.
     second = FILTERED.edit(
         insert={"again": After("filter", Reward(exact))},
         wire={"group_advantage.token_level_rewards": "again.token_level_scores"},
@@ -114,7 +114,7 @@ def test_gates_follow_each_other() -> None:
     assert twice.edit(drop=["filter", "short"]).fingerprint() == GRPO.fingerprint()
 
 
-def test_what_is_inserted_with_a_gate_comes_before_it_or_behind_it_as_it_is_named() -> None:
+def test_nodes_inserted_with_a_gate_are_in_the_order_of_the_mapping() -> None:
     penalty, gate = After("reward", LengthPenalty()), After("reward", Filter(Spread()))
     first = GRPO.edit(insert={"penalty": penalty, "filter": gate})
     assert wires(first, "filter")["token_level_scores"] == "penalty.token_level_scores"
@@ -123,7 +123,7 @@ def test_what_is_inserted_with_a_gate_comes_before_it_or_behind_it_as_it_is_name
     assert wires(behind, "penalty")["token_level_scores"] == "filter.token_level_scores"
 
 
-def test_one_gate_takes_the_place_of_another_and_its_keep_has_parameters() -> None:
+def test_a_gate_replaces_another_and_its_predicate_has_parameters() -> None:
     other = FILTERED.edit(replace={"filter": Filter(Length(most=5)).named("short")})
     assert wires(other, "old_log_prob")["rollout.input_ids"] == "short.input_ids"
     assert {"token_level_scores", "response_mask"} & {field.port for field in other["short"].inputs} == {
@@ -136,7 +136,7 @@ def test_one_gate_takes_the_place_of_another_and_its_keep_has_parameters() -> No
     assert "columns" not in FILTERED.mermaid()
 
 
-def test_what_keep_reads_is_of_the_rows_that_pass_and_may_be_wired() -> None:
+def test_a_predicate_reads_the_rows_that_pass_and_may_be_wired() -> None:
     answered = GRPO.edit(insert={"filter": After("generate", Filter(Answered()))})
     assert wires(answered, "filter")["uid"] == "repeat.uid"  # and not that of before Repeat
     assert "reward" in answered.descendants("filter")
@@ -215,7 +215,7 @@ def called(batch: PromptBatch, gate: Gate) -> Any:
     return GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
 
 
-def test_a_call_takes_records_and_named_columns_and_gives_them_back() -> None:
+def test_a_call_passes_records_and_named_columns() -> None:
     graph = called(Filter(Spread()))
     assert wires(graph, "group_advantage") == {
         "token_level_rewards": "filter.token_level_scores",
@@ -239,7 +239,7 @@ def test_the_same_lines_run_on_tensors() -> None:
     assert torch.equal(alone.input_ids, rollout.input_ids)
 
 
-def test_called_where_it_waits_it_leaves_nothing_and_so_do_those_behind_it() -> None:
+def test_a_call_in_a_skipped_step_returns_nothing_and_skips_downstream_calls() -> None:
     session, rollout = Session({}, seed=1), answers(rows=4)
     waits = Filter(Length(most=4)).when(every=2)
     with session.active():
@@ -259,7 +259,7 @@ def test_gates_of_nested_algorithms_have_their_prefix() -> None:
     assert wires(twice(), "first_group_advantage")["uid"] == "first_filter.uid"
 
 
-def test_keep_has_the_key_and_the_metrics_of_the_gate() -> None:
+def test_a_predicate_has_the_key_and_the_metrics_of_the_gate() -> None:
     session, rollout = Session({}, seed=1), answers(rows=64)
     with session.active():
         first, again = Filter(Half())(rollout), Filter(Half())(rollout)
@@ -337,7 +337,7 @@ def test_a_value_has_no_rows() -> None:
         valued()
 
 
-def test_a_mini_batch_behind_a_filter_is_refused_before_launch() -> None:
+def test_a_mini_batch_downstream_of_a_filter_is_refused_before_launch() -> None:
     [finding] = FILTERED.edit(set={"update_actor.mini_batch": 8}).check(prompts=8)
     assert (finding.rule, finding.node) == ("FR004", "update_actor")
     assert "the number of rows that pass filter is not known" in finding.message

@@ -193,7 +193,7 @@ def test_lookup_names_what_there_is() -> None:
         graph.ancestors("value")
 
 
-def test_a_node_says_what_it_does_with_which_roles() -> None:
+def test_the_uses_of_roles_by_a_node() -> None:
     graph = ppo(exact)
     assert graph["sync"].uses == (
         Use("sync", "actor", "actor", "reads", Trainer),

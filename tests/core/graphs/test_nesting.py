@@ -97,7 +97,7 @@ def test_the_same_lines_run_on_tensors_under_the_same_keys() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_graph_can_be_made_of_parts() -> None:
+def test_a_graph_can_have_nested_algorithms() -> None:
     """A rollout with its reward, as two algorithms use it."""
 
     @algorithm
@@ -167,7 +167,7 @@ def test_what_writes_nothing_is_a_sink(sink: Operator, tmp_path: Path) -> None:
     assert flowrl.load(tmp_path / "told.yaml").fingerprint() == trained.fingerprint()
 
 
-def test_a_sink_of_its_own_is_kept_by_edits() -> None:
+def test_edits_keep_a_sink_without_outputs() -> None:
     trained = ppo(exact).edit(insert={"tell": After("gae", tell)})
     for edited in (
         trained.edit(drop=["whiten"]),

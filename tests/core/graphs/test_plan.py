@@ -1,4 +1,4 @@
-"""Plans: weights are read before they are written, synced after, in one fixed order that keeps every edge."""
+"""Plans: weights are read before they are written, synced after, in one fixed topological order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.kernel import exact
 
 
 class Probe(Operator):
-    """Reads a critic, and tells nobody."""
+    """Reads a critic, without outputs."""
 
     critic: Reads[Critic] = Role("critic")
 
@@ -249,7 +249,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs())
-def test_every_order_keeps_data_and_state(graph: Graph) -> None:
+def test_every_order_respects_data_and_state(graph: Graph) -> None:
     def needs(name: str) -> set[str]:
         sources = graph[name].sources
         return set(sources).union(*(needs(source) for source in sources))

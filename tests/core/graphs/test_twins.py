@@ -1,4 +1,4 @@
-"""Twins: what a graph computes twice is found, what only looks so is not, and the edit that is named mends it."""
+"""Twins: duplicate nodes are found, nodes that may differ are not, and the suggested edit removes one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shift(Operator):
 
 
 class Both(Operator):
-    """What both masks let through."""
+    """Both masks combined."""
 
     def __call__(self, one: c.PromptMask, other: c.PromptMask) -> c.PromptMask:
         return one & other
@@ -65,7 +65,7 @@ class Asked(Operator):
 
 
 def pair(one: Operator, other: Operator) -> Graph:
-    """Two operators on the same mask, and what both let through."""
+    """Two operators on the same mask, and both outputs combined."""
 
     @algorithm
     def paired(batch: PromptBatch) -> Any:
@@ -148,7 +148,7 @@ def test_a_sink_is_dropped_by_name() -> None:
     assert found(graph.edit(drop=["other"])) == []
 
 
-def test_a_sink_that_is_read_too_is_left_by_its_readers() -> None:
+def test_readers_of_a_dropped_sink_move_to_its_twin() -> None:
     @algorithm
     def read_too(batch: PromptBatch) -> Any:
         one = Shift(1).named("one")(batch.prompt_mask)
