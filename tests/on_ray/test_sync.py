@@ -125,7 +125,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
                 "missing bucket": "are incomplete: .* did not arrive",
                 "twice": "was not sent, or arrived twice",
                 "shape": "is not what was sent",
-                "stale": r"the update says version \d+",
+                "stale": r"The update has version \d+",
             }.items(),
             1,
         ):
