@@ -129,8 +129,8 @@ class Generate(Sampler, Operator):
         receipt = engine.receipt
         if receipt is None:
             raise SyncError(
-                f"{self.name}: the rollout engine has no receipt for its weights, so the version of its responses is "
-                f"unknown. Sync first: Sync()(updated), or `with job.eager():`, which syncs when it starts.",
+                "The rollout engine has no receipt for its weights, so the version of its responses is unknown. Sync "
+                "first: Sync()(updated), or `with job.eager():`, which syncs when it starts.",
                 code="update.no-receipt",
                 node=self.name,
             )

@@ -243,7 +243,7 @@ class Reward(Operator):
     def _describe(self, failure: NoScore, prompts: Answerable, row: int) -> str:
         cls = type(self).__name__
         more_time = f", raise the limit by {cls}(..., timeout=...)" if failure.code == "reward.timeout" else ""
-        details = f"\n{failure.traceback}" if failure.traceback else ""
+        details = f"\n{failure.traceback}\n" if failure.traceback else ""
         return (
             f"{self.name}: the reward function {self._function_name} {failure.what}, for row {prompts.row_id[row]!r} "
             f"(data_source {prompts.data_source[row]!r}, number {row} of {len(prompts.row_id)}). Fix the "

@@ -141,7 +141,7 @@ class ProcessWorker:
             raise RewardError(reply["invalid"], code="reward.invalid-function", function=self._source.reference)
         if self.alive:
             self.end()
-        details = f"\n{reply.traceback}" if reply.traceback else ""
+        details = f"\n{reply.traceback}\n" if reply.traceback else ""
         raise RewardError(
             f"A worker process for the reward function {self._source.reference!r} could not start: importing it "
             f"{reply.what}. The module must be importable on its own: put code that runs as a script under "

@@ -87,7 +87,7 @@ class Ranked(Operator):
         if totals.isnan().any():
             row = int(totals.isnan().nonzero()[0])
             raise DataError(
-                f"{self.name}: the score of row {row} is NaN, so the row has no rank. Check the node that writes "
+                f"The score of row {row} is NaN, so the row has no rank. Check the node that writes "
                 f"token_level_scores.",
                 code="reward.not-finite",
                 node=self.name,

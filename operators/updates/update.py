@@ -249,9 +249,9 @@ class UpdateActor(_Update, AsksModel, Operator):
             column = f"policy_version {found}" if len(index) == 1 else f"token_version {found} at token {index[1]}"
             expected = f"versions {version - window} to {version}" if window else "the actor's version"
             raise StalePolicyError(
-                f"{self.name}: {rows} of {len(sampled_by)} rows come from another version of the policy: row "
-                f"{index[0]} has {column}, the actor is at {version}, expected {expected}. Run Sync after every "
-                f"update, then Generate; for rows of earlier steps, set edit(lag=...).",
+                f"{rows} of {len(sampled_by)} rows come from another version of the policy: row {index[0]} has "
+                f"{column}, the actor is at {version}, expected {expected}. Run Sync after every update, then "
+                f"Generate; for rows of earlier steps, set edit(lag=...).",
                 code="update.stale-rows",
                 node=self.name,
                 row=index[0],
@@ -372,7 +372,7 @@ class Sync(Operator):
             receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self._caches)
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
-                f"{self.name}: the update has version {updated.version}, the actor {self.actor.version}, the receipt "
+                f"The update has version {updated.version}, the actor {self.actor.version}, the receipt "
                 f"{receipt.version} and the engine {self.rollout_version()}, expected one version. Sync once after "
                 f"each update; an engine must return a receipt for the weights that it loaded.",
                 code="update.version-mismatch",

@@ -447,4 +447,4 @@ def test_the_demo_checks_its_options_first(command: Command) -> None:
     answer = command("demo", "--steps", "0")
     assert answer.code == 2 and "Invalid value for '--steps'" in answer.err and not list(Path().iterdir())
     answers = [command("demo", "--folder", write(Path("file"), ""), *more) for more in ((), ("--quick",))]
-    assert all(a.code == 2 and "cannot be written (Not a directory); name another" in a.err for a in answers)
+    assert all(a.code == 2 and "cannot be written (Not a directory). Pass another" in a.err for a in answers)

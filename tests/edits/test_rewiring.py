@@ -10,7 +10,6 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
-from flowrl.errors import ParameterError
 from flowrl.graph import algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -349,7 +348,7 @@ def test_parameters_that_depend_on_each_other_change_at_once() -> None:
         assert PPO.edit(set=dict(order))["update_actor"].operator == UpdateActor(
             ppo_epochs=2, aggregation="seq-mean-token-sum-norm", norm=64.0
         )
-    with pytest.raises(ParameterError, match="was given norm=None"):
+    with raises("objective.invalid-norm", given=None):
         PPO.edit(set={"update_actor.aggregation": "seq-mean-token-sum-norm"})
     whole = {"update_actor.loss.clip_high": 0.3, "update_actor.loss": PPOClip(0.1)}
     assert PPO.edit(set=whole)["update_actor"].operator == UpdateActor(PPOClip(0.1, 0.3)), "the owner is set first"

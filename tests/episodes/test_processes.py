@@ -291,5 +291,5 @@ class TestInteract:
     def test_an_agent_alone_is_refused(self) -> None:
         async def agent(chat: Any, row: Any) -> None: ...
 
-        with pytest.raises(ParameterError, match=r"processes=True, and nothing would run in one"):
+        with raises("episode.nothing-isolated"):
             Interact(agent, processes=True)

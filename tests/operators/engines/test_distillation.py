@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from flowrl import INJECTED, Loss, Metrics
 from flowrl import columns as c
 from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
-from flowrl.errors import BindError, DataError, DefinitionError, ParameterError
+from flowrl.errors import BindError, DefinitionError, ParameterError
 from flowrl.graphs import distill_full
 from flowrl.operators import (
     GKD,
@@ -34,6 +34,7 @@ from flowrl.operators.engines.distillation import divergence
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.protocols.protocols import MiniBatch
 from tests.backends.torch.train.trainers import CONTEXT, trainer
+from tests.support.errors import raises
 from tests.support.models import VOCAB, char_tokenizer, ragged, tiny_config, tiny_folder, unpadded
 
 BETAS = [0.0, 0.3, 0.5, 1.0]
@@ -223,7 +224,7 @@ def test_a_student_with_capped_logits_follows_its_teacher_too(pair: tuple[str, s
 
 def test_a_teacher_with_a_wider_vocabulary_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
     wider = stated(tiny_folder(tmp_path, vocab_size=VOCAB + 3))
-    with pytest.raises(DataError, match=rf"has logits for {VOCAB + 3} tokens and the student for {VOCAB};.*GKD"):
+    with raises("objective.teacher-vocabulary", expected=VOCAB, found=VOCAB + 3):
         updated(pair[0], wider, FullGKD())
 
 
@@ -301,11 +302,11 @@ def test_reverse_kl() -> None:
 
 
 def test_what_a_loss_of_distributions_cannot_be(pair: tuple[str, str]) -> None:
-    with pytest.raises(ParameterError, match="kl=None"):
+    with raises("update.wrong-loss", loss="GKD"):
         UpdateActor(GKD(), kl=KLLoss())
-    with pytest.raises(ParameterError, match=r"is of the distributions of what is trained.*trains values"):
+    with raises("update.wrong-loss", loss="GKD", expected=("values",), found=("distributions",)):
         UpdateCritic(GKD())
-    with pytest.raises(ParameterError, match=rf"k={VOCAB} covers the vocabulary of {VOCAB} tokens"):
+    with raises("model.top-k"):
         marked(pair[1], VOCAB)
     with pytest.raises(DefinitionError, match="wants a whole row"):
 
