@@ -100,8 +100,9 @@ race: $(READY) $(RACE_READY)  ## Race TRL step by step and verl function by func
 docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
 	@$(BIN)/python docs/reference.py $(REFERENCE)
 
-tables: $(READY)  ## Write the tables of the docs and the entry points of pyproject.toml from the code
+tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
 	@$(BIN)/python docs/tables.py
+	@$(BIN)/python docs/errors.py
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

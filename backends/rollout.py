@@ -1,6 +1,5 @@
-"""What all rollout engines share: a receipt, without which they do not sample; requests, and the loop over them that
-`generate` is, under which weights may change; checks of prompts; and one rule for where responses end, whichever engine
-stops by itself.
+"""Base of all rollout engines: the receipt that sampling requires, the request loop behind `generate`, live weight
+updates, prompt checks, and one rule for where a response ends.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from flowrl.records import Receipt
 
 
 class RolloutEngine(ABC):
-    """Base of live rollout engines; `sync` sets `_receipt`, and whatever else is abstract is the engine's own.
+    """Base of live rollout engines; `sync` sets `_receipt`.
 
     Args:
         tokenizer: of the model's folder.
     """
 
     name: ClassVar[str]
-    """What errors call it."""
+    """The name in errors."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -42,13 +41,13 @@ class RolloutEngine(ABC):
         return self._receipt
 
     def freeze(self, digest: str) -> Self:
-        """Generate with the weights that are there, as version 0; `digest` is theirs."""
+        """Generate with the current weights, as version 0; `digest` is theirs."""
         self._receipt = Receipt(0, digest, bytes=0, seconds=0.0, transport="folder")
         return self
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokeniser of the model's folder."""
+        """The model's tokenizer."""
         return self._tokenizer
 
     def generate(
@@ -57,24 +56,24 @@ class RolloutEngine(ABC):
         """Sample one response per row.
 
         A response ends with a token that ends a turn (`ChatTokenizer.ends`), a stop token, or the token that completes
-        a stop string, which is part of it, or after `sampling.max_new_tokens`. Log-probs are of the distribution that
-        was drawn from: after temperature, top-k and top-p, renormalised; at temperature 0, of temperature 1.
+        a stop string, which is part of it, or after `sampling.max_new_tokens`. Log-probs are under the distribution
+        that was sampled: after temperature, top-k and top-p, renormalized; at temperature 0, under temperature 1.
 
         Args:
             prompts: int64 ``[batch prompt]``, padded on the left.
             prompt_mask: bool ``[batch prompt]``.
-            row_ids: one per row; what a row draws depends on its id and on no other row.
-            sampling: how tokens are drawn.
-            key: where the random numbers come from.
+            row_ids: one per row; a row's random numbers depend on its id and on no other row.
+            sampling: the sampling parameters.
+            key: the source of random numbers.
 
         Returns:
             responses, mask, log-probs and versions ``[batch response]``, as wide as the longest response, on the
             prompts' device.
 
         Raises:
-            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
-            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length); what the engine itself
-                refuses; or it gives log-probs that are not finite.
+            SyncError: the engine has no receipt, or its weights are not those of its receipt.
+            DataError: the model cannot take the prompts (shapes, padding, vocabulary, length), the engine refuses the
+                sampling parameters, or log-probs are not finite.
             AsleepError: the engine sleeps.
             EngineError: the engine or one of its processes failed.
         """
@@ -86,11 +85,13 @@ class RolloutEngine(ABC):
         return Sampled(*(column.to(prompts.device) for column in sampled))
 
     def _require_receipt(self) -> Receipt:
-        """The receipt, without which nothing is sampled; raises `SyncError`."""
+        """The receipt; raises `SyncError` if there is none."""
         if self._receipt is None:
             raise SyncError(
-                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
-                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
+                f"{self.name} has no receipt, so the version of the policy that it would sample from is unknown. Call "
+                f"engine.sync(trainer) first (in a graph: end the step with Sync()(actor)).",
+                code="engine.no-receipt",
+                engine=self.name,
             )
         return self._receipt
 
@@ -98,31 +99,36 @@ class RolloutEngine(ABC):
         wrong = (sampled.response_mask & ~sampled.log_probs.isfinite()).nonzero()
         if len(wrong):
             row, token = wrong[0].tolist()
+            log_prob = float(sampled.log_probs[row, token])
             raise DataError(
-                f"{self.name} gave response token {token} of row {row_ids[row]!r} the log-prob "
-                f"{float(sampled.log_probs[row, token])} ({len(wrong)} tokens in {len(wrong[:, 0].unique())} of "
-                f"{len(row_ids)} rows are not finite); expected a finite one for every token that was sampled. Look in "
-                f"engine_args for what draws tokens by other means (speculative decoding), in the weights for NaN, and "
-                f"whether the model overflows in the engine's dtype."
+                f"{self.name} returned the log-prob {log_prob} for response token {token} of row {row_ids[row]!r} "
+                f"({len(wrong)} tokens in {len(wrong[:, 0].unique())} of {len(row_ids)} rows are not finite). Check "
+                f"engine_args for other ways of sampling (speculative decoding), the weights for NaN, and whether the "
+                f"model overflows in the engine's dtype.",
+                code="engine.not-finite",
+                engine=self.name,
+                row=row_ids[row],
+                token=token,
+                log_prob=log_prob,
             )
 
     @abstractmethod
     def _require_awake(self, what: str) -> None:
-        """Refuse to do `what` asleep; raises `AsleepError`."""
+        """Raise `AsleepError` if the engine sleeps."""
 
     @abstractmethod
     def _limits(self) -> tuple[int, int | None]:
-        """How many tokens there are, and how many a sequence may have (None: any number)."""
+        """The size of the vocabulary, and the most tokens of a sequence (None: unlimited)."""
 
     @abstractmethod
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
-        """`generate`, of prompts that have been checked, on any device."""
+        """`generate` for checked prompts, on any device."""
 
 
 class Alone:
-    """One thread at a time: ``with alone:``. Who waits comes before who goes in again and again.
+    """A fair lock: ``with alone:``. A waiting thread comes before one that releases it and acquires it again.
 
-    A lock alone would not do: the thread that gives it back and takes it again is faster than one that must wake up.
+    A plain lock is not fair: the thread that releases and reacquires it is faster than one that must wake up.
     """
 
     def __init__(self) -> None:
@@ -137,60 +143,58 @@ class Alone:
 
 
 class RequestEngine(RolloutEngine):
-    """Base of live rollout engines that take `Requests`; `generate` submits all rows, and steps until they are there.
+    """Base of live rollout engines that serve `StreamingRollout`; `generate` submits all rows and steps until they end.
 
-    An error of `step` ends all requests that are under way. One thread at a time lets requests begin, go on or drop, or
-    takes weights over: so `swap`, which another thread may call, comes between two steps.
+    An error in `step` ends all requests in flight. A lock admits one thread at a time, so `swap`, which another thread
+    may call, runs between two steps.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         super().__init__(tokenizer)
         self._unnamed: list[str] = []  # requests that ended while `generate` stepped
         self._alone = Alone()
-        self._not_swapped: BaseException | None = None  # by what the last swap failed, until that is told
+        self._swap_error: BaseException | None = None  # of the last swap, until it is reported
 
     def sync(self, source: Trainer) -> Receipt:
-        """Take over the weights of `source`; see `Synced.sync`, and `_sync`.
+        """Load the weights of `source`; see `Synced.sync`, and `_sync`.
 
         Raises:
-            SyncError: requests are under way, which go on; or the weights did not arrive, and there is no receipt then.
+            SyncError: requests are in flight, which continue; or the weights did not arrive, and there is no receipt.
         """
         with self._alone:
-            self._not_swapped = None
+            self._swap_error = None
             return self._sync(source)
 
     def swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """Take over the weights of `source` under requests that are under way; see `Swaps.swap`, and `_swap`.
+        """Load the weights of `source` with requests in flight; see `LiveWeightUpdate.swap`, and `_swap`.
 
         Raises:
-            SyncError: the weights did not arrive. There is no receipt then, and what is under way fails with its next
-                step.
+            SyncError: the weights did not arrive. There is no receipt then, and the next step fails.
         """
         with self._alone:
-            self._not_swapped = None
+            self._swap_error = None
             try:
                 return self._swap(source, caches)
             except BaseException as error:
-                self._receipt, self._not_swapped = None, error
+                self._receipt, self._swap_error = None, error
                 raise
 
     def _require_receipt(self) -> Receipt:
-        """As `RolloutEngine`; where weights were to be swapped, it says what has become of that.
-
-        Raises:
-            SwapError: they did not arrive.
-        """
-        failed = self._not_swapped
+        """As `RolloutEngine`; raises `SwapError` if the last swap failed."""
+        failed = self._swap_error
         if self._receipt is None and failed is not None:
-            self._not_swapped = None
+            self._swap_error = None
             raise SwapError(
-                f"the weights of {self.name} were to change under the answers that are under way, and did not arrive "
-                f"({type(failed).__name__}: {failed}); expected a sync before it goes on: engine.sync(trainer)."
+                f"{self.name} failed to swap its weights with requests in flight ({type(failed).__name__}: "
+                f"{getattr(failed, 'message', failed)}). Call engine.sync(trainer) before it continues.",
+                code="engine.swap-failed",
+                engine=self.name,
+                error=type(failed).__name__,
             ) from failed
         return super()._require_receipt()
 
     def submit(self, request: Request) -> None:
-        """Ask for an answer, which is begun by a later `step`; see `Requests.submit`."""
+        """Queue a request, which a later `step` starts; see `StreamingRollout.submit`."""
         with self._alone:
             self._require_awake("submit")
             self._require_receipt()
@@ -199,57 +203,62 @@ class RequestEngine(RolloutEngine):
             self._submit(request)
 
     def _refuse_request(self, request: Request) -> None:
-        """Refuse what the model cannot take, and a name that is taken; raises `DataError` or `ParameterError`."""
+        """Refuse a prompt that the model cannot take (`DataError`), and a name in use (`ParameterError`)."""
         ids = torch.tensor([list(request.ids)], dtype=torch.int64)
         mask = torch.ones_like(ids, dtype=torch.bool)
         check_prompts(ids, mask, [request.name], request.sampling, *self._limits(), self.tokenizer.folder)
-        if self._asked(request.name):
+        if self._knows(request.name):
             raise ParameterError(
-                f"a request named {request.name!r} is under way, or its response was not taken; expected another name, "
-                f"or engine.take({request.name!r}) first, once step() has named it, or engine.drop({request.name!r})."
+                f"A request named {request.name!r} is in flight, or its response was not taken. Use another name, or "
+                f"call engine.take({request.name!r}) once step() returned it, or engine.drop({request.name!r}).",
+                code="engine.request-exists",
+                request=request.name,
             )
 
     def step(self) -> list[str]:
-        """Compute one token of each answer; the names of those that ended; see `Requests.step`."""
+        """Compute one token of each response; the names of those that ended; see `StreamingRollout.step`."""
         self._require_awake("step")
         ended = self._next()
-        earlier, self._unnamed = [name for name in self._unnamed if self._asked(name)], []
+        earlier, self._unnamed = [name for name in self._unnamed if self._knows(name)], []
         return [*earlier, *ended]
 
     def take(self, name: str) -> Response:
-        """The response to a request, once; see `Requests.take`."""
+        """The response to a request, once; see `StreamingRollout.take`."""
         response = self._take(name)
         if response is None:
             raise ParameterError(
-                f"there is no response to a request {name!r}: it was not submitted, has not ended, or its response was "
-                f"taken; expected a name that engine.step() gave, once."
+                f"There is no response to request {name!r}: it was not submitted, has not ended, or its response was "
+                f"taken. Pass a name that engine.step() returned, once.",
+                code="engine.no-response",
+                request=name,
             )
         if not all(map(math.isfinite, response.log_probs)):
             self._refuse_not_finite(packed([response[:3]], self.tokenizer.pad_id), [name])
         return response
 
     def drop(self, name: str) -> None:
-        """Stop a request, drop its response, and forget what was kept of it; see `Requests.drop`."""
+        """Abort a request, and drop its response and cache; see `StreamingRollout.drop`."""
         with self._alone:
             self._drop(name)
 
     def _next(self) -> list[str]:
-        """A step, by this thread alone; the requests that ended."""
+        """A step under the lock; the requests that ended."""
         with self._alone:
             return self._step(self._require_receipt().version)
 
     def _refuse_sync(self, begun: Sequence[str]) -> None:
-        """Refuse to take over weights while answers have tokens of others; raises `SyncError`.
-
-        Args:
-            begun: the requests that have drawn tokens and have not ended.
-        """
+        """Raise `SyncError` if requests have sampled tokens and have not ended (`begun`)."""
         if begun:
+            version = self._require_receipt().version
             raise SyncError(
-                f"sync was called while {len(begun)} requests are under way ({begun[0]!r} is one), whose tokens are of "
-                f"version {self._require_receipt().version}; expected none, since an answer bears one version: call "
-                f"engine.step() until they end, or engine.drop(name); or where the engine can, swap: "
-                f"engine.swap(trainer, caches='recompute')."
+                f"sync was called with {len(begun)} requests in flight (such as {begun[0]!r}), whose tokens are of "
+                f"version {version}; after a sync a response has one version. Call engine.step() until they end, or "
+                f"engine.drop(name), or engine.swap(trainer, caches='recompute') if the engine supports it.",
+                code="engine.requests-in-flight",
+                engine=self.name,
+                requests=len(begun),
+                request=begun[0],
+                version=version,
             )
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
@@ -266,7 +275,7 @@ class RequestEngine(RolloutEngine):
                         self._unnamed.append(name)
                         continue
                     response = self._take(name)
-                    assert response is not None  # `_step` said so
+                    assert response is not None  # since `_step` returned its name
                     rows[names[name]] = response[:3]
                     missing -= 1
         except BaseException:
@@ -277,40 +286,39 @@ class RequestEngine(RolloutEngine):
 
     @abstractmethod
     def _sync(self, source: Trainer) -> Receipt:
-        """`sync`, by one thread alone."""
+        """`sync`, under the lock."""
 
     def _swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """`swap`, by one thread alone. Until the new weights are there, the receipt of the old ones stays: another
-        thread may read. An engine without this swaps where nothing is under way."""
+        """`swap`, under the lock. The old receipt remains until the new weights have arrived, since another thread may
+        read it. By default an engine swaps only without requests in flight."""
         return self._sync(source)
 
     @abstractmethod
     def _drop(self, name: str) -> None:
-        """`drop`, by one thread alone."""
+        """`drop`, under the lock."""
 
     @abstractmethod
-    def _asked(self, name: str) -> bool:
-        """Whether a request of that name is under way, or its response was not taken."""
+    def _knows(self, name: str) -> bool:
+        """Whether a request of that name is in flight, or its response was not taken."""
 
     @abstractmethod
     def _submit(self, request: Request) -> None:
-        """`submit`, of a request that has been checked."""
+        """`submit` for a checked request."""
 
     @abstractmethod
     def _step(self, version: int) -> list[str]:
-        """`step`, with weights of this version."""
+        """`step` with weights of this version."""
 
     @abstractmethod
     def _take(self, name: str) -> Response | None:
         """`take`, or None."""
 
 
-_Tokens = tuple[Sequence[int], Sequence[float], Sequence[int]]
-"""Of a response: tokens, log-probs and versions."""
+_Tokens = tuple[Sequence[int], Sequence[float], Sequence[int]]  # of a response: tokens, log-probs and versions
 
 
 def packed(rows: Sequence[_Tokens], pad: int) -> Sampled:
-    """Responses of unequal length, as columns padded on the right."""
+    """Responses of unequal length as columns, padded on the right."""
     width = max((len(ids) for ids, _, _ in rows), default=0)
     sampled = Sampled(
         torch.full((len(rows), width), pad),
@@ -335,67 +343,72 @@ def check_prompts(
     positions: int | None,
     folder: str,
 ) -> None:
-    """Refuse prompts that a model cannot take.
-
-    Args:
-        prompts: int64 ``[batch prompt]``, padded on the left.
-        mask: bool ``[batch prompt]``.
-        row_ids: one per row.
-        sampling: for how many tokens there must be room.
-        vocabulary: token ids that the model has, from 0.
-        positions: tokens that a sequence may have, None for any number.
-        folder: of the model's tokeniser.
-
-    Raises:
-        DataError: shapes, padding, vocabulary (stop tokens included) or length are not what is expected.
-    """
+    """Refuse prompts by shape, padding, vocabulary (stop tokens included) or length: at most `positions` tokens per
+    sequence."""
     if prompts.ndim != 2 or mask.shape != prompts.shape or mask.dtype != torch.bool or len(row_ids) != len(prompts):
         raise DataError(
-            f"prompts are {tuple(prompts.shape)} with a {mask.dtype} mask {tuple(mask.shape)} and {len(row_ids)} "
-            f"row ids; expected two [batch prompt] tensors, the mask a bool, and one id per row."
+            f"Prompts have the shape {tuple(prompts.shape)} with a {mask.dtype} mask {tuple(mask.shape)} and "
+            f"{len(row_ids)} row ids; expected two [batch prompt] tensors, the mask a bool, and one id per row.",
+            code="engine.invalid-prompts",
+            found=tuple(prompts.shape),
         )
     if len(prompts) == 0:
         return
     ends = mask[:, -1] if prompts.shape[1] else mask.new_zeros(len(mask))
     holes = ~ends | (mask[:, :-1] & ~mask[:, 1:]).any(1)
     if holes.any():
+        row = int(holes.nonzero()[0])
         raise DataError(
-            f"prompt {int(holes.nonzero()[0])} is empty, padded on the right, or has a hole in its mask; expected "
-            f"tokens padded on the left, as tokenizer.pad_left(rows) makes them."
+            f"Prompt {row} is empty, padded on the right, or has a hole in its mask; expected tokens padded on the "
+            f"left. Make prompts with tokenizer.pad_left(rows).",
+            code="engine.invalid-prompts",
+            row=row,
         )
     tokens = prompts[mask]
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise DataError(
-            f"prompts hold token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is 0 "
-            f"to {vocabulary - 1}; make prompts with its own tokeniser ({folder!r})."
+            f"Prompts have token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is 0 "
+            f"to {vocabulary - 1}. Make prompts with its own tokenizer ({folder!r}).",
+            code="model.unknown-token",
+            token_id=int(tokens.max() if tokens.max() >= vocabulary else tokens.min()),
+            vocabulary=vocabulary,
         )
     if unknown := [i for i in sampling.stop_token_ids if not 0 <= i < vocabulary]:
         raise DataError(
-            f"stop_token_ids={sampling.stop_token_ids} holds {unknown[0]}, but the model's vocabulary is 0 to "
-            f"{vocabulary - 1}, so it could end nothing; give ids of its own tokeniser ({folder!r}), or drop it."
+            f"stop_token_ids={sampling.stop_token_ids} contains {unknown[0]}, but the model's vocabulary is 0 to "
+            f"{vocabulary - 1}, so it would end no response. Pass ids of its own tokenizer ({folder!r}), or drop it.",
+            code="model.unknown-token",
+            token_id=unknown[0],
+            vocabulary=vocabulary,
         )
+    if positions is not None:
+        _check_length(mask, row_ids, sampling, positions)
+
+
+def _check_length(mask: Tensor, row_ids: Sequence[str], sampling: Sampling, positions: int) -> None:
     longest = int(mask.sum(1).max())
-    if positions is not None and longest + sampling.max_new_tokens > positions:
-        can_recover = ["raise that where the model allows it"]
-        if (answers := positions - longest) > 0:
-            can_recover.append(f"lower max_new_tokens to {answers}")
+    if longest + sampling.max_new_tokens > positions:
+        fixes = ["Raise it if the model allows that"]
+        if (response := positions - longest) > 0:
+            fixes.append(f"lower max_new_tokens to {response}")
         if (room := positions - sampling.max_new_tokens) > 0:
-            can_recover.append(f"drop prompts of more than {room} tokens")
+            fixes.append(f"drop prompts of more than {room} tokens")
         raise DataError(
-            f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
-            f"more than the {positions} tokens that a sequence may have here, by the model or the engine's "
-            f"max_model_len; {', or '.join(can_recover)}."
+            f"The longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} "
+            f"exceeds the limit of {positions} tokens per sequence (the model's positions, or max_model_len). "
+            f"{', or '.join(fixes)}.",
+            code="model.too-long",
+            row=row_ids[int(mask.sum(1).argmax())],
+            found=longest + sampling.max_new_tokens,
+            expected=positions,
         )
 
 
 class Ending:
-    """The rule of a `Sampling`: a token that ends a turn (`ChatTokenizer.ends`), a stop token, or the token that
-    completes a stop string ends a response.
+    """Where a response ends: at a token that ends a turn (`ChatTokenizer.ends`), at a stop token, or at the token that
+    completes a stop string.
 
-    Args:
-        tokenizer: whose text and ends count.
-        sampling: `stop_token_ids`, `stop` and `ignore_eos`.
-        token_ids: the tokens that end a response.
+    `token_ids` are the tokens that end a response.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
@@ -404,11 +417,11 @@ class Ending:
         self._tokenizer = tokenizer
 
     def watch(self) -> Watch:
-        """Looks at one response, from its first token on."""
+        """The detector of stop strings for one response."""
         return Watch(self._tokenizer, self.stop)
 
     def length(self, ids: Sequence[int]) -> int | None:
-        """How many tokens of `ids` are the response: up to the first that ends it, inclusive; None if none does."""
+        """The number of tokens up to the first that ends the response, inclusive; None if none does."""
         length = next((i + 1 for i, token in enumerate(ids) if token in self.token_ids), None)
         text = self._tokenizer.text(ids[:length]) if self.stop else ""
         if any(string in text for string in self.stop):
@@ -418,10 +431,10 @@ class Ending:
 
 
 class Watch:
-    """Finds the token that completes a stop string.
+    """Detects the token that completes a stop string.
 
-    Text is made of the last tokens only. They are as many as the longest string has bytes, since a token that is not
-    special is a byte at least, and one more, whose text may depend on what came before it.
+    Decodes only the last tokens: as many as the longest string has bytes, since a token that is not special is at
+    least one byte, plus one, whose text may depend on the token before it.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]) -> None:
@@ -429,7 +442,7 @@ class Watch:
         self._last: deque[int] = deque(maxlen=1 + max((len(string.encode()) for string in stop), default=0))
 
     def completes(self, token: int) -> bool:
-        """Whether a stop string is complete with the next token."""
+        """Whether the next token completes a stop string."""
         if not self._stop or token in self._tokenizer.special_ids:
             return False
         self._last.append(token)

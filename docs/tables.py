@@ -15,6 +15,7 @@ from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.rules.check import RULES
+from flowrl.rules.rule import RETIRED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,7 +63,8 @@ def algorithms() -> list[str]:
 
 def rules() -> list[str]:
     rows = ["| rule | reason | learned from |", "|---|---|---|"]
-    return rows + [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
+    rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
+    return rows + [f"| {id} | *Retired.* {reason} | |" for id, reason in RETIRED.items()]
 
 
 def entry_points() -> list[str]:

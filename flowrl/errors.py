@@ -1,14 +1,14 @@
 """The errors of flowrl.
 
 A message says what happened, where, what was expected, and how to fix it. Each refused situation has a stable code,
-such as ``graph.unknown-column``; `docs/errors.md` lists all of them, each with an example and its fix. Each class
+such as ``graph.unknown-node``; `docs/errors.md` lists all of them, each with an example and its fix. Each class
 derives from `FlowrlError` and from the builtin that it refines.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -18,7 +18,7 @@ class FlowrlError(Exception):
 
     Args:
         message: what happened, where, what was expected, and how to fix it.
-        code: the situation, such as ``"graph.unknown-column"``; programs and tests match it rather than the wording.
+        code: the situation, such as ``"graph.unknown-node"``; programs and tests match it rather than the wording.
         facts: the names and numbers of the message, such as ``node="gae"`` or ``row=3``. What is not a plain value or a
             collection of plain values becomes its text, so that every error can be pickled.
     """
@@ -154,3 +154,22 @@ class EngineError(FlowrlError, RuntimeError):
 
 class RankError(FlowrlError, RuntimeError):
     """Another rank of the same engine failed, so this one cannot go on."""
+
+
+STALENESS = ("max_staleness", "staleness_threshold", "max_head_offpolicyness")
+"""The bound on staleness in other frameworks: verl's is ``staleness_threshold``, AReaL's ``max_head_offpolicyness``."""
+
+
+def refuse_staleness(where: str, given: Mapping[str, object], known: Container[str]) -> None:
+    """Refuse a bound on staleness among the arguments of `where`, unless it is one of its `known` parameters."""
+    for name in (name for name in STALENESS if name in given and name not in known):
+        value = given[name]
+        versions = value if type(value) is int and value >= 0 else 1
+        raise ParameterError(
+            f"{where} has no parameter {name!r} (given {value!r}): the graph bounds staleness, in versions that "
+            f"generation may run ahead. Pass it as `graph.edit(lag=Lag({versions}))`, with `from flowrl import Lag`.",
+            code="lag.max-staleness",
+            where=where,
+            parameter=name,
+            given=value,
+        )

@@ -1,4 +1,4 @@
-"""`Graph`, with all that can be done to it, and `algorithm`, which turns a function into one."""
+"""`Graph`, and `algorithm`, which turns a function into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.draw import mermaid
 from flowrl.edits import diff
 from flowrl.edits import edit as edits
 from flowrl.edits.diff import Diff
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError, GraphError, type_of
 from flowrl.files import graph_io
 from flowrl.rules import check as rules
 from flowrl.rules.check import Allowance, Finding
@@ -33,51 +33,55 @@ class Graph(graph.Graph):
     Args:
         name: the algorithm's name.
         nodes: by name, in topological order.
-        sinks: the nodes that the graph is run for.
-        lag: by how far generation may run ahead, on the back-edge from `Sync` to `Generate`.
-        bindings: backends by role, as far as they are bound.
+        sinks: the nodes whose outputs a step computes.
+        lag: how far generation may run ahead, on the edge from `Sync` to `Generate` of the next step.
+        bindings: backends by role; unbound roles are left out.
         allow: the rules that it may break, each with the reason.
     """
 
     edit = edits.edit
 
     def bind(self, *misplaced: Any, place: Place | None = None, optimize: bool = True, **backends: Any) -> Job[Graph]:
-        """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
+        """Bind backends to roles: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
 
         Args:
             place: where they run, such as ``Colocate(gpus=2)``, on Ray; None is this process.
-            optimize: compute once what the graph says twice; see `Job`.
+            optimize: compute duplicate nodes once; see `Job`.
             backends: by role.
 
         Raises:
-            BindError: a role that the graph does not have, a backend that cannot serve it, or one without its role.
-            GraphError: the graph was read without the functions that it names.
+            BindError: an unknown role, a backend that cannot serve its role, or a backend without a role.
+            GraphError: the graph was loaded without imports.
         """
         if misplaced:
             raise BindError(
-                f"bind(...) was given {type(misplaced[0]).__name__} without the role that it is for; expected backends "
-                f"by role ({', '.join(self.roles())}): bind({next(iter(self.roles()), 'actor')}=...)."
+                f"bind(...) got {type_of(misplaced[0])} without a role. Pass backends by role "
+                f"({', '.join(self.roles())}): bind({next(iter(self.roles()), 'actor')}=...).",
+                code="graph.unnamed-backend",
+                found=type(misplaced[0]).__name__,
             )
         if missing := graph_io.not_imported(self):
             raise GraphError(
-                f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
-                f"names: flowrl.load(..., imports=True)."
+                f"{self.name} was loaded without importing {', '.join(missing)}, so it cannot run. Load it with "
+                f"flowrl.load(..., imports=True).",
+                code="file.not-imported",
+                path=missing[0],
             )
         return Job(self.bound({**self.bindings, **backends}), place, optimize)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
-        """What changes from this graph to `other`.
+        """The changes from this graph to `other`.
 
         Args:
             other: the graph after the edit.
-            costs: of a run; then the diff says what the edit does to the time of a step, with as many prompts as in
-                that run, and at its place.
+            costs: the costs of a run; the diff then predicts the time of a step before and after, with the prompts per
+                step and the place of that run.
 
         Raises:
-            GraphError: `other` is no graph.
-            ParameterError: `costs` are none.
-            DataError: a node of the two that `costs` does not know.
-            BindError: the run was on Ray, and roles of the two are not bound, or do not fit there.
+            GraphError: `other` is not a graph.
+            ParameterError: `costs` are not costs.
+            DataError: `costs` lack a node of one of the graphs.
+            BindError: the run was on Ray, and roles of the graphs are not bound, or do not fit there.
         """
         found = diff.diff(self, other)
         if costs is None:
@@ -87,19 +91,18 @@ class Graph(graph.Graph):
         return replace(found, seconds=(before, after))
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
-        """Everything that the rules find wrong and the graph does not allow, at once; `prompts` is the number of
-        prompts a step, where known.
+        """The findings of all rules that the graph does not allow; `prompts` is their number per step, if known.
 
         Raises:
-            ParameterError: `prompts` is no count.
+            ParameterError: `prompts` is not a positive integer.
         """
         return rules.check(self, prompts)
 
     def allowances(self, *, prompts: int | None = None) -> list[Allowance]:
-        """The rules that the graph allows to be broken, each with the reason and with what breaks it.
+        """The rules that the graph may violate, each with the reason and its findings.
 
         Raises:
-            ParameterError: `prompts` is no count.
+            ParameterError: `prompts` is not a positive integer.
         """
         return rules.allowances(self, prompts)
 
@@ -111,21 +114,21 @@ class Graph(graph.Graph):
         """The graph as JSON-able data; `from_dict` reads it back.
 
         Raises:
-            GraphError: a parameter cannot be written, such as a lambda.
+            GraphError: a parameter cannot be saved, such as a lambda.
         """
         return graph_io.graph_to_dict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, imports: bool = True) -> Graph:
-        """The graph that `to_dict` wrote; see `load` for `imports`.
+        """The graph of the data that `to_dict` returned; see `load` for `imports`.
 
         Raises:
-            GraphError: not a graph, of another format, naming what is not there, or what would have to be imported.
+            GraphError: the data is not a graph, has another format, or names something unknown or not imported.
         """
         return graph_io.graph_from_dict(Graph, data, imports)
 
     def fingerprint(self) -> str:
-        """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
+        """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same under any name."""
         return graph_io.fingerprint(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -137,9 +140,9 @@ def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
     """Decorator: see `flowrl.core.graphs.algorithm.Algorithm`.
 
     Raises:
-        DefinitionError: with file and line, where the function has no input or an annotation that is not defined.
+        DefinitionError: the function has no input, or an undefined annotation; with file and line.
     """
-    # The annotations of an algorithm that a function defines may use that function's names.
+    # annotations may use local names of the function that defines the algorithm
     return Algorithm(function, sys._getframe(1).f_locals, Graph)
 
 
@@ -147,12 +150,12 @@ def load(path: str | Path, *, imports: bool = True) -> Graph:
     """The graph in a ``.yaml``/``.yml`` or ``.json`` file.
 
     Args:
-        path: of the file.
-        imports: import the classes and functions that the file names, which runs the files that these are in. With
-            False nothing of others is run: functions are names only, so that the graph can be shown, checked and
-            compared but not bound, and a class that neither flowrl nor an installed package brings is refused.
+        path: the file's path.
+        imports: import the classes and functions that the file names, which runs their modules. With False, no code
+            outside flowrl and installed operators runs: functions are names only, so the graph can be shown, checked
+            and compared but not bound; other classes are refused.
 
     Raises:
-        GraphError: the file is missing, broken, no graph, or names what would have to be imported.
+        GraphError: the file is missing, damaged, not a graph, or names a class that is not imported.
     """
     return graph_io.load(Graph, path, imports)

@@ -21,7 +21,7 @@ from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowrl.errors import DefinitionError, FrozenError, ParameterError
+from flowrl.errors import DefinitionError, FrozenError, ParameterError, refuse_staleness
 from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
@@ -146,6 +146,7 @@ def _raise_parameter_errors(cls: type) -> None:
             else:
                 init(self, *args, **kwargs)
         except ValidationError as error:
+            refuse_staleness(cls.__name__, kwargs, cls.__pydantic_fields__)  # type: ignore[attr-defined]
             raise parameter_error(cls, error, args, kwargs) from None
         self._check()
 

@@ -1,4 +1,4 @@
-"""GRPO with another advantage in the place of its own, or with the same one scaled in another way."""
+"""Variants of GRPO with another advantage estimator or scaling."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from flowrl.operators import (
 def gpg(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
     """Group policy gradient (GPG: Chu et al. 2025, arXiv:2504.02546): no standard deviation.
 
-    Groups whose answers are all right or all wrong teach nothing; the others are scaled up to make up for them.
+    Groups of equal scores have no gradient; the others are scaled up to compensate.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+        settings: settings of `grpo`; `kl_coef` is 0, as in the paper.
     """
     return grpo(reward_fn, **settings).edit(replace={"group_advantage": GPGAdvantage()}, name="gpg")
 
 
 @edit_of(grpo, kl_coef=0.0)
 def opo(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
-    """Exactly on-policy, against the baseline of least variance (OPO: Hao et al. 2025, arXiv:2505.23585).
+    """Exactly on-policy, with the minimum-variance baseline (OPO: Hao et al. 2025, arXiv:2505.23585).
 
-    The mean of the group is weighed by length. There is one mini-batch a step, so nothing is clipped.
+    The baseline is the length-weighted mean of the group. With one mini-batch per step, nothing is clipped.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+        settings: settings of `grpo`; `kl_coef` is 0, as in the paper.
     """
     return grpo(reward_fn, **settings).edit(replace={"group_advantage": OPOAdvantage()}, name="opo")
 
 
 @edit_of(grpo, kl_coef=0.0)
 def otb(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
-    """A baseline of least variance at each token (OTB: Li et al. 2026, arXiv:2602.07078).
+    """A minimum-variance baseline at each token (OTB: Li et al. 2026, arXiv:2602.07078).
 
-    Answers to one prompt are each other's baseline, weighed by how hard their tokens so far have pulled at the policy;
-    that takes another forward pass.
+    The responses to a prompt are each other's baseline, weighted by the gradient norms of their tokens so far, which
+    costs one more forward pass.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+        settings: settings of `grpo`; `kl_coef` is 0, as in the paper.
     """
     return grpo(reward_fn, **settings).edit(
         replace={"group_advantage": OptimalTokenBaseline()},
@@ -68,19 +68,23 @@ def otb(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
 
 @edit_of(grpo)
 def pass_at_k(reward_fn: RewardFn, *, k: int = 4, **settings: Unpack[GRPOSettings]) -> Graph:
-    """GRPO for the best of k answers (Chen et al. 2025, arXiv:2508.10751), which keeps answers diverse.
+    """GRPO for the best of k responses (Chen et al. 2025, arXiv:2508.10751), which preserves diversity.
 
     Args:
         reward_fn: scores a response; see `Reward`. A score above 0.5 passes.
-        k: how many answers are tried.
-        settings: of `grpo`; `n` is more than k: one set of all rows has no other set to be better than.
+        k: responses per attempt.
+        settings: settings of `grpo`; `n` must be greater than `k`, since advantages compare subsets of k responses.
 
     Raises:
-        ParameterError: `n` is not more than `k`.
+        ParameterError: `n` is not greater than `k`.
     """
     if (n := settings["n"]) <= k:
         raise ParameterError(
-            f"pass_at_k(k={k}, n={n}) has no two sets of answers to compare; expected n > k: n={2 * k}."
+            f"pass_at_k(k={k}, n={n}) compares subsets of {k} responses, which needs n > k. Pass n={2 * k}.",
+            code="algorithm.too-few-responses",
+            algorithm="pass_at_k",
+            n=n,
+            expected=k + 1,
         )
     return grpo(reward_fn, **settings).edit(replace={"group_advantage": PassAtKAdvantage(k)}, name="pass_at_k")
 
@@ -89,12 +93,12 @@ def pass_at_k(reward_fn: RewardFn, *, k: int = 4, **settings: Unpack[GRPOSetting
 def dr_grpo(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
     """GRPO "done right" (Liu et al. 2025, arXiv:2503.20783): without its two biases.
 
-    Nothing is divided by the standard deviation of the group, which favours prompts that are very easy or very hard;
-    nor by the length of the response, which favours long wrong answers: a constant takes its place.
+    It does not divide by the group's standard deviation, which favors very easy and very hard prompts, nor by the
+    length of the response, which favors long wrong responses, but by a constant.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `grpo`; `max_new_tokens` is also the constant, and `kl_coef` is 0, since the paper has no KL.
+        settings: settings of `grpo`; `max_new_tokens` is also the constant, and `kl_coef` is 0, as in the paper.
     """
     return grpo(reward_fn, **settings).edit(
         set={
@@ -117,22 +121,22 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     **settings: Unpack[GRPOSettings],
 ) -> Graph:
-    """Several rewards, each normalised in its group by itself (GDPO: Liu et al. 2026, arXiv:2601.05242).
+    """Several rewards, each normalized separately in its group (GDPO: Liu et al. 2026, arXiv:2601.05242).
 
-    They are then weighed, added up and normalised over the batch; see `gdpo_advantage`.
+    Their weighted sum is normalized over the batch; see `gdpo_advantage`.
 
     Args:
-        reward_fn: scores a response; see `Reward`. Its node, and its weight, are called ``reward``.
-        others: further such functions, by the name of the node that each gets.
-        weights: by name; 1 where there is none.
-        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+        reward_fn: scores a response; see `Reward`. Its node and its weight are named ``reward``.
+        others: further reward functions, by the name of their node.
+        weights: weights by name; 1 by default.
+        settings: settings of `grpo`; `kl_coef` is 0, as in the paper.
     """
     further = dict(others or {})
-    every = dict.fromkeys(["reward", *further], 1.0) | dict(weights or {})
+    terms = dict.fromkeys(["reward", *further], 1.0) | dict(weights or {})
     rewards = {name: After("generate", Reward(fn, log=f"reward/{name}")) for name, fn in further.items()}
     return grpo(reward_fn, **settings).edit(
         insert=rewards,
-        replace={"group_advantage": GDPOAdvantage(every)},
-        wire={f"gdpo_advantage.{name}": f"{name}.token_level_scores" for name in every},
+        replace={"group_advantage": GDPOAdvantage(terms)},
+        wire={f"gdpo_advantage.{name}": f"{name}.token_level_scores" for name in terms},
         name="gdpo",
     )

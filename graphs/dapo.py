@@ -20,19 +20,19 @@ def dapo(
     clip_high: float = 0.28,
     **settings: Unpack[GRPOSettings],
 ) -> Graph:
-    """GRPO for long answers, on prompts that teach (DAPO: Yu et al. 2025, arXiv:2503.14476).
+    """GRPO with dynamic sampling for long responses (DAPO: Yu et al. 2025, arXiv:2503.14476).
 
-    There is no KL, but clip-higher (eq. 10); dynamic sampling (eq. 11): further prompts take the place of those whose
-    answers are all right or all wrong; the mean over tokens (eq. 12), which is GRPO's here, too; and overlong answers
-    (§3.4) lose score as they come near the end (eq. 13), and count for nothing in the loss if they were cut off. By
-    ``edit(drop=["collect"])`` there is no dynamic sampling; so for ``"overlong_penalty"`` and ``"mask_overlong"``.
+    It has clip-higher (eq. 10); dynamic sampling (eq. 11), which replaces prompts with equal scores by further ones;
+    the mean over tokens (eq. 12), the default of `grpo`; and, for overlong responses (§3.4), a penalty near the maximum
+    length (eq. 13) and a mask on truncated ones. Each part can be dropped: ``edit(drop=["collect"])``,
+    ``"overlong_penalty"``, ``"mask_overlong"``.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        groups: prompts that are trained on in a step; see `Collect`.
-        overlong_buffer: over how many of the last tokens the penalty grows; None is a fifth, as in the paper.
-        clip_high: how far above 1 the ratio counts; `clip` is how far below.
-        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+        groups: prompts to train on per step; see `Collect`.
+        overlong_buffer: tokens over which the penalty grows; None is a fifth of `max_new_tokens`, as in the paper.
+        clip_high: the upper bound of the ratio is ``1 + clip_high``; the lower is ``1 - clip``.
+        settings: settings of `grpo`; `kl_coef` is 0, as in the paper.
     """
     max_new_tokens = settings["max_new_tokens"]
     buffer = max(1, max_new_tokens // 5) if overlong_buffer is None else overlong_buffer

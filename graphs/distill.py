@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher marks every token that the policy sampled."""
+"""On-policy distillation: a teacher scores each token that the policy sampled."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def distill(
     Args:
         batch: prompts.
         n: responses per prompt.
-        temperature: the sampling temperature, at which the teacher is asked, too.
-        max_new_tokens: the longest a response may get.
+        temperature: temperature of sampling and of the teacher.
+        max_new_tokens: maximum length of a response in tokens.
         clip: PPO's epsilon.
-        mini_batch: rows per optimiser step; None for all.
+        mini_batch: rows per optimizer step; None for all.
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
@@ -65,36 +65,36 @@ def distill_full(
     max_new_tokens: int = 1024,
     mini_batch: int | None = None,
 ) -> Receipt:
-    """Towards a teacher's whole distribution, not its token (GKD: Agarwal et al. 2023, arXiv:2306.13649).
+    """Distillation of a teacher's full distributions (GKD: Agarwal et al. 2023, arXiv:2306.13649).
 
-    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` over the vocabulary in the places of own samples; see `FullGKD`.
+    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` over the vocabulary, at the tokens of own samples; see `FullGKD`.
 
     Args:
         batch: prompts.
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
         n: responses per prompt.
-        temperature: the sampling temperature, at which distributions are compared.
-        max_new_tokens: the longest a response may get.
-        mini_batch: rows per optimiser step; None for all.
+        temperature: temperature of sampling, and of both distributions.
+        max_new_tokens: maximum length of a response in tokens.
+        mini_batch: rows per optimizer step; None for all.
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
-    said = TeacherHiddenStates()(rollout)
+    teacher = TeacherHiddenStates()(rollout)
     update = UpdateActor(FullGKD(beta), mini_batch=mini_batch)
-    return Sync()(update(rollout, **said._asdict()))
+    return Sync()(update(rollout, **teacher._asdict()))
 
 
 @edit_of(distill_full)
 def distill_top(*, k: int = 64, **settings: Unpack[DistillSettings]) -> Graph:
-    """Towards a teacher's likely tokens and the rest (GKD: Agarwal et al. 2023, arXiv:2306.13649).
+    """Distillation of a teacher's k most likely tokens (GKD: Agarwal et al. 2023, arXiv:2306.13649).
 
-    For where `distill_full` cannot have the teacher's head, or its states are too many bytes. The outcomes of a token
-    are the teacher's k most likely ones and that it is another, see `GKD`; so what is followed is never more than the
-    divergence over the vocabulary.
+    Use it if `distill_full` cannot load the teacher's head, or its states are too large to transfer. Each distribution
+    has k + 1 outcomes, the teacher's k most likely tokens and any other; its divergence is a lower bound of that over
+    the vocabulary. See `GKD`.
 
     Args:
-        k: tokens of the teacher.
-        settings: of `distill_full`.
+        k: number of tokens.
+        settings: settings of `distill_full`.
     """
     graph: Graph = distill_full(**settings)
     return graph.edit(

@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs from a file."""
+"""Direct preference optimization on pairs from a file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flowrl.records import PreferenceBatch, Updated
 def dpo(
     pairs: PreferenceBatch, *, beta: float = 0.1, label_smoothing: float = 0.0, mini_batch: int | None = None
 ) -> Updated:
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, eq. 7), on ``data=PreferenceData(...)``.
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7), on ``data=PreferenceData(...)``.
 
-    ``-log sigmoid(beta log(pi(y_w) / ref(y_w)) - beta log(pi(y_l) / ref(y_l)))``: chosen over rejected, held to the
-    reference. `online_dpo` samples its pairs.
+    ``-log sigmoid(beta log(pi(y_w) / ref(y_w)) - beta log(pi(y_l) / ref(y_l)))`` for chosen y_w and rejected y_l.
+    `online_dpo` samples its pairs.
 
     Args:
-        pairs: two rows each, chosen and rejected.
-        beta: how strongly the reference holds.
-        label_smoothing: how often a preference is taken to be wrong.
-        mini_batch: rows per optimiser step, two a pair; None for all.
+        pairs: two rows per pair, chosen and rejected.
+        beta: coefficient of KL to the reference.
+        label_smoothing: probability that a preference is wrong.
+        mini_batch: rows per optimizer step, two per pair; None for all.
     """
     ref = RefLogProb()(pairs)
     update = UpdateActor(DPO(beta, label_smoothing), mini_batch=mini_batch, aggregation="seq-mean-token-mean")

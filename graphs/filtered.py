@@ -1,4 +1,4 @@
-"""Methods that train on some of the answers to each prompt, chosen by their scores."""
+"""Methods that train on a selection of the responses to each prompt, by score."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from flowrl.operators import NLL, Filter, Ranked
 
 @edit_of(grpo, without=("clip", "kl_coef", "mini_batch"))
 def raft(reward_fn: RewardFn, *, best: int = 1, **settings: Unpack[GRPOSettings]) -> Graph:
-    """Supervised fine-tuning on the best of n own answers (RAFT: Dong et al. 2023, arXiv:2304.06767, alg. 1).
+    """Supervised fine-tuning on the best of n own responses (RAFT: Dong et al. 2023, arXiv:2304.06767, alg. 1).
 
-    There is no advantage, no ratio and no reference.
+    It has no advantage, ratio or reference.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        best: how many of a prompt's answers are imitated.
-        settings: of `grpo`, except `clip`, `kl_coef`, and `mini_batch`, since a filter does not promise how many
-            rows go on.
+        best: number of responses per prompt to train on.
+        settings: settings of `grpo`, except `clip`, `kl_coef`, and `mini_batch`, since a filter selects a varying
+            number of rows.
 
     Raises:
-        ParameterError: one of these was given, or `n` is not more than `best`.
+        ParameterError: one of these was given, or `n` is not greater than `best`.
     """
     _refuse_all("raft", settings["n"], best)
     settings["kl_coef"] = 0.0
@@ -36,17 +36,17 @@ def raft(reward_fn: RewardFn, *, best: int = 1, **settings: Unpack[GRPOSettings]
 
 @edit_of(ppo, without=("mini_batch",), n=8)
 def pf_ppo(reward_fn: RewardFn, *, best: int = 1, worst: int = 1, **settings: Unpack[PPOSettings]) -> Graph:
-    """PPO on answers whose reward can be trusted (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
+    """PPO on responses with reliable rewards (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
-    A reward model is surest of the best and the worst answers to a prompt, so policy and critic learn from these.
+    Reward models are most reliable on the best and the worst responses to a prompt, so policy and critic train on them.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        best, worst: how many of a prompt's answers go on from either end; ``worst=0`` is the paper's best-of-n.
-        settings: of `ppo`, except `mini_batch`, since a filter does not promise how many rows go on.
+        best, worst: number of responses per prompt to select from either end; ``worst=0`` is the paper's best-of-n.
+        settings: settings of `ppo`, except `mini_batch`, since a filter selects a varying number of rows.
 
     Raises:
-        ParameterError: `mini_batch` was given, or `n` is not more than `best` and `worst`.
+        ParameterError: `mini_batch` was given, or `n` is not greater than ``best + worst``.
     """
     _refuse_all("pf_ppo", settings["n"], best + worst)
     return ppo(reward_fn, **settings).edit(
@@ -57,6 +57,9 @@ def pf_ppo(reward_fn: RewardFn, *, best: int = 1, worst: int = 1, **settings: Un
 def _refuse_all(algorithm: str, n: int, kept: int) -> None:
     if n <= kept:
         raise ParameterError(
-            f"{algorithm}(n={n}) keeps {kept} of a prompt's answers, and so leaves none out; expected more than are "
-            f"kept: n={4 * kept}."
+            f"{algorithm}(n={n}) selects {kept} responses per prompt, which needs n > {kept}. Pass n={4 * kept}.",
+            code="algorithm.too-few-responses",
+            algorithm=algorithm,
+            n=n,
+            expected=kept + 1,
         )

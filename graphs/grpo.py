@@ -20,19 +20,19 @@ def grpo(
     ppo_epochs: int = 1,
     mini_batch: int | None = None,
 ) -> Graph:
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300): PPO with the group as its baseline.
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300): PPO with the group as its baseline.
 
-    The critic disappears, since nothing reads it any more, and KL moves from the reward into the loss.
+    It has no critic, and KL is a term of the loss instead of the reward.
 
     Args:
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt, the size of a group.
-        temperature: the sampling temperature.
-        max_new_tokens: the longest a response may get.
-        kl_coef: the weight of KL to the reference, in the loss; at 0 both it and the reference are left out.
+        temperature: sampling temperature.
+        max_new_tokens: maximum length of a response in tokens.
+        kl_coef: coefficient of KL to the reference, in the loss; 0 removes the term and the reference.
         clip: PPO's epsilon.
         ppo_epochs: passes over the rows of a step.
-        mini_batch: rows per optimiser step; None for all.
+        mini_batch: rows per optimizer step; None for all.
     """
     kl = KLLoss("k3", kl_coef) if kl_coef else None
     return ppo(reward_fn, n=n, temperature=temperature, max_new_tokens=max_new_tokens).edit(

@@ -1,4 +1,4 @@
-"""GRPO with another loss in the place of the clipped surrogate; like most of these papers, without KL."""
+"""Variants of GRPO with another loss; as in most of their papers, without KL."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _grpo(name: str, reward_fn: RewardFn, loss: Loss, aggregation: str, settings
 def gspo(
     reward_fn: RewardFn, *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Unpack[GRPOSettings]
 ) -> Graph:
-    """One ratio a response, clipped as a whole (GSPO: Zheng et al. 2025, arXiv:2507.18071).
+    """One clipped ratio per response (GSPO: Zheng et al. 2025, arXiv:2507.18071).
 
-    The ratio is the geometric mean of those of the tokens, so it is near 1 and the clip is narrow; see `GSPO`.
+    The ratio is the geometric mean over the tokens, so it is near 1 and the clip is narrow; see `GSPO`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        clip_low, clip_high: how far below and above 1 the ratio counts.
-        settings: of `grpo`, except `clip`.
+        clip_low, clip_high: the bounds of the ratio are ``1 - clip_low`` and ``1 + clip_high``.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -37,14 +37,14 @@ def gspo(
 
 @edit_of(grpo, without=("clip",), kl_coef=0.0)
 def cispo(reward_fn: RewardFn, *, clip_high: float = 0.28, **settings: Unpack[GRPOSettings]) -> Graph:
-    """Clipped weights in place of clipped gradients (CISPO: MiniMax 2025, arXiv:2506.13585).
+    """Clipped importance weights in place of a clipped surrogate (CISPO: MiniMax 2025, arXiv:2506.13585).
 
-    Every token has a gradient, also those that PPO would cut off; see `CISPO`.
+    Every token has a gradient, including those that PPO clips; see `CISPO`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        clip_high: how far above 1 a weight may be.
-        settings: of `grpo`, except `clip`.
+        clip_high: the upper bound of the weight is ``1 + clip_high``.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -56,12 +56,12 @@ def cispo(reward_fn: RewardFn, *, clip_high: float = 0.28, **settings: Unpack[GR
 def gmpo(reward_fn: RewardFn, *, clip_log: float = 0.4, **settings: Unpack[GRPOSettings]) -> Graph:
     """The geometric mean of the ratios of a response (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
-    Outliers count less than in an arithmetic mean, so the clip is wide; see `GMPO`.
+    It is less sensitive to outliers than an arithmetic mean, so the clip is wide; see `GMPO`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        clip_log: how far from 0 a log-ratio counts.
-        settings: of `grpo`, except `clip`.
+        clip_log: bound on the absolute log-ratio.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -75,12 +75,12 @@ def sapo(
 ) -> Graph:
     """A soft gate in place of the clip (SAPO: Gao et al. 2025, arXiv:2511.20347); see `SAPO`.
 
-    Gradients fall smoothly as the ratio leaves 1, and do not end.
+    Gradients decay smoothly as the ratio departs from 1.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        tau_pos, tau_neg: the steepness where the advantage is positive, and where it is not.
-        settings: of `grpo`, except `clip`.
+        tau_pos, tau_neg: steepness for positive advantages, and for all others.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -90,15 +90,15 @@ def sapo(
 
 @edit_of(grpo, without=("clip",), kl_coef=0.0)
 def kl_cov(reward_fn: RewardFn, *, top: float = 2e-4, coef: float = 1.0, **settings: Unpack[GRPOSettings]) -> Graph:
-    """KL on the tokens that cost most entropy (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
+    """A KL penalty on the tokens that reduce entropy most (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
 
-    They are those whose log-prob and advantage vary together most, over the mini-batch; see `KLCov`.
+    These are the tokens with the largest covariance of log-prob and advantage in the mini-batch; see `KLCov`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        top: the share of tokens.
-        coef: the weight of KL there.
-        settings: of `grpo`, except `clip`.
+        top: share of tokens with the penalty.
+        coef: coefficient of the penalty.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -110,16 +110,15 @@ def kl_cov(reward_fn: RewardFn, *, top: float = 2e-4, coef: float = 1.0, **setti
 def clip_cov(
     reward_fn: RewardFn, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0, **settings: Unpack[GRPOSettings]
 ) -> Graph:
-    """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
+    """Drop the gradient of some tokens that reduce entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
 
-    They are drawn from those whose log-prob and advantage vary together within bounds, over the mini-batch; see
-    `ClipCov`.
+    These are sampled from the tokens whose covariance of log-prob and advantage is in a range; see `ClipCov`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        share: how many are drawn, of all tokens.
-        low, high: the bounds of the covariance.
-        settings: of `grpo`, except `clip`.
+        share: size of the sample as a share of all tokens.
+        low, high: range of the covariance.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -135,15 +134,15 @@ def dppo(
     within: float = 0.2,
     **settings: Unpack[GRPOSettings],
 ) -> Graph:
-    """A trust region by divergence and not by ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
+    """A trust region by divergence instead of ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
 
     A rare token may change by a large ratio, a frequent one may not; see `DPPO`.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        divergence: total variation or KL, of the token against all others.
-        within: how far is within the region.
-        settings: of `grpo`, except `clip`.
+        divergence: total variation or KL of the binary distribution (this token, any other).
+        within: radius of the region.
+        settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -153,15 +152,15 @@ def dppo(
 
 @edit_of(grpo, without=("clip", "kl_coef"), n=2)
 def online_dpo(reward_fn: RewardFn, *, beta: float = 0.1, **settings: Unpack[GRPOSettings]) -> Graph:
-    """The better answer over the worse, sampled as it learns (Guo et al. 2024, arXiv:2402.04792).
+    """DPO on the best and the worst of own samples (Guo et al. 2024, arXiv:2402.04792).
 
-    Of each prompt's answers, the best and the worst by the reward are a pair of DPO. There is no advantage, and KL is
-    in the loss already.
+    The best and the worst response to each prompt, by reward, form a pair. There is no advantage, and the loss includes
+    KL.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        beta: how strongly the reference holds.
-        settings: of `grpo`, except `clip` and `kl_coef`.
+        beta: coefficient of KL to the reference.
+        settings: settings of `grpo`, except `clip` and `kl_coef`.
 
     Raises:
         ParameterError: one of these was given.

@@ -1,4 +1,4 @@
-"""PPO for language models, one line per operator."""
+"""PPO for language models, one operator per line."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ def ppo(
     mini_batch: int | None = None,
     critic_warmup: int = 0,
 ) -> tuple[Receipt, CriticUpdated, Mismatched]:
-    """Proximal policy optimisation with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
+    """Proximal policy optimization with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:
         batch: prompts.
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt.
-        temperature: the sampling temperature.
-        max_new_tokens: the longest a response may get.
-        kl_coef: the weight of KL to the reference, in the reward.
+        temperature: sampling temperature.
+        max_new_tokens: maximum length of a response in tokens.
+        kl_coef: coefficient of KL to the reference, in the reward.
         gamma: discount.
         lam: GAE's lambda.
         clip: PPO's epsilon.
         ppo_epochs: passes over the rows of a step.
-        mini_batch: rows per optimiser step; None for all.
-        critic_warmup: the steps in which the critic is trained alone, before the policy is (VC-PPO: Yuan et al. 2025,
-            arXiv:2503.01491).
+        mini_batch: rows per optimizer step; None for all.
+        critic_warmup: initial steps that train the critic only (VC-PPO: Yuan et al. 2025, arXiv:2503.01491).
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)

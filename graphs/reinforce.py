@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline and no critic: RLOO, REINFORCE++ and ReMax, as edits of PPO, GRPO and each other."""
+"""REINFORCE with a baseline instead of a critic: RLOO, REINFORCE++ and ReMax, as edits of PPO, GRPO and each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flowrl.operators import Generate, ReturnToGo, Reward, RLOOAdvantage, RowSco
 def rloo(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) -> Graph:
     """REINFORCE with a leave-one-out baseline (RLOO: Ahmadian et al. 2024, arXiv:2402.14740).
 
-    The other answers to a prompt are each one's baseline, so the critic disappears. A whole response is one action: its
-    tokens are summed, and not averaged. KL stays in the reward.
+    The baseline of a response is the mean of the others, so there is no critic. A response is one action: its tokens
+    are summed, not averaged. KL is in the reward.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `ppo`, except those of its critic: `gamma`, `lam` and `critic_warmup`. With one mini-batch a
-            step nothing is clipped, and the update is REINFORCE's.
+        settings: settings of `ppo`, except those of the critic: `gamma`, `lam` and `critic_warmup`. With one mini-batch
+            per step nothing is clipped, and the update is that of REINFORCE.
 
     Raises:
         ParameterError: one of these was given.
@@ -41,7 +41,7 @@ def reinforce_plus_plus(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) ->
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `ppo`, except `lam` and `critic_warmup`; KL is in the reward.
+        settings: settings of `ppo`, except `lam` and `critic_warmup`; KL is in the reward.
 
     Raises:
         ParameterError: one of these was given.
@@ -53,11 +53,11 @@ def reinforce_plus_plus(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) ->
 
 @edit_of(grpo)
 def reinforce_plus_plus_baseline(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
-    """REINFORCE++ with a group baseline (Hu 2025, arXiv:2501.03262): GRPO, but the scale is that of the whole batch.
+    """REINFORCE++ with a group baseline (Hu 2025, arXiv:2501.03262): GRPO, normalized over the batch.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `grpo`; `kl_coef`, the weight of KL by k2, is above 0.
+        settings: settings of `grpo`; `kl_coef`, the coefficient of KL (k2), must be above 0.
     """
     return grpo(reward_fn, **settings).edit(
         set={"group_advantage.normalize_std": False, "update_actor.kl.estimator": "k2"},
@@ -68,19 +68,19 @@ def reinforce_plus_plus_baseline(reward_fn: RewardFn, **settings: Unpack[GRPOSet
 
 @edit_of(reinforce_plus_plus, without=("lam", "critic_warmup"))
 def remax(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) -> Graph:
-    """REINFORCE against the greedy answer (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6): no critic, no group.
+    """REINFORCE with the greedy response as baseline (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6).
 
-    What the greedy answer to the same prompt scores is the baseline; nothing is trained on that answer. A whole
-    response is one action: its tokens are summed, and not averaged.
+    The baseline is the score of the greedy response to the same prompt, which is not trained on. A response is one
+    action: its tokens are summed, not averaged.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: of `reinforce_plus_plus`; `max_new_tokens` is for the greedy answer, too. With n above 1, each copy of
-            a prompt is answered greedily, too. With one mini-batch a step nothing is clipped, and the update is
-            REINFORCE's.
+        settings: settings of `reinforce_plus_plus`; `max_new_tokens` also applies to the greedy response. With n above
+            1, each copy of a prompt has its own greedy response. With one mini-batch per step nothing is clipped, and
+            the update is that of REINFORCE.
 
     Raises:
-        ParameterError: `lam` or `critic_warmup` was given, which are for a critic.
+        ParameterError: `lam` or `critic_warmup`, settings of a critic, was given.
     """
     return reinforce_plus_plus(reward_fn, **settings).edit(
         insert={

@@ -1,4 +1,4 @@
-"""Imitation: supervised fine-tuning, alone and as a second update of the policy in every step of GRPO."""
+"""Supervised fine-tuning, alone and as a second policy update in each step of GRPO."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def sft(
 ) -> Updated:
     """Supervised fine-tuning (Ouyang et al. 2022, arXiv:2203.02155, sec. 3.5), on ``data=DemoData(...)``.
 
-    The loss is ``-log pi(y | x)``, over the tokens of responses alone. Nothing is sampled, so there is no engine.
+    The loss is ``-log pi(y | x)`` over the tokens of responses. There is no rollout engine.
 
     Args:
         demos: demonstrations.
         epochs: passes over the rows of a step.
-        mini_batch: rows per optimiser step; None for all.
-        aggregation: of tokens; see `token_weights`.
+        mini_batch: rows per optimizer step; None for all.
+        aggregation: how to aggregate tokens; see `token_weights`.
     """
     return UpdateActor(NLL(), epochs, mini_batch, aggregation)(demos)
 
@@ -38,21 +38,21 @@ def grpo_sft(
     clip: float = 0.2,
     mini_batch: int | None = None,
 ) -> tuple[Receipt, Updated]:
-    """GRPO, and supervised fine-tuning beside it in every step (CHORD: Zhang et al. 2025, arXiv:2508.11408, sec. 3).
+    """GRPO with supervised fine-tuning in each step (CHORD: Zhang et al. 2025, arXiv:2508.11408, sec. 3).
 
-    It trains on ``data={"batch": PromptData(...), "demos": DemoData(...)}``. The paper's two losses, GRPO's and ``-log
-    pi`` of the expert's tokens, have an optimiser step each in the place of their weighted sum. The second runs after
-    the first, and says so: its rows may be one update behind. There is no KL: demonstrations hold the policy.
+    It trains on ``data={"batch": PromptData(...), "demos": DemoData(...)}``. The paper's two losses, that of GRPO and
+    ``-log pi`` of the expert's tokens, have separate optimizer steps instead of a weighted sum. The second update runs
+    after the first (``prior_updates=1``). There is no KL: the demonstrations regularize the policy.
 
     Args:
         batch: prompts.
-        demos: demonstrations, as many rows as there are prompts.
+        demos: demonstrations, as many rows as prompts.
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt, the size of a group.
-        temperature: the sampling temperature.
-        max_new_tokens: the longest a response may get.
+        temperature: sampling temperature.
+        max_new_tokens: maximum length of a response in tokens.
         clip: PPO's epsilon.
-        mini_batch: rows per optimiser step of GRPO; None for all.
+        mini_batch: rows per optimizer step of GRPO; None for all.
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)

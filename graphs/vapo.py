@@ -19,18 +19,18 @@ def vapo(
     nll: float = 0.1,
     **settings: Unpack[PPOSettings],
 ) -> Graph:
-    """PPO with a critic that keeps up with long answers (VAPO: Yue et al. 2025, arXiv:2504.05118).
+    """PPO with a critic for long responses (VAPO: Yue et al. 2025, arXiv:2504.05118).
 
-    The critic is trained alone first (value pretraining); its returns have lambda 1, and the policy's lambda grows with
-    the length, ``1 - 1 / (alpha * l)`` (decoupled and length-adaptive GAE). The policy has clip-higher, the mean over
-    tokens, and the negative log-likelihood of right answers in its loss. There is no KL.
+    The first steps train the critic only (value pretraining). Its returns have lambda 1, and the policy's lambda grows
+    with the response length l, ``1 - 1 / (alpha * l)`` (decoupled and length-adaptive GAE). The policy loss has
+    clip-higher, the mean over tokens, and the negative log-likelihood of right responses. There is no KL.
 
     Args:
         reward_fn: scores a response, above 0 if it is right; see `Reward`.
         alpha: see above.
-        clip_high: how far above 1 the ratio counts; `clip` is how far below.
-        nll: the weight of right answers' negative log-likelihood.
-        settings: of `ppo`, except `lam` and `kl_coef`.
+        clip_high: the upper bound of the ratio is ``1 + clip_high``; the lower is ``1 - clip``.
+        nll: coefficient of the negative log-likelihood.
+        settings: settings of `ppo`, except `lam` and `kl_coef`.
 
     Raises:
         ParameterError: one of these was given.

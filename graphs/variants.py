@@ -1,6 +1,6 @@
-"""Algorithms that are an edit of a neighbour: which, and the settings that they pass on to it.
+"""Variants: algorithms that are an edit of another one, and pass settings to it.
 
-The settings of a neighbour are a `TypedDict`, so that an editor completes them and a type checker knows them:
+The settings of the base algorithm are a `TypedDict` for editors and type checkers:
 ``def gpg(reward_fn, **settings: Unpack[GRPOSettings])``.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
 
 from flowrl.core.graphs.algorithm import Algorithm
-from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.errors import GraphError, ParameterError, offer, refuse_staleness
 from flowrl.graph import Graph
 
 P = ParamSpec("P")
 RewardFn = str | Callable[..., Any] | None
 
-_NEIGHBOURS: dict[str, str] = {}
+_BASES: dict[str, str] = {}
 
 
 class GRPOSettings(TypedDict, total=False):
@@ -54,68 +54,67 @@ class DistillSettings(TypedDict, total=False):
 def edit_of(
     neighbour: Callable[..., Graph], *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[P, Graph]], Callable[P, Graph]]:
-    """Decorator of an algorithm that is an edit of `neighbour`, and takes its settings as ``**settings``.
+    """Decorator of an algorithm that is an edit of `neighbour` and accepts its settings as ``**settings``.
 
-    Inside the function, `settings` holds every one of them: the caller's value or the default.
+    Inside the function, `settings` contains all of them: the caller's value or the default.
 
     Args:
         neighbour: the algorithm that it calls.
-        without: settings that belong to a part of the neighbour which the algorithm leaves out.
-        defaults: of settings whose default differs from the neighbour's.
+        without: settings of `neighbour` that the algorithm does not support.
+        defaults: defaults that differ from those of `neighbour`.
 
     Raises:
-        GraphError: when the algorithm is called with a setting that it does not have, or without one that it wants.
-        ParameterError: when it is called with one of `without`.
+        GraphError: the algorithm is called with an unknown setting, or without a required one.
+        ParameterError: the algorithm is called with one of `without`.
     """
 
-    def enter(function: Callable[P, Graph]) -> Callable[P, Graph]:
+    def decorate(function: Callable[P, Graph]) -> Callable[P, Graph]:
         name, signature = function.__name__, _with_settings(function, neighbour, without, defaults)
-        _NEIGHBOURS[name] = neighbour.__name__
+        _BASES[name] = neighbour.__name__
 
         @functools.wraps(function)
         def algorithm(*args: P.args, **kwargs: P.kwargs) -> Graph:
-            refuse_lost(name, kwargs, *without)
+            _refuse_unsupported(name, kwargs, *without)
             try:
-                given = signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as error:
+                refuse_staleness(name, kwargs, signature.parameters)
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
                 raise GraphError(
-                    f"{name}(...) cannot be made: {error}; {offer(unknown, signature.parameters, 'it takes')}"
+                    f"{name}(...) cannot be called like this: {error}; "
+                    f"{offer(unknown, signature.parameters, 'it takes')}",
+                    code="algorithm.bad-call",
+                    algorithm=name,
+                    parameter=unknown,
                 ) from None
-            given.apply_defaults()
-            return function(*given.args, **given.kwargs)
+            bound.apply_defaults()
+            return function(*bound.args, **bound.kwargs)
 
-        algorithm.__signature__ = signature  # type: ignore[attr-defined]  # what help() and the reference show
+        algorithm.__signature__ = signature  # type: ignore[attr-defined]  # for help() and the reference
         return algorithm
 
-    return enter
+    return decorate
 
 
 def settings_of(algorithm: Callable[..., Graph]) -> inspect.Signature:
-    """What an algorithm is called with to make its graph."""
+    """The parameters of an algorithm, without the inputs of its graph."""
     return algorithm.parameters if isinstance(algorithm, Algorithm) else inspect.signature(algorithm)
 
 
 def neighbour_of(name: str) -> str | None:
-    """The algorithm that another is an edit of; None where that is written line by line."""
-    return _NEIGHBOURS.get(name)
+    """The algorithm that another is an edit of; None if it is none."""
+    return _BASES.get(name)
 
 
-def refuse_lost(algorithm: str, settings: Mapping[str, Any], *lost: str) -> None:
-    """Refuse settings of the neighbour that would be without effect here.
-
-    Args:
-        algorithm: its name.
-        settings: what it was given to pass on.
-        lost: what belongs to a part of the neighbour that the algorithm leaves out.
-
-    Raises:
-        ParameterError: one of them was given.
-    """
-    if given := [name for name in lost if name in settings]:
+def _refuse_unsupported(algorithm: str, settings: Mapping[str, Any], *unsupported: str) -> None:
+    """Refuse settings of the base algorithm that this one does not support."""
+    if given := [name for name in unsupported if name in settings]:
         raise ParameterError(
-            f"{algorithm}({given[0]}={settings[given[0]]!r}) would be without effect, since {algorithm} leaves out "
-            f"what {given[0]} is for; leave it out, too."
+            f"{algorithm}({given[0]}={settings[given[0]]!r}): {algorithm} does not support {given[0]}, a setting of "
+            f"{neighbour_of(algorithm)}, of which it is an edit. Leave {given[0]} out.",
+            code="algorithm.unsupported-setting",
+            algorithm=algorithm,
+            parameter=given[0],
         )
 
 
@@ -125,15 +124,15 @@ def _with_settings(
     without: tuple[str, ...],
     defaults: Mapping[str, Any],
 ) -> inspect.Signature:
-    """The parameters of `function`, with those that it passes on in the place of ``**settings``."""
+    """The parameters of `function`, with those of `neighbour` in place of ``**settings``."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(own) == len(signature.parameters):
         return signature
-    passed_on, left_out = settings_of(neighbour).parameters.values(), {*without, *signature.parameters}
+    inherited, excluded = settings_of(neighbour).parameters.values(), {*without, *signature.parameters}
     more = [
         p.replace(kind=p.KEYWORD_ONLY, default=defaults.get(p.name, p.default))
-        for p in passed_on
-        if p.name not in left_out
+        for p in inherited
+        if p.name not in excluded
     ]
     return signature.replace(parameters=[*own, *more])

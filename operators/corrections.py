@@ -1,14 +1,14 @@
-"""Rollout correction: for when the engine that sampled and the trainer disagree on a token's probability.
+"""Rollout correction: importance weights for the mismatch between the rollout engine and the trainer.
 
-An engine computes with other kernels, another precision or older weights than the trainer, so its rows are off-policy
-even where their version is the trainer's own (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training"). `Mismatch` measures this, and `RolloutCorrection` weighs the advantages by
+Engines use other kernels, another precision or older weights than the trainer, so their rows are off-policy even if
+they have the trainer's version (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training"). `Mismatch` measures this, and `RolloutCorrection` multiplies the advantages by bounded importance ratios
 
-    ratio = p(trainer) / p(rollout) = exp(old_log_probs - rollout_log_probs),
+    ratio = p(trainer) / p(rollout) = exp(old_log_probs - rollout_log_probs).
 
-bounded. PPO's own ratio, the policy's to the old one, is another factor and stays as it is. The loss is linear in the
-advantages for weights that are not negative, so weighing these is weighing the loss. What is bounded away gets the
-weight 0 and no gradient; it stays on the mask, and so in the counts that the loss divides by.
+PPO's own ratio, of the current to the old policy, is a separate factor and does not change. The loss is linear in the
+advantages for nonnegative weights, so weighting the advantages weights the loss. Tokens or rows with weight 0 have no
+gradient but stay on the mask, and so in the counts by which the loss is divided.
 """
 
 from __future__ import annotations
@@ -37,53 +37,56 @@ Level = Literal["token", "sequence", "geometric", "minimum", "maximum", "k2", "k
 Mode = Literal["truncate", "mask", "reject"]
 
 NEAR_ONE = (0.9, 1.1)
-"""Ratios within these bounds count as agreement in ``rollout/ratio_outside``."""
+"""``rollout/ratio_outside`` counts the ratios outside these bounds."""
 
 ROUNDING = 1e-5
-"""No alarm below this many nats per token: two float32 forward passes were seen to differ by 1e-7 on average, and by
-3e-5 on single tokens, which dominate a step that has few."""
+"""Smallest alarm threshold in nats per token: two float32 forward passes differed by 1e-7 on average, and by 3e-5 on
+single tokens, which dominate a step with few tokens."""
 
 
 @torch.no_grad()
 def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: Level) -> Tensor:
-    """How much likelier what was sampled is under the trainer than under the engine that sampled it.
+    """Importance ratios of the trainer to the engine that sampled.
 
     With ``d = old_log_probs - rollout_log_probs`` on the mask, the logarithm of the ratio is
 
-    - ``token``: d, for each token alone;
-    - ``sequence``: the sum of d over the row, which is the ratio of the whole responses;
-    - ``geometric``: the mean of d over the row, as GSPO takes it (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
-    - ``minimum``: the smallest d of the row, of the token that the trainer finds the least plausible;
-    - ``maximum``: the largest ``|d|`` of the row, of the token on which they differ most, in either direction;
-    - ``k2``, ``k3``: no ratio, but how far apart the two are: KL(engine || trainer) a token, the mean over the row of
+    - ``token``: d of each token;
+    - ``sequence``: the sum of d over the row, the ratio of complete responses;
+    - ``geometric``: the mean of d over the row, as in GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
+    - ``minimum``: the smallest d of the row, of the token that the trainer finds least plausible;
+    - ``maximum``: the largest ``|d|`` of the row, of the token with the largest difference in either direction;
+    - ``k2``, ``k3``: not a ratio but a divergence, KL(engine || trainer) per token: the mean over the row of
       ``d**2 / 2`` or ``exp(d) - 1 - d`` (see `per_token`).
 
-    The logarithm is clamped to ±20, as in verl, so that nothing overflows.
+    The logarithm is clamped to ±20, as in verl, to prevent overflow.
 
     Args:
-        old_log_probs: float ``[batch response]``, the trainer's.
-        rollout_log_probs: float ``[batch response]``, the engine's.
+        old_log_probs: float ``[batch response]``, log-probs under the trainer.
+        rollout_log_probs: float ``[batch response]``, log-probs under the engine.
         response_mask: bool ``[batch response]``.
         level: see above.
 
     Returns:
-        float32, ``[batch response]`` at the level of tokens and ``[batch 1]`` otherwise; 1 off the mask and in rows
-        that are masked entirely (0 by k2 and k3).
+        float32, ``[batch response]`` for ``token`` and ``[batch 1]`` otherwise; 1 off the mask and in fully masked rows
+        (0 for k2 and k3).
 
     Raises:
-        DataError: a log-prob on the mask is NaN, or shapes differ.
+        DataError: a log-prob on the mask is NaN, both are infinite, or shapes differ.
     """
     d = select(old_log_probs, response_mask) - select(rollout_log_probs, response_mask)
     if d.isnan().any():
         row, token = (int(i) for i in d.isnan().nonzero()[0])
         raise DataError(
-            f"the ratio of row {row}, token {token} is not a number: the trainer's log-prob is "
-            f"{float(old_log_probs[row, token]):g} and the engine's {float(rollout_log_probs[row, token]):g}; expected "
-            f"finite log-probs on the mask: look for an overflow in the one that is not."
+            f"The importance ratio of row {row}, token {token} is NaN: the trainer's log-prob is "
+            f"{float(old_log_probs[row, token]):g} and the engine's {float(rollout_log_probs[row, token]):g}, expected "
+            f"finite numbers on the mask. Look for an overflow in the model whose log-prob is not finite.",
+            code="correction.nan-ratio",
+            row=row,
+            token=token,
         )
     if level in ("k2", "k3"):
-        apart = kl_penalty(-d, torch.zeros_like(d), level)
-        return apart.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+        divergence = kl_penalty(-d, torch.zeros_like(d), level)
+        return divergence.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
     if level == "sequence":
         d = d.sum(-1, keepdim=True)
     elif level == "geometric":
@@ -97,26 +100,26 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
 
 
 def _padded(d: Tensor, value: float) -> Tensor:
-    """`d` and a column of `value`, for rows that may have no tokens at all."""
+    """`d` with one more column of `value`, since rows may have no tokens."""
     return torch.nn.functional.pad(d, (0, 1), value=value)
 
 
 def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Weights from ratios, with low and high both inclusive.
+    """Weights from ratios; both bounds are inclusive.
 
     - ``truncate``: ``min(ratio, high)``, truncated importance sampling (TIS: Yao et al. 2025; Espeholt et al. 2018,
       arXiv:1802.01561, eq. 1);
     - ``mask``: the ratio within the bounds and 0 outside, masked importance sampling (MIS, as in verl);
-    - ``reject``: 1 within the bounds and 0 outside, which takes rows or tokens as they are or not at all.
+    - ``reject``: 1 within the bounds and 0 outside, rejection sampling.
 
     Args:
-        ratios: float32 of any shape.
+        ratios: float32, any shape.
         mode: see above.
-        low: the smallest ratio that counts; None is no bound.
-        high: the largest; None is no bound.
+        low: smallest ratio within the bounds; None is no bound.
+        high: largest ratio within the bounds; None is no bound.
 
     Returns:
-        float32 weights, and a bool that is True where the ratio was out of bounds; both of the shape of `ratios`.
+        float32 weights, and a bool tensor that is True where the ratio is out of bounds; both of the shape of `ratios`.
     """
     outside = torch.zeros_like(ratios, dtype=torch.bool)
     if low is not None:
@@ -130,39 +133,39 @@ def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | No
 
 
 class RolloutCorrection(Operator):
-    """Advantages weighed by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
+    """Weight advantages by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
 
-    Insert it behind what writes the advantages: ``edit(insert={"correction": After("whiten", RolloutCorrection())})``.
-    Only one may weigh on the way to an update, and none where the loss's own ratio is to the rollout, or the ratio
-    would count twice (rule FR011); any number of others may reject before or behind it, such as implausible rows:
-    ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto. `preset` has what is known by
-    name: ``RolloutCorrection.preset("icepop")``.
+    Insert it after the node that writes the advantages:
+    ``edit(insert={"correction": After("whiten", RolloutCorrection())})``. At most one correction that truncates or
+    masks may precede an update, and none if the ratio of the loss is to the rollout, or the ratio would count twice
+    (rule FR011). Any number of others may reject, such as verl's veto of implausible rows:
+    ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``. `preset` has the methods with a name:
+    ``RolloutCorrection.preset("icepop")``.
 
-    Truncated per token it is biased but calm; per sequence it is the unbiased correction but for its bound, and its
-    variance grows with the length. Where an engine renormalised by top-p or top-k, its log-probs are of that narrower
-    distribution, which the weights then correct for on the tokens that it could sample.
+    Truncation per token is biased and has low variance. Per sequence the correction is unbiased except for its bound,
+    and its variance grows with the length. If the engine renormalizes by top-p or top-k, its log-probs are of that
+    narrower distribution, and the weights correct for it on the tokens that it could sample.
 
-    Reports, over tokens, or over rows at the other levels: ``rollout_corr/ratio_mean``, ``_min`` and ``_max`` before
-    bounding, ``rollout_corr/weight_mean``, ``rollout_corr/bounded`` (the share out of bounds), and
+    Reports, over tokens for level ``token`` and over rows otherwise: ``rollout_corr/ratio_mean``, ``_min`` and ``_max``
+    before bounding, ``rollout_corr/weight_mean``, ``rollout_corr/bounded`` (the share out of bounds), and
     ``rollout_corr/ess``, the effective sample size of the weights as a share, ``(sum w)**2 / (n * sum w**2)`` (Kish
-    1965). By k2 and k3, which are no ratios, ``rollout_corr/k3_mean``, ``_min`` and ``_max`` take the place of the
-    first.
+    1965). For k2 and k3 the first three are ``rollout_corr/k3_mean`` (or ``k2_mean``), ``_min`` and ``_max``.
 
     Args:
-        level: what has one weight: each token, or each row by its whole ratio, its geometric mean, its least token, or
-            the one that differs most; or by how far engine and trainer are apart on it, by k2 or k3.
-        mode: what happens to a ratio out of bounds: it is cut to `high`, or its weight is 0; see `bound_ratios`.
-        low: the smallest ratio that counts; None is no bound, and truncation has none.
-        high: the largest; None is no bound.
-        normalize: divide the weights by their mean over the batch, of tokens or rows as `level` has it, so that they
-            are 1 on average (self-normalised importance sampling; ``rollout_is_batch_normalize`` of verl).
+        level: ``token`` for one weight per token; for one weight per row ``sequence``, ``geometric``, ``minimum``,
+            ``maximum``, ``k2`` or ``k3``; see `importance_ratios`.
+        mode: ``truncate``, ``mask`` or ``reject``; see `bound_ratios`.
+        low: smallest ratio within the bounds; None is no bound, and ``truncate`` has none.
+        high: largest ratio within the bounds; None is no bound.
+        normalize: divide the weights by their mean over the tokens or rows of the batch (self-normalized importance
+            sampling; ``rollout_is_batch_normalize`` of verl).
 
     Raises:
-        ParameterError: bounds, mode and level do not go together.
+        ParameterError: bounds, mode, level and normalize contradict each other.
         DataError: a log-prob on the mask is NaN.
     """
 
-    # The effective sample size is of all rows together, and no share of it merges into the whole one.
+    # The effective sample size needs all rows: it cannot be merged from parts of the batch.
     granularity: ClassVar[Granularity] = "batch"
 
     level: Level = "token"
@@ -173,53 +176,60 @@ class RolloutCorrection(Operator):
 
     @classmethod
     def preset(cls, name: str) -> RolloutCorrection:
-        """A correction under the name by which it is known.
+        """A correction with a name in the literature.
 
-        - ``truncate``: tokens weigh at most 2 (TIS: Yao et al. 2025; verl's ``rollout_is=token``);
-        - ``mask``: rows whose ratio is above 3 are left out (MIS: TRL's default, ``sequence_mask``);
-        - ``icepop``: tokens outside 0.5 to 5 are left out (IcePop: Ling Team 2025, arXiv:2510.18855);
-        - ``geometric``: rows whose mean ratio is outside 0.99 to 1.01 are left out (verl's ``seq_mean_k1``);
-        - ``k3``: rows on which k3 is above 0.01 are left out (verl's ``seq_mean_k3``);
-        - ``veto``: rows with a token below 1e-4 are left out (verl's ``rollout_token_veto``);
-        - ``token_truncate``, ``token_mask``, ``sequence_truncate``, ``sequence_mask``: TRL's modes, at its cap of 3.
+        - ``truncate``: token weights of at most 2 (TIS: Yao et al. 2025; verl's ``rollout_is=token``);
+        - ``mask``: masks rows with a ratio above 3 (MIS: TRL's default, ``sequence_mask``);
+        - ``icepop``: masks tokens outside 0.5 to 5 (IcePop: Ling Team 2025, arXiv:2510.18855);
+        - ``geometric``: rejects rows with a geometric mean ratio outside 0.99 to 1.001 (verl's ``seq_mean_k1``);
+        - ``k3``: rejects rows with k3 above 0.01 (verl's ``seq_mean_k3``);
+        - ``veto``: rejects rows with a token ratio below 1e-4 (verl's ``rollout_token_veto``);
+        - ``token_truncate``, ``token_mask``, ``sequence_truncate``, ``sequence_mask``: TRL's modes, with its cap of 3.
 
         Raises:
             ParameterError: no preset has this name.
         """
         if name not in list(PRESETS):
-            raise ParameterError(f"no preset is called {name!r}; {offer(name, PRESETS, 'there are')}")
+            raise ParameterError(
+                f"Unknown preset {name!r}; {offer(name, PRESETS, 'there are')}",
+                code="correction.unknown-preset",
+                given=name,
+            )
         return PRESETS[name]
 
     def __post_init__(self) -> None:
         if self.mode == "truncate" and (self.low is not None or self.high is None):
-            raise ParameterError(
-                f"truncation cuts ratios to high and nothing else, but was given low={self.low!r}, high={self.high!r}; "
-                f"give it high alone, or take mode='mask'"
+            raise self._invalid(
+                f"mode='truncate' needs high and no low, given low={self.low!r}, high={self.high!r}. Pass high only, "
+                f"or mode='mask'."
             )
         if self.mode != "reject" and self.level in ("minimum", "maximum", "k2", "k3"):
-            raise ParameterError(
-                f"{_NO_WEIGHT[self.level]} of a row is no weight for it, so level={self.level!r} cannot go with "
-                f"mode={self.mode!r}; take mode='reject', or level='sequence'"
+            raise self._invalid(
+                f"level={self.level!r} can only reject rows, since {_NO_WEIGHT[self.level]} of a row is not its "
+                f"importance weight, given mode={self.mode!r}. Pass mode='reject', or level='sequence'."
             )
         if self.mode == "reject" and self.normalize:
-            raise ParameterError(
-                "what is rejected weighs 0 and all else 1, so that normalize=True would weigh what is kept; expected "
-                "it with mode='truncate' or mode='mask'"
+            raise self._invalid(
+                "mode='reject' has weights of 0 and 1 only, which normalize=True would change. Leave normalize out, or "
+                "pass mode='truncate' or mode='mask'."
             )
         if self.level in ("k2", "k3") and self.low is not None:
-            raise ParameterError(
-                f"low={self.low!r} would reject rows on which engine and trainer agree, since {self.level} is how far "
-                f"they are apart; give it high alone"
+            raise self._invalid(
+                f"low={self.low!r} would reject rows on which engine and trainer agree, since level={self.level!r} is "
+                f"their divergence. Pass high only, and low=None."
             )
         if (self.low, self.high) == (None, None) or (self.low or 0.0) > (self.high or float("inf")):
-            raise ParameterError(
-                f"low={self.low!r}, high={self.high!r} exclude nothing; set at least one, with low <= high"
+            raise self._invalid(
+                f"low={self.low!r}, high={self.high!r} is not a range. Set at least one of them, with low <= high."
             )
+
+    def _invalid(self, message: str) -> ParameterError:
+        given = {"level": self.level, "mode": self.mode, "low": self.low, "high": self.high}
+        return ParameterError(message, code="correction.invalid-settings", **given)
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"importance correction"``, but where rows are only rejected: those that are kept weigh 1; and ``"weighs
-        tokens"`` where each token of a row has a weight of its own."""
+        """``"importance correction"`` unless `mode` is ``reject``, and ``"weighs tokens"`` for level ``token``."""
         weighs = {Effect.IMPORTANCE_CORRECTION} if self.mode != "reject" else set()
         return frozenset(weighs | ({Effect.WEIGHS_TOKENS} if self.level == "token" else set()))
 
@@ -234,14 +244,14 @@ class RolloutCorrection(Operator):
         ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, self.level)
         weights, outside = bound_ratios(ratios, self.mode, self.low, self.high)
         counted = response_mask if self.level == "token" else response_mask.any(-1, keepdim=True)
-        if self.normalize and (mean := weights[counted].double().mean()) > 0:  # not where there is none, or all weigh 0
+        if self.normalize and (mean := weights[counted].double().mean()) > 0:  # unless empty, or all weights are 0
             weights = weights / mean.float()
         if counted.any():
             r, w, count = ratios[counted].double(), weights[counted].double(), int(counted.sum())
-            what = self.level if self.level in ("k2", "k3") else "ratio"
-            metrics.mean(f"rollout_corr/{what}_mean", r.sum(), count)
-            metrics.min(f"rollout_corr/{what}_min", r.min())
-            metrics.max(f"rollout_corr/{what}_max", r.max())
+            quantity = self.level if self.level in ("k2", "k3") else "ratio"
+            metrics.mean(f"rollout_corr/{quantity}_mean", r.sum(), count)
+            metrics.min(f"rollout_corr/{quantity}_min", r.min())
+            metrics.max(f"rollout_corr/{quantity}_max", r.max())
             metrics.mean("rollout_corr/weight_mean", w.sum(), count)
             metrics.mean("rollout_corr/bounded", outside[counted].sum(), count)
             squares = float(w.square().sum())
@@ -250,10 +260,10 @@ class RolloutCorrection(Operator):
 
 
 _NO_WEIGHT = {
-    "minimum": "the least ratio",
+    "minimum": "the smallest ratio",
     "maximum": "the largest difference",
-    "k2": "the distance",
-    "k3": "the distance",
+    "k2": "the divergence",
+    "k3": "the divergence",
 }
 
 PRESETS: Mapping[str, RolloutCorrection] = {
@@ -268,36 +278,35 @@ PRESETS: Mapping[str, RolloutCorrection] = {
     "sequence_truncate": RolloutCorrection("sequence", "truncate", high=3.0),
     "sequence_mask": RolloutCorrection("sequence", "mask", high=3.0),
 }
-"""Of `RolloutCorrection.preset`."""
+"""The corrections of `RolloutCorrection.preset`."""
 
 
 class Mismatched(NamedTuple):
-    """How far engine and trainer differed in a step: the mean of ``|old - rollout|`` in nats per token, and above which
-    value that raises an alarm (None during calibration)."""
+    """The mean of ``|old - rollout|`` in a step, and its alarm threshold (None during calibration); nats per token."""
 
     logp_diff_mean: float
     alarm_above: float | None
 
 
 class Mismatch(Operator):
-    """Whether the engine and the trainer agree on what was sampled; warns when they drift apart.
+    """Compare the log-probs of engine and trainer on sampled tokens, and warn when the difference grows.
 
-    It reports over the tokens on the mask: ``rollout/logp_diff_mean`` and ``_max`` of ``|old - rollout|`` in nats,
+    Reports, over the tokens on the mask: ``rollout/logp_diff_mean`` and ``_max`` of ``|old - rollout|`` in nats,
     ``rollout/ratio_outside``, the share of tokens whose ratio is not within [0.9, 1.1], and ``rollout/kl``, KL(rollout
-    || trainer) per token by k3; nothing in a step that has no token on the mask.
+    || trainer) per token by k3. Reports nothing if no token is on the mask.
 
-    What is normal depends on engine, precision and model, so the alarm is calibrated on the run itself: it is raised
-    where ``logp_diff_mean`` exceeds `margin` times the largest of the first `calibration` steps (and float32's own
-    rounding). After these steps ``rollout/alarm_above`` is that threshold. It warns once each time the mean rises above
-    it, and its calibration goes into checkpoints.
+    The normal difference depends on engine, precision and model, so the threshold is calibrated on the run: `margin`
+    times the largest ``logp_diff_mean`` of the first `calibration` steps, and at least 1e-5 nats, the rounding of
+    float32. After these steps ``rollout/alarm_above`` reports it. The operator warns each time the mean rises above the
+    threshold. Checkpoints contain the calibration.
 
-    Where the engine renormalises by top-p or top-k, its log-probs are of that narrower distribution and the trainer's
-    are of the whole one, so the numbers also contain ``-log`` of the probability that was kept, and calibration takes
-    that as normal. Greedy rows never get here: rule FR007 refuses to train on them, and a trainer to score them.
+    If the engine renormalizes by top-p or top-k, its log-probs are of that narrower distribution and the trainer's of
+    the full one, so the difference includes ``-log`` of the retained probability, and the calibration accounts for it.
+    Greedy rows do not occur: rule FR007 forbids training on them, and trainers refuse to score them.
 
     Args:
-        calibration: how many steps at the start of a run define what is normal.
-        margin: the alarm is raised above `margin` times the largest of these.
+        calibration: number of steps at the start of a run that define the normal difference.
+        margin: threshold as a multiple of the largest of these differences.
 
     Raises:
         DataError: a log-prob on the mask is NaN.
@@ -317,7 +326,7 @@ class Mismatch(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> Mismatched:
-        # From here on only tokens on the mask, so that no sum depends on how wide the rows are padded.
+        # Select the tokens on the mask first, so that no sum depends on the padding.
         ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")[response_mask]
         old, rollout = old_log_probs[response_mask].double(), rollout_log_probs[response_mask].double()
         if not len(ratios):
@@ -341,7 +350,7 @@ class Mismatch(Operator):
             logger.warning(
                 "%s, step %d: the engine's log-probs differ from the trainer's by %.3g nats per token on average and "
                 "%.3g at most (%.2g of the ratios are outside [%g, %g]); the alarm threshold is %.3g, from the first "
-                "%d steps. Look at what changed in engine or trainer, or insert RolloutCorrection().",
+                "%d steps. Check what changed in engine or trainer, or insert RolloutCorrection().",
                 self.name,
                 step,
                 mean,

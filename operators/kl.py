@@ -1,4 +1,4 @@
-"""KL to the reference in the reward, by a fixed or an adaptive coefficient."""
+"""KL penalty in the reward, with a fixed or an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from flowrl.spec import Spec
 def kl_shape(
     scores: Tensor, old: Tensor, ref: Tensor, mask: Tensor, coef: float, estimator: Estimator = "k1"
 ) -> Tensor:
-    """Rewards with the KL penalty in them (Ziegler et al. 2019, arXiv:1909.08593, eq. 2): ``score - coef * KL``.
+    """Rewards with a KL penalty (Ziegler et al. 2019, arXiv:1909.08593, eq. 2): ``score - coef * KL``.
 
     Args:
         scores: float ``[batch response]``; zero off the mask.
-        old: float ``[batch response]``, log-probs of the policy that is being trained.
+        old: float ``[batch response]``, log-probs of the policy.
         ref: float ``[batch response]``, log-probs of the reference.
         mask: bool ``[batch response]``.
-        coef: the weight of KL, beta.
+        coef: coefficient of the KL penalty, beta.
         estimator: see `flowrl.operators.advantages.per_token`.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
 
     Raises:
-        DataError: a score off the mask, or shapes that differ.
+        DataError: a score is off the mask, or shapes differ.
     """
     kl = kl_penalty(select(old, mask), select(ref, mask), estimator)
     return select_rewards(scores, mask, "token_level_scores") - coef * kl
 
 
 class AdaptiveKL(Spec):
-    """A KL coefficient that is steered towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, §2.2).
+    """A KL coefficient controlled towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, §2.2).
 
     Args:
-        target: the wanted KL in nats per token: the mean that is logged as ``kl/ref``. (Ziegler et al. count nats per
-            response; multiply by the response length to compare.)
-        horizon: rows over which the coefficient may change by a fifth of itself; at least the rows of one step.
-        coef: where the coefficient starts.
+        target: target KL in nats per token, the mean logged as ``kl/ref``. (Ziegler et al. count nats per response;
+            multiply by the response length to compare.)
+        horizon: rows over which the coefficient may change by at most 20 %; at least the rows of one step.
+        coef: initial coefficient.
     """
 
     target: float = Field(gt=0)
@@ -61,34 +61,37 @@ class AdaptiveKL(Spec):
 def adapt_kl_coef(coef: float, kl: float, rows: int, controller: AdaptiveKL) -> float:
     """The coefficient of the next step: ``coef * (1 + e * rows / horizon)`` with ``e = clip(kl / target - 1, ±0.2)``.
 
-    This is the update of Ziegler et al. 2019 (§2.2, where ``rows / horizon`` is the constant K).
+    The update of Ziegler et al. 2019 (§2.2, where ``rows / horizon`` is the constant K).
 
     Args:
-        coef: the coefficient that this step used.
-        kl: the mean KL per token of this step.
-        rows: how many rows it was measured on.
+        coef: coefficient of this step.
+        kl: mean KL per token of this step, in nats.
+        rows: number of rows in this step.
         controller: target and horizon.
 
     Raises:
-        ParameterError: more rows than the horizon, with which the coefficient would swing and could turn negative.
+        ParameterError: there are more rows than the horizon, so the coefficient could oscillate or turn negative.
     """
     if rows > controller.horizon:
         raise ParameterError(
-            f"AdaptiveKL has a horizon of {controller.horizon:g} rows, but one step has {rows}; set the horizon to "
-            f"several steps' worth of rows, such as AdaptiveKL(horizon={20 * rows})."
+            f"AdaptiveKL has a horizon of {controller.horizon:g} rows, and one step has {rows}. Set the horizon to "
+            f"the rows of several steps, such as AdaptiveKL(horizon={20 * rows}).",
+            code="reward.kl-horizon",
+            given=controller.horizon,
+            expected=rows,
         )
     error = min(max(kl / controller.target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * rows / controller.horizon)
 
 
 class KLShape(Operator):
-    """Scores to rewards with a KL penalty in them, by a fixed or an adaptive coefficient; see `kl_shape`.
+    """Subtract a KL penalty from the scores, with a fixed or an adaptive coefficient; see `kl_shape`.
 
-    Reports ``kl/ref``, the mean KL per token, and ``kl/coef``, the coefficient of this step.
+    Reports ``kl/ref``, the mean KL per token in nats, and ``kl/coef``, the coefficient of this step.
 
     Args:
-        coef: the weight of KL, or an `AdaptiveKL`, which is adapted once per call.
-        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
+        coef: coefficient of the KL penalty, or an `AdaptiveKL`, which is updated once per call.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``; see `flowrl.operators.advantages.per_token`.
     """
 
     coef: Annotated[float, Field(ge=0)] | AdaptiveKL = 0.001
@@ -109,7 +112,7 @@ class KLShape(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> TokenLevelRewards:
-        # A fixed coefficient is the field's, so that one changed in a graph is not undone by a restored state.
+        # A fixed coefficient comes from the field: restored state must not override an edited graph.
         coef: float = self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
         rewards = kl_shape(token_level_scores, old_log_probs, ref_log_prob, response_mask, coef, self.estimator)
         kl = kl_penalty(select(old_log_probs, response_mask), select(ref_log_prob, response_mask), self.estimator)

@@ -19,10 +19,10 @@ from flowrl import Graph, Key
 from flowrl.app.cli import main
 from flowrl.backends.torch.score.rows import take
 from flowrl.core.operators.references import load_object
-from flowrl.errors import BindError
 from flowrl.graphs import grpo
 from flowrl.operators import Value
 from tests import ROOT
+from tests.support.errors import raises
 
 pytest.importorskip("gymnasium", reason="needs pip install 'flowrl[gymnasium]'")
 
@@ -186,7 +186,7 @@ def test_its_graph_breaks_no_rule_and_can_be_written(
 
 
 def test_what_reads_tokens_is_not_bound_to_it(example: Any) -> None:
-    with pytest.raises(BindError, match="needs a Rollout there, and Acting serves Actor"):
+    with raises("backend.missing-protocol", role="rollout", backend="Acting", expected="Rollout"):
         grpo("tests.support.kernel:exact").bind(rollout=example.Acting())
 
 

@@ -55,12 +55,12 @@ def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
 def learned(name: str, environment: str, folder: Path, *others: str) -> list[dict[str, float]]:
     """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on 100
     rows of "rows.py", and 100 held out; how well the examples learn is in docs/examples.md."""
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as patch:
         for build in ("build", *others):
             made = load_object(f"{EXAMPLES / environment}:{build}")(folder / build, steps=40, rows=16)
-            environment.setenv("MODEL" if build == "build" else build.removeprefix("build_").upper(), str(made))
-        environment.setenv("STEPS", "2")
-        environment.chdir(folder)
+            patch.setenv("MODEL" if build == "build" else build.removeprefix("build_").upper(), str(made))
+        patch.setenv("STEPS", "2")
+        patch.chdir(folder)
         training = load_object(f"{EXAMPLES / name}:training")()
         for path in folder.rglob("*.jsonl"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
@@ -186,7 +186,7 @@ def test_think_is_a_target_of_the_command_line(
     assert said[1:] == [
         "grpo: 10 nodes, every connection fits and no rule is broken.\n",
         "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
-        "Responses end with <eos> (1: tokeniser, config.json, generation_config.json, chat template).\n",
+        "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n",
     ]
 
 

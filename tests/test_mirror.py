@@ -15,12 +15,13 @@ SMALL = 100
 # Modules whose tests have another name, by the file that holds them: it needs Ray or an engine, or covers a family of
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
+    "tests/files/test_graph_io.py": ("flowrl/files/values.py",),
     "tests/episodes/test_play.py": ("flowrl/episodes/chat.py", "flowrl/episodes/tools.py"),
     "tests/episodes/test_faults.py": ("flowrl/episodes/environment.py",),
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),
     "tests/auditing/test_fitting.py": ("flowrl/auditing/objective.py",),
     "tests/core/graphs/test_algorithm.py": ("flowrl/core/operators/symbols.py", "flowrl/record_types.py"),
-    "tests/rules/test_episodes.py": ("flowrl/rules/environment_source.py", "flowrl/rules/source_code.py"),
+    "tests/rules/test_episodes.py": ("flowrl/rules/environment_source.py",),
     "tests/core/graphs/test_gate.py": ("flowrl/edits/gating.py",),
     "tests/run/engine/test_lag.py": ("flowrl/run/engine/step_snapshot.py",),
     "tests/rules/test_check.py": ("flowrl/rules/weights.py",),

@@ -17,7 +17,7 @@ from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.errors import NodeError, StalePolicyError, SyncError
+from flowrl.errors import NodeError, SyncError
 from flowrl.operators import Generate, Sync, UpdateActor
 from flowrl.protocols.protocols import BuildContext, Trainer
 from flowrl.records import Receipt, Updated
@@ -25,6 +25,7 @@ from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
+from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)
@@ -90,7 +91,7 @@ def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:
 def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: str) -> None:
     actor = trained(tiny, 1)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 carries policy_version 0, the actor is at 1.*Sync"):
+    with raises("update.stale-rows", node="update_actor", row=0, expected=1, found=0):
         update(actor, 0)
     assert_untouched(actor, before, version=1)
 
@@ -98,40 +99,35 @@ def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: s
 def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> None:
     actor = trained(tiny, 1)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 carries policy_version 0, the actor is at 1"):
+    with raises("update.stale-rows", row=1, expected=1, found=0):
         update(actor, [1, 0, 1, 0])
     assert_untouched(actor, before, version=1)
 
 
 def test_rows_from_the_future_are_refused_too(tiny: str) -> None:
-    with pytest.raises(StalePolicyError, match="policy_version 7, the actor is at 0"):
+    with raises("update.stale-rows", expected=0, found=7):
         update(trainer(tiny), 7)
 
 
 def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> None:
     actor, metrics = trained(tiny, 2), Metrics()
     before = weights_of(actor)
-    with pytest.raises(
-        StalePolicyError,
-        match=r"1 of 4 rows.*row 2 carries policy_version 0, the actor is at 2; .* versions 1 to 2, by",
-    ):
+    with raises("update.stale-rows", row=2, expected=2, found=0) as error:
         update(actor, [2, 1, 0, 2], ahead=1)
+    assert "1 of 4 rows" in error.value.message and "versions 1 to 2" in error.value.message
     assert_untouched(actor, before, version=2)
     update(actor, [2, 1, 0, 2], ahead=2, metrics=metrics)
     assert ages(metrics) == (0.75, 2)
-    with pytest.raises(StalePolicyError, match=r"row 3 carries policy_version 4, the actor is at 3"):
+    with raises("update.stale-rows", row=3, expected=3, found=4):
         update(actor, [3, 3, 3, 4], ahead=2)
 
 
 def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> None:
     actor, metrics = trained(tiny, 3), Metrics()
     before = weights_of(actor)
-    with pytest.raises(
-        StalePolicyError,
-        match=r"2 of 4 rows.*row 1 carries token_version 4 at token 1, the actor is at 3; .* versions 2 to 3, by",
-    ):
+    with raises("update.stale-rows", row=1, expected=3, found=4):
         update_of_tokens(actor, [[2, 3], [3, 4], [2, 7], [1, 2]], ahead=1)
-    with pytest.raises(StalePolicyError, match=r"1 of 4 rows.*row 3 carries token_version 0 at token 0, the actor"):
+    with raises("update.stale-rows", row=3, expected=3, found=0):
         update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [0, 1]], ahead=2)  # what is off the mask is nothing
     assert_untouched(actor, before, version=3)
     update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [1, 1]], ahead=2, metrics=metrics)
@@ -169,7 +165,7 @@ def test_a_copying_engine_that_missed_a_sync_is_refused_at_the_update(tiny: str)
     before = weights_of(actor)
     out = Generate(max_new_tokens=2, rollout=rollout)(PROMPTS, key=KEY)  # it answers as what it is: version 0
     zeros = torch.zeros(out.response_mask.shape)
-    with pytest.raises(StalePolicyError, match="policy_version 0, the actor is at 1"):
+    with raises("update.stale-rows", expected=1, found=0):
         UpdateActor(actor=actor)(out, zeros, zeros + 1, key=KEY)
     assert_untouched(actor, before, version=1)
     Sync(actor=actor, rollout=rollout)(Updated(1))
@@ -197,7 +193,7 @@ def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
     actor, rollout = trainer(tiny), engine(tiny)
     stale = Updated(0)
     update(actor, 0)
-    with pytest.raises(SyncError, match="the update says version 0, the actor is at 1"):
+    with raises("update.version-mismatch", expected=0):
         Sync(actor=actor, rollout=rollout)(stale)
 
 
@@ -214,7 +210,7 @@ def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) 
     actor, honest = trainer(tiny), engine(tiny)
     updated = update(actor, 0)
     liar = Liar(honest.model, honest.tokenizer, max_rows=8)
-    with pytest.raises(SyncError, match="expected one version"):
+    with raises("update.version-mismatch", expected=1):
         Sync(actor=actor, rollout=liar)(updated)
 
 
@@ -227,7 +223,7 @@ def test_an_engine_that_lies_about_its_rows_is_refused_at_the_update(tiny: str) 
     liar = Liar(honest.model, honest.tokenizer, max_rows=8)
     liar.sync(actor)
     out = Generate(max_new_tokens=2, rollout=liar)(PROMPTS, key=KEY)
-    with pytest.raises(StalePolicyError, match="policy_version 5, the actor is at 0"):
+    with raises("update.stale-rows", expected=0, found=5):
         UpdateActor(actor=actor)(out, out.rollout_log_probs, out.rollout_log_probs, key=KEY)
 
 
@@ -240,10 +236,10 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
     idle = Idle(honest.model, honest.tokenizer, max_rows=8)
     assert idle.sync(actor).version == 0  # what it holds is what it was sent, as yet
     updated = update(actor, 0)
-    with pytest.raises(SyncError, match=r"weights of version 1 did not arrive.*is not what was sent"):
+    with raises("sync.damaged", version=1):
         Sync(actor=actor, rollout=idle)(updated)
     assert idle.receipt is None
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("update.no-receipt", node="generate"):
         Generate(max_new_tokens=2, rollout=idle)(PROMPTS, key=KEY)
 
 
@@ -290,11 +286,11 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
     executor.runner.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
     executor.sync()
     batch = batches(prompts_file, executor.runner.engines)
-    with pytest.raises(NodeError, match=r"sync failed in step 1: SyncError: .*the engine holds 0"):
+    with pytest.raises(NodeError, match=r"sync failed in step 1: SyncError: .*the engine 0, expected one version"):
         executor.step(batch, 0)
     actor = executor.runner.engines["actor"]
     before = weights_of(actor)
-    with pytest.raises(NodeError, match=r"update_actor failed in step 2: StalePolicyError: .*row 0 carries"):
+    with pytest.raises(NodeError, match=r"update_actor failed in step 2: StalePolicyError: .*row 0 has policy_ver"):
         executor.step(batch, 1)
     assert_untouched(actor, before, version=1)
 

@@ -1,4 +1,4 @@
-"""Connections: what does not fit is refused with both ends, both types and the nearest column that would."""
+"""Connections: an error names both ends, both types and the nearest column that fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowrl.core.operators.ports import PortField
-from flowrl.errors import ParameterError, PortError
+from flowrl.errors import ParameterError
 from flowrl.graph import algorithm
 from flowrl.operators import (
     GAE,
@@ -28,6 +28,7 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
+from tests.support.errors import raises
 from tests.support.kernel import LengthPenalty, exact
 
 
@@ -54,79 +55,90 @@ def trace(line: Callable[[Parts], Any]) -> Any:
     return wrong()
 
 
-WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
+WRONG: dict[str, tuple[Callable[[Parts], Any], str, str, str | None]] = {
     "the design's example": (
         lambda p: GAE()(p.rewards, p.rewards, p.mask),
-        "gae.values wants value[batch response] float32, but kl_shape.token_level_rewards is "
-        "reward[batch response] float32; did you mean value.values?",
+        "gae.values",
+        "kl_shape.token_level_rewards",
+        "value.values",
     ),
-    "rollout log-probs where old ones are due": (
+    "rollout log-probs instead of old ones": (
         lambda p: KLShape().named("again")(p.scores, p.rollout.rollout_log_probs, p.ref, p.mask),
-        "again.old_log_probs wants log-prob of the old policy[batch response] float32, but generate.rollout_log_probs "
-        "is log-prob of the rollout[batch response] float32; did you mean old_log_prob.old_log_probs?",
+        "again.old_log_probs",
+        "generate.rollout_log_probs",
+        "old_log_prob.old_log_probs",
     ),
     "rollout log-probs in the ratio": (
         lambda p: UpdateActor()(
             p.rollout, p.rollout.rollout_log_probs, GroupAdvantage()(p.scores, p.mask, p.prompts.uid)
         ),
-        "update_actor.old_log_probs wants log-prob of the old policy[batch response] float32, but "
-        "generate.rollout_log_probs is log-prob of the rollout[batch response] float32; did you mean "
-        "old_log_prob.old_log_probs?",
+        "update_actor.old_log_probs",
+        "generate.rollout_log_probs",
+        "old_log_prob.old_log_probs",
     ),
-    "a reward where a score is due": (
+    "a reward instead of a score": (
         lambda p: LengthPenalty()(p.rewards, p.mask),
-        "length_penalty.token_level_scores wants score[batch response] float32, but kl_shape.token_level_rewards is "
-        "reward[batch response] float32; did you mean reward.token_level_scores?",
+        "length_penalty.token_level_scores",
+        "kl_shape.token_level_rewards",
+        "reward.token_level_scores",
     ),
     "a wrong axis": (
         lambda p: GAE()(p.rewards, p.values, p.rollout.attention_mask),
-        "gae.response_mask wants mask[batch response] bool, but generate.attention_mask is mask[batch sequence] bool; "
-        "did you mean generate.response_mask?",
+        "gae.response_mask",
+        "generate.attention_mask",
+        "generate.response_mask",
     ),
     "a wrong dtype": (
         lambda p: GAE()(p.rewards, p.values, p.rollout.responses),
-        "gae.response_mask wants mask[batch response] bool, but generate.responses is tokens[batch response] int64; "
-        "did you mean generate.response_mask?",
+        "gae.response_mask",
+        "generate.responses",
+        "generate.response_mask",
     ),
-    "rows from before Repeat": (
-        lambda p: GroupAdvantage()(p.scores, p.mask, p.batch.uid),
-        "group_advantage.uid takes the batch axis of batch.uid, which was made by batch, but "
-        "group_advantage.token_level_rewards takes that of reward.token_level_scores, made by repeat; expected one "
-        "batch axis for all ports; did you mean repeat.uid?",
-    ),
-    "nothing of the kind": (
-        lambda p: Whiten()(p.values, p.mask),
-        "whiten.advantages wants advantage[batch response] float32, but value.values is value[batch response] float32; "
-        "no node before this one writes such a column: add the operator that does.",
-    ),
-    "a port that is left open": (
-        lambda p: GAE()(p.rewards, None, p.mask),
-        "gae.values wants value[batch response] float32, but nothing is wired to it; did you mean value.values?",
-    ),
-    "a record that is left open": (
-        lambda p: UpdateCritic()(None, p.values, None),
-        "update_critic.rollout.input_ids wants tokens[batch sequence] int64, but nothing is wired to it; did you mean "
-        "generate.input_ids?",
-    ),
-    "a value where another is due": (
+    "no such column": (lambda p: Whiten()(p.values, p.mask), "whiten.advantages", "value.values", None),
+    "another value": (
         lambda p: Sync()(UpdateCritic()(p.rollout, p.values, GAE()(p.rewards, p.values, p.mask).returns)),
-        "sync.updated wants Updated, but update_critic.critic_updated is CriticUpdated; no node before this one writes "
-        "such a value: add the operator that does.",
+        "sync.updated",
+        "update_critic.critic_updated",
+        None,
     ),
-    "a column where a value is due": (
-        lambda p: Sync()(p.values),
-        "sync.updated wants Updated, but value.values is value[batch response] float32; no node before this one writes "
-        "such a value: add the operator that does.",
-    ),
+    "a column instead of a value": (lambda p: Sync()(p.values), "sync.updated", "value.values", None),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_connection_names_both_ends_and_the_mend(case: str) -> None:
-    line, said = WRONG[case]
-    with pytest.raises(PortError) as error:
+def test_a_type_mismatch_names_both_ends_and_the_fix(case: str) -> None:
+    line, end, edge, suggestion = WRONG[case]
+    node, _, port = end.partition(".")
+    with raises("graph.type-mismatch", node=node, port=port, edge=edge, suggestion=suggestion) as error:
         trace(line)
-    assert str(error.value) == said
+    assert end in error.value.message and edge in error.value.message
+
+
+def test_the_message_has_both_types() -> None:
+    with raises("graph.type-mismatch") as error:
+        trace(lambda p: GAE()(p.rewards, p.rewards, p.mask))
+    assert error.value.message == (
+        "gae.values expects value[batch response] float32, but kl_shape.token_level_rewards is "
+        "reward[batch response] float32; did you mean value.values?"
+    )
+
+
+def test_rows_from_before_repeat_do_not_fit() -> None:
+    with raises("graph.axis-mismatch", node="group_advantage", port="uid", axis="batch", suggestion="repeat.uid"):
+        trace(lambda p: GroupAdvantage()(p.scores, p.mask, p.batch.uid))
+
+
+@pytest.mark.parametrize(
+    ("line", "end", "suggestion"),
+    [
+        (lambda p: GAE()(p.rewards, None, p.mask), "gae.values", "value.values"),
+        (lambda p: UpdateCritic()(None, p.values, None), "update_critic.rollout.input_ids", "generate.input_ids"),
+    ],
+)
+def test_an_unwired_port_has_a_suggestion(line: Callable[[Parts], Any], end: str, suggestion: str) -> None:
+    node, _, port = end.partition(".")
+    with raises("graph.unwired-port", node=node, port=port, suggestion=suggestion):
+        trace(line)
 
 
 def test_an_optional_port_follows_the_parameters() -> None:
@@ -137,31 +149,24 @@ def test_an_optional_port_follows_the_parameters() -> None:
 
     assert PortField("ref_log_prob") in trace(lambda p: actor(p, kl, p.ref))["update_actor"].inputs
     assert PortField("ref_log_prob") not in trace(lambda p: actor(p, UpdateActor()))["update_actor"].inputs
-    with pytest.raises(
-        PortError, match=r"ref_log_prob wants .*nothing is wired to it; did you mean ref_log_prob\.ref_log"
-    ):
+    suggestion = "ref_log_prob.ref_log_prob"
+    with raises("graph.unwired-port", node="update_actor", port="ref_log_prob", suggestion=suggestion):
         trace(lambda p: actor(p, kl))
-    with pytest.raises(
-        PortError, match=r"update_actor\.ref_log_prob is wired, but .* does not use it; leave it out, or"
-    ):
+    with raises("graph.unused-input", node="update_actor", port="ref_log_prob"):
         trace(lambda p: actor(p, UpdateActor(), p.ref))
 
 
-def test_the_loss_says_whose_log_probs_its_ratio_is_taken_to() -> None:
+def test_the_loss_defines_the_denominator_of_its_ratio() -> None:
     def actor(p: Parts, loss: PPOClip, old: Any) -> Any:
         return UpdateActor(loss)(p.rollout, old, GroupAdvantage()(p.scores, p.mask, p.prompts.uid))
 
     to_rollout = PPOClip(ratio_to="rollout")
     graph = trace(lambda p: actor(p, to_rollout, p.rollout.rollout_log_probs))
     assert graph["update_actor"].inputs[PortField("old_log_probs")] == ("generate", "rollout_log_probs")
-    with pytest.raises(PortError) as error:
+    mismatch = {"node": "update_actor", "port": "old_log_probs"}
+    with raises("graph.type-mismatch", **mismatch, suggestion="generate.rollout_log_probs"):
         trace(lambda p: actor(p, to_rollout, p.old))
-    assert str(error.value) == (
-        "update_actor.old_log_probs wants log-prob of the rollout[batch response] float32, but "
-        "old_log_prob.old_log_probs is log-prob of the old policy[batch response] float32; did you mean "
-        "generate.rollout_log_probs?"
-    )
-    with pytest.raises(PortError, match=r"wants log-prob of the old policy.* but generate\.rollout_log_probs is"):
+    with raises("graph.type-mismatch", **mismatch, edge="generate.rollout_log_probs"):
         trace(lambda p: actor(p, PPOClip(), p.rollout.rollout_log_probs))
     with pytest.raises(ParameterError, match="ratio_to='engine'"):
         PPOClip(ratio_to="engine")  # type: ignore[arg-type]
@@ -192,10 +197,10 @@ def test_response_axes_of_two_generates_cannot_mix() -> None:
         other = Generate(temperature=0.5).named("other")(p.prompts)
         return GAE()(p.rewards, Value().named("second")(other), p.mask)
 
-    with pytest.raises(PortError) as error:
+    with raises("graph.axis-mismatch", node="gae", port="values", axis="response", suggestion="value.values") as error:
         trace(mixed)
-    assert str(error.value) == (
-        "gae.values takes the response axis of second.values, which was made by other, but gae.token_level_rewards "
-        "takes that of kl_shape.token_level_rewards, made by generate; expected one response axis for all ports; did "
-        "you mean value.values?"
+    assert error.value.message == (
+        "gae.values reads second.values, whose response axis comes from other, but gae.token_level_rewards reads "
+        "kl_shape.token_level_rewards, whose response axis comes from generate; expected one response axis for all "
+        "ports; did you mean value.values?"
     )

@@ -1,1 +1,1 @@
-"""What the engines share that run code of others (vLLM, SGLang)."""
+"""Shared code of the engines that run external libraries (vLLM, SGLang)."""

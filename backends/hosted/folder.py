@@ -1,4 +1,4 @@
-"""`FolderWeights`: what a frozen engine takes over once, as it starts."""
+"""`FolderWeights`: the source of a frozen engine's only sync, at its start."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from flowrl.sync.digest import named_weights
 
 
 class FolderWeights:
-    """The weights of a folder as transformers reads them, in float32 on the CPU.
+    """The weights of a folder as transformers reads them, in float32 on the CPU; to an engine, a trainer at version 0.
 
-    To an engine they are a trainer at version 0. So what it made of its folder is held against transformers as every
-    sync is held against the trainer: names, shapes, digests and log-probs.
+    So a frozen engine is checked against transformers as every sync is checked against the trainer: names, shapes,
+    digests and log-probs.
 
     Args:
         folder: a Hugging Face folder.
-
-    Raises:
-        BindError: it does not hold a whole causal LM.
     """
 
     version: ClassVar[int] = 0

@@ -1,7 +1,7 @@
-"""The keeper of an engine's processes: it outlives them, and the process that started them, to clean up after both.
+"""The keeper: a process that outlives an engine's processes and the process that started them, and cleans up.
 
-It is a process of its own and no child of another: what kills the process that holds an engine (Ray, say) may kill that
-process's children too. It imports nothing but the standard library, so that it costs next to nothing.
+It is no child of another process, since whatever kills the engine's parent (such as Ray) may kill its children too. It
+imports only the standard library, so it is cheap.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NOTE = "shared-memory.txt"
-"""In the folder of an engine: the shared memory that it had when it was looked at, a path a line."""
+"""In an engine's folder: the shared memory that it had at the last scan, one path per line."""
 
 
 def launch(life: int, folder: Path, group: int | None = None) -> None:
     """Start a keeper that works when the process at the other end of a pipe ends.
 
     Args:
-        life: the reading end of the pipe; once every writing end is closed, the keeper does its work.
-        folder: the engine's, which is removed then, after the shared memory that is noted in it.
-        group: the processes to end first.
+        life: the reading end of the pipe; once every writing end is closed, the keeper cleans up.
+        folder: the engine's folder, removed after the shared memory that is noted in it.
+        group: the processes to kill first.
     """
     arguments = [str(life), str(folder), *([] if group is None else [str(group)])]
     command = [sys.executable, "-I", __file__, *arguments]
@@ -34,7 +34,7 @@ def launch(life: int, folder: Path, group: int | None = None) -> None:
 
 
 def start_keeper(segments: Iterable[Path]) -> int:
-    """Start a keeper that removes shared memory when this process ends, or closes the descriptor that is returned."""
+    """Start a keeper that removes shared memory when this process ends, or closes the returned descriptor."""
     folder = Path(tempfile.mkdtemp(prefix="flowrl-keeper-"))
     note(segments, folder)
     theirs, life = os.pipe()
@@ -54,17 +54,12 @@ def main(life: int, folder: Path, group: int | None) -> None:
 
 
 def end_group(group: int, folder: Path) -> None:
-    """Kill every process of a group, without leaving its shared memory behind.
+    """Kill every process of a group, and remove its shared memory.
 
-    No process is asked to end by itself: engines that do so kill the process that tracks their shared memory before it
-    has cleaned up, and wait for requests that are no longer wanted.
-
-    What processes have mapped can only be read while they live. They are stopped before that, since what one made
-    between the look and the kill would be left behind.
-
-    Args:
-        group: its number.
-        folder: where shared memory may be noted of processes that have died since.
+    No process gets a signal to terminate by itself: engines that do so kill the process that tracks their shared memory
+    before it has cleaned up, and wait for requests that no longer matter. Mappings can only be read while a process
+    lives; the group is stopped before, so that it maps nothing between the scan and the kill. `folder` may note shared
+    memory of processes that died earlier.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGSTOP)
@@ -75,22 +70,22 @@ def end_group(group: int, folder: Path) -> None:
 
 
 def note(segments: Iterable[Path], folder: Path) -> None:
-    """Add shared memory to what is noted in a folder, while the processes that know of it live."""
+    """Add shared memory to the note in a folder, while the processes that mapped it live."""
     known = noted(folder)
     if new := set(segments) - known:
-        fresh = folder / f"{NOTE}.new"
-        fresh.write_text("\n".join(map(str, known | new)))
-        fresh.replace(folder / NOTE)  # at once: a process that is killed while it writes leaves the old one
+        written = folder / f"{NOTE}.new"
+        written.write_text("\n".join(map(str, known | new)))
+        written.replace(folder / NOTE)  # atomic: a process killed while it writes leaves the old note
 
 
 def noted(folder: Path) -> set[Path]:
-    """The shared memory that is noted in a folder."""
+    """The shared memory noted in a folder."""
     path = folder / NOTE
     return {Path(line) for line in path.read_text().splitlines()} if path.exists() else set()
 
 
 def remove(segments: Iterable[Path]) -> None:
-    """Remove shared memory, as far as it is still there."""
+    """Remove shared memory that still exists."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
@@ -102,12 +97,12 @@ def shared_memory(group: int) -> set[Path]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             lines = (process / "maps").read_text().splitlines()
             mapped |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
-    # By number and not by name, since a semaphore is mapped under another name than it is found by.
+    # By inode, since a semaphore is mapped under another name than its file's.
     return {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in mapped}
 
 
 def members(group: int) -> list[Path]:
-    """The folders in ``/proc`` of a group's processes, less dead ones that were not waited for."""
+    """The folders in ``/proc`` of a group's processes, without zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -119,5 +114,5 @@ def members(group: int) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # so that what goes on is an orphan
+    if os.fork() == 0:  # so that the keeper is an orphan
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)

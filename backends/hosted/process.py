@@ -1,4 +1,4 @@
-"""An engine in a process of its own: started, spoken to, and ended with everything that it started."""
+"""`EngineProcess`: an engine in its own process, and the end of everything that it started."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from flowrl.backends.hosted.keeper import end_group, members, note, shared_memor
 from flowrl.errors import EngineError
 
 GRACE = 20.0
-"""Seconds that processes get to end."""
+"""Seconds within which processes must end."""
 
 PATIENCE = 0.5
-"""Seconds between looks at the shared memory of a group that is at work."""
+"""Seconds between scans of the shared memory of a working group."""
 
 
 class EngineProcess:
-    """A Python process that answers requests, and the group of all processes that it starts.
+    """A Python process that serves requests, and the group of all processes that it starts.
 
-    A request is a dict, and a body of bytes after it; a reply is a dict.
+    A request is a dict followed by a body of bytes; a reply is a dict.
 
-    It lives in a session of its own, writes its files into a folder of its own, and is ended, with the group and the
-    folder, by `close`, with this object, and with this process, however that ends.
+    The process has its own session and folder. Process, group and folder end with `close`, with this object, and with
+    this process, even if it is killed.
 
     Args:
         name: for errors.
-        main: what it runs, ``"package.module:function"``; called with two connections: requests to receive, and
-            replies to send.
+        main: the function that it runs, ``"package.module:function"``; called with two connections: requests to
+            receive, and replies to send.
         environment: variables besides those of this process; None removes one.
-        folder: where its temporary files go; removed at the end.
+        folder: for its temporary files; removed at the end.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class EngineProcess:
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         changed = {"PYTHONPATH": path, "TMPDIR": folder.name, **environment}
         self._log = Path(folder.name) / "output.txt"
-        self._looked = "", 0.0  # at shared memory, after which call and when
+        self._last_scan = "", 0.0  # of shared memory: after which call, and when
         (theirs_in, requests), (replies, theirs_out), (theirs_life, life) = os.pipe(), os.pipe(), os.pipe()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                # -P: a flowrl that lies in the working directory is not the one that this process has
+                # -P: import this process's flowrl, not one in the working directory
                 [sys.executable, "-P", "-c", code, main, str(theirs_in), str(theirs_out), str(theirs_life)],
                 env={key: v for key, v in {**os.environ, **changed}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
@@ -74,15 +74,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id, which is its group's too."""
+        """The id of the process and of its group."""
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], body: bytes = b"") -> None:
-        """Send a request, and wait for nothing.
-
-        Raises:
-            EngineError: the process has died.
-        """
+        """Send a request without waiting for its reply; raises `EngineError` if the process has died."""
         try:
             self._requests.send(dict(message))
             self._requests.send_bytes(body)
@@ -90,48 +86,52 @@ class EngineProcess:
             raise self._died(f"before {message.get('call', 'its start')}") from None
 
     def ask(self, call: str, body: bytes = b"", **message: Any) -> dict[str, Any]:
-        """Send a request and wait for its reply.
-
-        Raises:
-            EngineError: the process has died, or replies with an error.
-        """
+        """Send a request and wait for its reply; raises `EngineError` if the process died or replies with an error."""
         self.send({"call": call, **message}, body)
         return self.reply(call)
 
     def reply(self, call: str) -> dict[str, Any]:
-        """The next reply; `call` is what it answers.
-
-        Raises:
-            EngineError: as `ask`.
-        """
+        """The next reply, which is to `call`; raises as `ask`."""
         try:
             while not self._replies.poll(PATIENCE):
                 note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
             reply: dict[str, Any] = self._replies.recv()
         except (EOFError, OSError):
             raise self._died(f"during {call}") from None
-        if call != self._looked[0] or time.monotonic() > self._looked[1] + PATIENCE:
-            note(shared_memory(self.pid), self._log.parent)  # it takes milliseconds, and some calls come all the time
-            self._looked = call, time.monotonic()
+        if call != self._last_scan[0] or time.monotonic() > self._last_scan[1] + PATIENCE:
+            note(shared_memory(self.pid), self._log.parent)  # it takes milliseconds, and some calls are frequent
+            self._last_scan = call, time.monotonic()
         if "error" in reply:
-            raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
+            raise EngineError(
+                f"{self.name} failed in {call}: {reply['error'].rstrip('.')}. {self._output()}",
+                code="engine.call-failed",
+                engine=self.name,
+                call=call,
+                error=reply["error"],
+            )
         return reply
 
     def close(self) -> None:
-        """End the process and its group; twice is as good as once."""
+        """End the process and its group; idempotent."""
         self._end()
 
     def _died(self, when: str) -> EngineError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE)
         code = self._process.returncode
-        how = "is no more" if code is None else f"exited with {code}" if code >= 0 else signal.Signals(-code).name
+        how = "does not reply" if code is None else f"exited with {code}" if code >= 0 else signal.Signals(-code).name
         how = f"was killed by {how}" if code is not None and code < 0 else how
-        return EngineError(f"the process of {self.name} {how} {when}; {self._last_words()}")
+        return EngineError(
+            f"The process of {self.name} {how} {when}. {self._output()}",
+            code="engine.process-died",
+            engine=self.name,
+            how=how,
+            when=when,
+        )
 
-    def _last_words(self) -> str:
+    def _output(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-20:]
-        return "\n".join(["the last lines of its output are:", *(f"    {line}" for line in lines or ["(none)"])])
+        return "\n".join(["The last lines of its output:", *(f"    {line}" for line in lines or ["(none)"])])
 
 
 def _end(
@@ -141,7 +141,7 @@ def _end(
     life: int,
     folder: tempfile.TemporaryDirectory[str],
 ) -> None:
-    """End a group of processes, and wait until nothing of it is left."""
+    """End a group of processes, and wait until all have ended."""
     end_group(process.pid, Path(folder.name))
     process.wait()
     requests.close()
@@ -154,11 +154,11 @@ def _end(
 
 
 def run(main: str, requests: int, replies: int, life: int) -> None:
-    """What the process runs: `main`, with a keeper beside it."""
+    """The main function of the process: starts a keeper, and runs `main`."""
     keeper.launch(life, Path(os.environ["TMPDIR"]), os.getpid())
     os.close(life)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
     module, _, function = main.partition(":")
-    answer = getattr(importlib.import_module(module), function)
-    answer(Connection(requests, writable=False), Connection(replies, readable=False))
+    serve = getattr(importlib.import_module(module), function)
+    serve(Connection(requests, writable=False), Connection(replies, readable=False))

@@ -1,4 +1,4 @@
-"""What is set alike for engines by others: the fields that `VLLM` and `SGLang` share."""
+"""`EngineSpec`: the fields that `VLLM` and `SGLang` share."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from flowrl.protocols.protocols import Caches, Closable, LiveWeightUpdate, Rollo
 
 
 class EngineSpec(FolderBackend):
-    """What is set alike for each of these engines.
+    """The common settings of these engines.
 
     Args:
         model: a Hugging Face folder.
         tensor_parallel: devices that share the weights.
-        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
-            than one needs a place.
-        dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
+        ranks: replicas, each in its own process and on its own devices, that split the rows among them; more than one
+            needs a place.
+        dtype: of weights and arithmetic; ``"auto"`` is the folder's, or bfloat16 if that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is the engine's own default.
-        max_model_len: tokens that prompt and response may have together, 17 at least, so that the probe has something
-            to show; None is the model's own limit.
+        max_model_len: the most tokens of prompt and response together, at least 17, so that the probe is meaningful;
+            None is the model's own limit.
         max_num_seqs: rows that are sampled at a time.
-        prefix_caching: compute what prompts have in common once.
-        tolerance: by how much the engine's log-probs may differ from the trainer's after a sync, in nats a token on the
-            mean (see `flowrl.sync.probe.refuse_other_weights`); None is 1e-3 where both compute in float32, otherwise
-            0.05.
-        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
-            adapter alone. Without, the engine gets all weights, the adapter merged into them.
-        frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
+        prefix_caching: compute common prefixes of prompts once.
+        tolerance: by how much the engine's log-probs may differ from the trainer's after a sync, in nats per token on
+            average (see `flowrl.sync.probe.refuse_other_weights`); None is 1e-3 if both compute in float32, else 0.05.
+        lora: the `LoRA` of an actor that trains an adapter over the weights of this folder: sync then sends only the
+            adapter. Without it, the engine gets all weights with the adapter merged.
+        frozen: sample with the weights of the folder, without sync: a judge, or a fixed opponent.
         engine_args: further arguments of the engine, by name.
     """
 
     serves = (Rollout, StreamingRollout, LiveWeightUpdate, Sleeper, Closable)
     reserved: ClassVar[Mapping[str, str]]
-    """Engine arguments that are fields here."""
+    """Engine arguments that are fields of the spec, with the field."""
     fixed: ClassVar[Sequence[str]]
-    """Engine arguments that what the columns of a rollout mean depends on."""
-    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
-    collective: ClassVar[bool] = False  # ranks need no group, and vLLM would take a default one of ours for its own
+    """Engine arguments that would change the meaning of a rollout's columns."""
+    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with the weights
+    collective: ClassVar[bool] = False  # ranks need no group, and vLLM would take our default group for its own
 
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
@@ -59,7 +58,7 @@ class EngineSpec(FolderBackend):
 
     @property
     def slots_per_rank(self) -> int:
-        """Devices that one engine computes on."""
+        """Devices of one engine."""
         return self.tensor_parallel
 
     @property
@@ -68,28 +67,42 @@ class EngineSpec(FolderBackend):
         return "weights" if self.lora is None else "adapter_weights"
 
     def refuse_swap(self, caches: Caches) -> None:
-        """As `Backend.refuse_swap`: an adapter.
+        """As `Backend.refuse_swap`: refuses an adapter.
 
         Raises:
-            BindError: naming what it can.
+            BindError: the engine syncs an adapter.
         """
         if self.lora is not None:
             raise BindError(
-                f"{type(self).__name__}({self.model!r}, lora=...) takes an adapter, which cannot change under answers: "
-                f"SGLang waits until all have ended, and vLLM scores no probe with one beside them; drop lora, so that "
-                f"all weights come with the adapter merged into them, or bind TorchRollout(model, lora=...), or do "
-                f"without spans: edit(lag=1)."
+                f"{type(self).__name__}({self.model!r}, lora=...) cannot replace its adapter with requests in flight: "
+                f"SGLang waits until all have ended, and vLLM cannot score a probe next to them. Drop lora, so that "
+                f"all weights arrive with the adapter merged, or bind TorchRollout(model, lora=...), or drop spans: "
+                f"edit(lag=1).",
+                code="engine.no-swap",
+                engine=type(self).__name__,
+                caches=caches,
             )
 
     def __post_init__(self) -> None:
         if self.frozen and self.lora is not None:
-            raise ParameterError("frozen=True takes no sync, so no adapter ever comes; drop lora or frozen")
+            raise ParameterError(
+                "frozen=True has no sync, so no adapter would arrive. Drop lora or frozen.",
+                code="engine.conflicting-settings",
+                settings=("frozen", "lora"),
+            )
         for name in self.engine_args:
             if name in self.reserved:
                 field = self.reserved[name]
-                raise ParameterError(f"engine_args={{{name!r}: ...}} is a field of its own; set the field {field}")
+                raise ParameterError(
+                    f"engine_args has {name!r}, which is a field of {type(self).__name__}. Set {field}=... instead.",
+                    code="engine.reserved-argument",
+                    argument=name,
+                    field=field,
+                )
             if name in self.fixed:
                 raise ParameterError(
-                    f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "
-                    f"not open to choice, so leave it out."
+                    f"engine_args has {name!r}, which would change the meaning of the rollout's tokens and log-probs. "
+                    f"Drop it.",
+                    code="engine.reserved-argument",
+                    argument=name,
                 )

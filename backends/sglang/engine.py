@@ -1,6 +1,6 @@
-"""`SGLang`: rollouts by SGLang, in a process of its own, since a fault in its scheduler kills the process it is in.
+"""`SGLang`: rollouts by SGLang in its own process, since a fault in its scheduler kills the process of the engine.
 
-Token ids go in and token ids come out: SGLang loads no tokeniser, and where a response ends is said by ours.
+Input and output are token ids: SGLang loads no tokenizer, and flowrl decides where a response ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pydantic import Field
 from safetensors.torch import save
 
 from flowrl.backends.hosted.arrival import IncomingWeights
-from flowrl.backends.hosted.base import Answer, HostedRollout
+from flowrl.backends.hosted.base import HostedRollout, RawResponse
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
-from flowrl.backends.sglang.answers import ResponseRequest
+from flowrl.backends.sglang.requests import ResponseRequest
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -33,28 +33,27 @@ from flowrl.sync.ipc import can_share, export_handles
 from flowrl.sync.probe import QUESTIONS, Probe
 
 SPARE = 2
-"""Tokens of a sequence that SGLang keeps for itself: it cuts a response two tokens short of its context length."""
+"""Tokens of a sequence that SGLang reserves: it ends a response two tokens before its context length."""
 
 TURNS = (0.02, 0.25)
-"""Seconds that are waited for an answer to end; then whoever waits for something else may go on, such as episodes whose
-worlds have replied, or a swap. The first is about a step of a large model. Where nothing begins, each turn is twice as
-long as the one before, until the second: asking all the time takes a tenth of what a small model does."""
+"""The shortest and longest turn in seconds: the wait for a response to end before other work may run, such as episodes
+whose environments have replied, or a swap. The first is about a step of a large model. Without new requests, each turn
+is twice as long as the one before, up to the second: constant polling costs a tenth of a small model's speed."""
 
 CPU_CACHE_TOKENS = 1 << 16
-"""SGLang would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
+"""On a CPU; by default SGLang takes nearly all memory of the machine for its KV cache."""
 
 
 class SGLang(EngineSpec):
-    """A rollout engine that holds weights of its own, which `sync` fills.
+    """A rollout engine with its own weights, into which `sync` copies.
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora, frozen: as of `flowrl.backends.hosted.spec.EngineSpec`.
+            lora, frozen: as in `flowrl.backends.hosted.spec.EngineSpec`.
         engine_args: further arguments of `sglang.Engine`, by name.
-        cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
-            65,536, or one sequence of full length.
-        seed: of the generator that SGLang draws from, and that plus its rank of each further engine; None is the run's.
-            See `SGLangEngine`.
+        cache_tokens: the capacity of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either,
+            65,536 or one sequence of full length.
+        seed: of SGLang's generator, plus the rank for each further engine; None is the run's. See `SGLangEngine`.
     """
 
     reserved: ClassVar[Mapping[str, str]] = {
@@ -78,47 +77,49 @@ class SGLang(EngineSpec):
     seed: int | None = None
 
     def refuse_swap(self, caches: Caches) -> None:
-        """As `EngineSpec.refuse_swap`; and keys and values are kept only where SGLang is no step ahead of what it says.
+        """As `EngineSpec.refuse_swap`; caches can be reused only if SGLang does not schedule a step ahead.
 
         Raises:
-            BindError: naming what it can.
+            BindError: with these settings the engine cannot swap so.
         """
         super().refuse_swap(caches)
         if caches == "reuse" and not self.engine_args.get("disable_overlap_schedule"):
             raise BindError(
-                "SGLang computes a step while it schedules the next, so a token of the old weights would bear the "
-                "version of the new ones where caches='reuse'; set "
-                "SGLang(..., engine_args={'disable_overlap_schedule': True}), or "
-                "Lag(..., spans=True, caches='recompute')."
+                "With caches='reuse', SGLang would give a token of the old weights the version of the new ones, since "
+                "it computes a step while it schedules the next. Set SGLang(..., "
+                "engine_args={'disable_overlap_schedule': True}), or Lag(..., spans=True, caches='recompute').",
+                code="engine.no-swap",
+                engine="SGLang",
+                caches=caches,
             )
 
     def build(self, context: BuildContext) -> SGLangEngine:
-        """Start the engine; it holds no receipt yet, unless it is frozen.
+        """Start the engine; it has no receipt yet, unless it is frozen.
 
         Raises:
             BindError: SGLang is not installed, or does not start with this folder and these arguments.
-            DataError: the folder has no tokeniser.
+            DataError: the folder has no tokenizer.
             SyncError: it is frozen, and does not compute its folder as transformers does.
         """
         seed = context.seed if self.seed is None else self.seed
-        # with one seed, ranks would give the rows of a group the same answers
+        # with the same seed, ranks would sample the same responses for the rows of a group
         return SGLangEngine(self, ChatTokenizer(self.model), seed + context.rank)
 
 
 class SGLangEngine(HostedRollout):
-    """A live `SGLang`; see `HostedRollout` for what it does.
+    """A live `SGLang`; see `HostedRollout`.
 
-    SGLang heeds the seeds of rows with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Without that
-    it draws for all rows from one generator, in whatever order it schedules them, so the same call need not give the
-    same tokens. It takes top-p of the distribution before top-k, not of what top-k leaves, and can renormalise over a
-    limited number of tokens only; a `Sampling` that may leave more is a `DataError`.
+    SGLang uses the seeds of rows only with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Otherwise
+    it samples all rows from one generator, in the order of its schedule, so the same call may return other tokens. It
+    applies top-p to the distribution before top-k, not after, and can renormalize over a limited number of tokens; a
+    `Sampling` that may keep more is a `DataError`.
 
-    The weights cross to its process in buckets; it hashes what it receives, which must be what the trainer sent.
+    The weights travel to its process in buckets; it hashes what it receives, which must equal what the trainer sent.
 
     Args:
-        spec: what to start.
-        tokenizer: of its folder.
-        seed: of the generator that it draws from.
+        spec: the settings.
+        tokenizer: of the model's folder.
+        seed: of its generator.
     """
 
     name = "SGLang"
@@ -128,8 +129,8 @@ class SGLangEngine(HostedRollout):
         self._spec: SGLang = spec
         self._longest = _longest(spec)
         self._process: EngineProcess | None = None
-        self._about: dict[str, Any] = {}  # what the engine says about itself
-        self._new: dict[str, ResponseRequest] = {}  # which go to its process all at once
+        self._about: dict[str, Any] = {}  # see `Server.describe`
+        self._new: dict[str, ResponseRequest] = {}  # to be sent to its process together
         self._turn = 0.0  # seconds of the last one
         self._start_first()
 
@@ -145,7 +146,7 @@ class SGLangEngine(HostedRollout):
         return self._about["vocabulary"], self._longest
 
     def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
-        """The fields of `ResponseRequest` that are alike for all answers of one `Sampling`."""
+        """The fields of `ResponseRequest` that depend only on the `Sampling`."""
         settings = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -157,29 +158,35 @@ class SGLangEngine(HostedRollout):
         top_k = min(sampling.top_k or self._about["vocabulary"], self._about["vocabulary"])
         if top_k > self._about["support"]:
             raise DataError(
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} may leave any of {top_k} tokens, and SGLang "
-                f"renormalises log-probs over {self._about['support']} at most; set a smaller top_k, such as "
-                f"Generate(top_k={self._about['support']}), or allow for more: "
-                f"engine_args={{'sampling_mask_max_tokens': {top_k}}}."
+                f"top_k={sampling.top_k}, top_p={sampling.top_p} may keep any of {top_k} tokens, but SGLang "
+                f"renormalizes log-probs over at most {self._about['support']}. Set a smaller top_k, such as "
+                f"Generate(top_k={self._about['support']}), or raise the limit: "
+                f"engine_args={{'sampling_mask_max_tokens': {top_k}}}.",
+                code="engine.unsupported-sampling",
+                engine=self.name,
+                found=top_k,
+                expected=self._about["support"],
             )
         return request | {"sampling": settings | {"top_k": top_k, "top_p": sampling.top_p}, "support": True}
 
     def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
         self._new[name] = ResponseRequest(name, [*ids], seed, **settings)
 
-    def _advance(self) -> dict[str, Answer]:
+    def _advance(self) -> dict[str, RawResponse]:
         new, self._new = [*self._new.values()], {}
         self._turn = TURNS[0] if new else min(2 * self._turn, TURNS[1])
-        answers = self._ask("generate", new=new, seconds=self._turn)["answers"]
-        return {name: Answer(**answer) for name, answer in answers.items()}
+        responses = self._ask("generate", new=new, seconds=self._turn)["responses"]
+        return {name: RawResponse(**response) for name, response in responses.items()}
 
     def _abort(self, name: str) -> None:
         if self._new.pop(name, None) is None:
             self._ask("drop", name=name)
 
     def _halt(self, caches: Caches | None) -> list[str]:
-        undrawn: list[str] = self._ask("begin", caches=caches)["undrawn"] if self._spec.lora is None else []
-        return undrawn
+        if self._spec.lora is not None:
+            return []
+        without_token: list[str] = self._ask("begin", caches=caches)["without_token"]
+        return without_token
 
     def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         transport, version = "pipe", str(arrival.version)
@@ -223,8 +230,11 @@ class SGLangEngine(HostedRollout):
     def _start(self) -> None:
         if importlib.util.find_spec("sglang") is None:
             raise BindError(
-                f"SGLang({self._spec.model!r}) needs SGLang, which is not installed here; install it: pip install "
-                f"'flowrl[sglang]' for a GPU; for a CPU `make engines`, and run it by .venv-engines/bin/python."
+                f"SGLang({self._spec.model!r}) needs the package sglang, which is not installed. Run pip install "
+                f"'flowrl[sglang]' for a GPU; for a CPU run `make engines` and use .venv-engines/bin/python.",
+                code="backend.not-installed",
+                package="sglang",
+                extra="sglang",
             )
         folder = tempfile.TemporaryDirectory(prefix="flowrl-sglang-")
         arguments = _arguments(self._spec, self._longest, self._seed, _plain_model(self._spec.model, folder.name))
@@ -235,7 +245,7 @@ class SGLangEngine(HostedRollout):
                 "lora_target_modules": adapted_modules(self._due),
                 "max_loras_per_batch": 1,
             }
-        # EOS is a stop token like others, unless it is ignored.
+        # EOS is an ordinary stop token, unless it is ignored.
         arguments["json_model_override_args"] = json.dumps({"eos_token_id": None})
         process = EngineProcess(self.name, "flowrl.backends.sglang.server:main", _environment(self._spec), folder)
         try:
@@ -246,20 +256,27 @@ class SGLangEngine(HostedRollout):
             if not isinstance(error, EngineError):
                 raise
             raise BindError(
-                f"SGLang does not start with {self._spec.model!r}: {error}\nCommon causes are an architecture that it "
-                f"lacks, too little memory (memory_fraction, cache_tokens), and engine_args that it does not know."
+                f"SGLang does not start with {self._spec.model!r}: {error.message}\nCheck that it supports the "
+                f"architecture, its memory (memory_fraction, cache_tokens), and engine_args.",
+                code="engine.does-not-start",
+                engine=self.name,
+                path=self._spec.model,
+                error=type(error).__name__,
             ) from error
         if about["cached_tokens"] < self._longest + SPARE:
             process.close()
             raise BindError(
-                f"SGLang's KV cache has room for {about['cached_tokens']} tokens, and one sequence may have "
-                f"{self._longest}; lower max_model_len, or give it more memory (memory_fraction, cache_tokens)."
+                f"SGLang's KV cache has room for {about['cached_tokens']} tokens, but one sequence may have "
+                f"{self._longest}. Lower max_model_len, or give it more memory (memory_fraction, cache_tokens).",
+                code="sglang.cache-too-small",
+                found=about["cached_tokens"],
+                expected=self._longest,
             )
         self._process, self._about = process, about
 
 
 def _longest(spec: SGLang) -> int:
-    """Tokens that a sequence may have; where positions are scaled, as many as the spec says."""
+    """The most tokens of a sequence; with scaled positions, as many as the spec says."""
     from transformers import AutoConfig
 
     with loading(spec.model):
@@ -269,14 +286,17 @@ def _longest(spec: SGLang) -> int:
     longest = spec.max_model_len or limit
     if longest is None or (limit is not None and longest > limit and not scaled):
         raise ParameterError(
-            f"SGLang({spec.model!r}, max_model_len={spec.max_model_len}), and the model has "
-            f"{limit or 'no known number of'} positions; set max_model_len to no more than it has."
+            f"SGLang({spec.model!r}, max_model_len={spec.max_model_len}), but the model has "
+            f"{limit or 'no known number of'} positions. Set max_model_len to at most its number of positions.",
+            code="sglang.max-model-len",
+            found=spec.max_model_len,
+            expected=limit,
         )
     return longest
 
 
 def _dtype(spec: SGLang) -> str:
-    """SGLang itself would make float16 out of float32, where others make bfloat16."""
+    """The dtype argument; by default SGLang makes float16 of float32, where other engines make bfloat16."""
     from transformers import AutoConfig
 
     stored = AutoConfig.from_pretrained(spec.model, local_files_only=True).dtype
@@ -284,7 +304,7 @@ def _dtype(spec: SGLang) -> str:
 
 
 def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, Any]:
-    """What `sglang.Engine` is called with."""
+    """The arguments of `sglang.Engine`."""
     cpu = not torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model_path": model,
@@ -292,10 +312,10 @@ def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, A
         "tp_size": spec.tensor_parallel,
         "dtype": _dtype(spec),
         "context_length": longest + SPARE,
-        "max_running_requests": spec.max_num_seqs + len(QUESTIONS),  # so that a probe finds room beside them
+        "max_running_requests": spec.max_num_seqs + len(QUESTIONS),  # with room for a probe
         "disable_radix_cache": not spec.prefix_caching,
         "random_seed": seed,
-        "sleep_on_idle": True,  # its scheduler would spin otherwise, on cores that the trainer needs
+        "sleep_on_idle": True,  # otherwise its scheduler spins on cores that the trainer needs
         "skip_server_warmup": True,
         "log_level": "error",
     }
@@ -305,7 +325,7 @@ def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, A
         arguments["max_total_tokens"] = spec.cache_tokens
     elif cpu and spec.memory_fraction is None:
         arguments["max_total_tokens"] = max(CPU_CACHE_TOKENS, longest + SPARE)
-    if cpu:  # generic torch kernels: those for CPUs are in a package that is not to be had
+    if cpu:  # generic torch kernels: those for CPUs are in an unavailable package
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -321,12 +341,12 @@ def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, A
 def _environment(spec: SGLang) -> dict[str, str | None]:
     """Variables of SGLang's process."""
     environment: dict[str, str | None] = {
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for `SPARE`, where no token ever stands
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for `SPARE`
         "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",  # there are many, and the last lines of its output are what an error shows
+        "PYTHONWARNINGS": "ignore",  # there are many, and an error shows the last lines of its output
     }
     if not torch.cuda.is_available():
-        # More threads than one make it slower by orders of magnitude; the other variable asks for the missing kernels.
+        # Several threads make it slower by orders of magnitude; the other variable selects the missing kernels.
         environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": None}
         if spec.tensor_parallel > 1:
             cores = sorted(os.sched_getaffinity(0))
@@ -336,7 +356,7 @@ def _environment(spec: SGLang) -> dict[str, str | None]:
 
 
 def _plain_model(model: str, folder: str) -> str:
-    """A view of a model's folder without its generation config, which names further tokens that end a response."""
+    """A view of a model's folder without its generation config, which has further tokens that end a response."""
     view = Path(folder) / "model"
     view.mkdir()
     for entry in Path(model).resolve().iterdir():

@@ -1,8 +1,8 @@
-"""Carries weights to the worker processes of a tensor-parallel vLLM, through its weight-transfer API.
+"""Sends weights to the worker processes of a tensor-parallel vLLM, through its weight-transfer API.
 
-vLLM imports this module in each of its workers. They open tensors that are on GPUs where they are (CUDA IPC); others go
-through CPU memory (gloo), since NCCL cannot join two processes that share one GPU, and a CPU has neither. Each worker
-hashes what it receives, and takes its share of each tensor.
+vLLM imports this module in each of its workers. They open tensors on GPUs in place (CUDA IPC); others are sent through
+CPU memory (gloo), since NCCL cannot connect two processes that share a GPU, and a CPU has neither. Each worker hashes
+what it receives, and loads its shard of each tensor.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BACKEND = "flowrl"
 ADDRESS = "127.0.0.1"  # vLLM's workers are on the machine of the process that starts them
 SHARED_MEMORY = "/dev/shm/"
 PATIENCE = 120.0  # seconds, for one tensor
-c10d: Any = dist  # whose annotations hide the stores that it documents
+c10d: Any = dist  # its annotations lack the stores
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the workers meet the sender, and how many processes that are in all."""
+class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
+    """The sender's port, and the number of processes including the sender."""
 
     port: int
     world_size: int
@@ -46,7 +46,7 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Some tensors: handles of them, or what the next broadcasts carry, in order: names, names of dtypes, shapes."""
+    """Some tensors: their handles, or the names, dtypes and shapes of the next broadcasts, in order."""
 
     names: list[str]
     dtypes: list[str]
@@ -54,41 +54,41 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: bytes
 
 
-class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
-    """The receiving end, in one worker."""
+class Receiver(WeightTransferEngine[Rendezvous, Bucket]):  # type: ignore[misc]
+    """The receiver, in one worker."""
 
-    init_info_cls = Meeting
+    init_info_cls = Rendezvous
     update_info_cls = Bucket
     _group: TransferGroup | None = None
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Join the sender, which waits for all workers."""
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
+        """Connect to the sender, which waits for all workers."""
         store = connect(ADDRESS, init_info.port, PATIENCE)
         self._group = _group(store, 1 + self.parallel_config.rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
-        """Let vLLM take weights in the layout of a checkpoint again, layer by layer."""
+        """Prepare vLLM to load weights in the layout of a checkpoint, layer by layer."""
         self.digests: dict[str, str] = {}
         forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket. vLLM's own method also waits for its device, which raises where there is only a CPU."""
+        """Receive a bucket. vLLM's own method also synchronizes its device, which raises on a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
         except BaseException:
-            self.shutdown()  # so that nobody waits for this worker
+            self.shutdown()  # so that no process waits for this worker
             raise
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Receive the tensors of a bucket one by one, and take this worker's share of each.
+        """Receive the tensors of a bucket one by one, and load this worker's shard of each.
 
-        A worker that cannot take one still receives the rest: the other workers wait for it in each broadcast, and the
-        sender is to hear its error and not theirs.
+        A worker that fails to load one still receives the rest: the other workers wait for it in each broadcast, and
+        the sender should get its error, not theirs.
         """
-        assert self._group is not None, "it has left, or never joined"
+        assert self._group is not None, "it is not connected"
         shared = open_handles(update_info.handles) if update_info.handles else None
         fault: Exception | None = None
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
@@ -107,12 +107,12 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
             raise fault
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack what has come for its kernels."""
+        """Let vLLM pack the weights for its kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Leave the sender."""
+        """Disconnect from the sender."""
         if self._group is not None:
             self._group.leave()
 
@@ -121,10 +121,10 @@ WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
-    """Let vLLM set the kernels of experts up again, before a reload.
+    """Reset the kernels of experts before a reload.
 
-    On a CPU it packs the weights of experts when it sets their kernel up, and at a reload, where it has one already, it
-    copies them as they came to where packed ones are expected.
+    On a CPU vLLM packs the weights of experts when it creates their kernel. On a reload with an existing kernel, it
+    copies unpacked weights to where it expects packed ones.
     """
     if current_platform.is_cpu():
         for module in model.modules():
@@ -134,10 +134,10 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 
 def pack_tied_heads(model: nn.Module) -> None:
-    """Pack output embeddings again, after a reload.
+    """Repack output embeddings after a reload.
 
-    On a CPU vLLM computes logits with a packed copy of the output embedding. It makes that when weights are loaded into
-    the layer; into a tied one none are, so that a reload would leave the old copy in use.
+    On a CPU vLLM computes logits with a packed copy of the output embedding, made when weights are loaded into the
+    layer. A tied layer loads none, so the old copy would remain in use.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
@@ -145,23 +145,23 @@ def pack_tied_heads(model: nn.Module) -> None:
 
 
 class Extension:
-    """Methods that `collective_rpc` finds on every worker."""
+    """Methods of every worker, for `collective_rpc`."""
 
     weight_transfer_engine: Receiver
 
     def flowrl_digests(self) -> dict[str, str]:
-        """The digest of each tensor that the last update brought, as this worker received it."""
+        """The digest of each tensor of the last update, as this worker received it."""
         return self.weight_transfer_engine.digests
 
     def flowrl_shared_memory(self) -> list[str]:
-        """The names of the shared memory that this worker has mapped: its own, and what it shares with the others."""
+        """The names of the shared memory that this worker has mapped."""
         maps = Path("/proc/self/maps")
         lines = maps.read_text().splitlines() if maps.exists() else []
         return [line.partition(SHARED_MEMORY)[2] for line in lines if SHARED_MEMORY in line and line[-1] != ")"]
 
 
 class Sender:
-    """The sending end, in the process that started vLLM.
+    """The sender, in the process that started vLLM.
 
     Args:
         llm: a live `vllm.LLM`.
@@ -169,30 +169,26 @@ class Sender:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        world = 1 + llm.get_world_size()
-        # Its socket is ours, since a store would listen on all interfaces.
+        size = 1 + llm.get_world_size()
+        # With our own socket, since a store would listen on all interfaces.
         listener = socket.create_server((ADDRESS, 0))
         port = listener.getsockname()[1]
         store = c10d.TCPStore(
             ADDRESS,
             port,
-            world,
+            size,
             is_master=True,
             timeout=timedelta(seconds=PATIENCE),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Meeting(port, world))})
-            self._group = _group(store, 0, world)
+            joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Rendezvous(port, size))})
+            self._group = _group(store, 0, size)
             joined.result()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, list[dict[str, str]]]:
-        """Carry weights to every worker; returns the transport, and the digests that each worker took of what came.
-
-        Raises:
-            RuntimeError: a worker failed, with its reason.
-        """
+        """Send weights to every worker; returns the transport, and each worker's digests of what it received."""
         self._llm.start_weight_update()
         transport = "gloo"
         with ThreadPoolExecutor(1) as pool:
@@ -211,8 +207,8 @@ class Sender:
                     for tensor in [] if shared else bucket.values():
                         self._group.broadcast(tensor.cpu().contiguous())
                 except Exception:
-                    self._group.leave()  # so that no worker waits for what comes no more
-                    received.result()  # which raises what happened to the workers
+                    self._group.leave()  # so that no worker waits for the rest
+                    received.result()  # raises the error of the workers
                     raise
                 received.result()
         self._llm.finish_weight_update()

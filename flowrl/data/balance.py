@@ -1,4 +1,4 @@
-"""Dealing out work to ranks in about equal parts."""
+"""Distribute work over ranks in about equal parts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from torch import Tensor
 
 
 def deal(weights: Sequence[int], ranks: int) -> list[int]:
-    """The rank that each item goes to: the heaviest first, each to the rank that has the least yet (Graham 1969).
+    """The rank of each item: the heaviest first, each to the rank with the smallest load (Graham 1969).
 
-    So no rank has more than the average and the heaviest item together. Of equal items the earlier is dealt first, and
-    of equal ranks the lower one takes it.
-
-    Args:
-        weights: of the items.
-        ranks: how many there are.
+    No rank's load exceeds the mean by more than the heaviest item. Ties go to the earlier item and the lower rank.
     """
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(weights)
@@ -29,12 +24,12 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Share(NamedTuple):
-    """What one of several ranks is given of an operator's rows.
+    """The rows of one of several ranks.
 
     Args:
         rank, ranks: which of how many.
-        rows: int64, ascending, the rows that it is given; None where it is given all.
-        tokens: int64 ``[rows of the step]``, the attended tokens of every row; None where they are not known.
+        rows: int64, ascending, its rows; None for all.
+        tokens: int64 ``[rows of the step]``, the attended tokens of every row; None if unknown.
     """
 
     rank: int
@@ -44,22 +39,22 @@ class Share(NamedTuple):
 
 
 def weights_of(tokens: Tensor) -> Tensor:
-    """What rows of so many tokens weigh where they are dealt out: int64 ``[rows]``.
+    """The weight of each row for `deal`, from its number of tokens: int64 ``[rows]``.
 
-    A token weighs more than all rows together, so rows only decide between ranks of equally many tokens.
+    A token outweighs all rows together, so the number of rows only breaks ties.
     """
     return tokens.long() * (len(tokens) + 1) + 1
 
 
 def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
-    """Deal rows to ranks so that each has about as many tokens, and of equal ones as many rows.
+    """Distribute rows over ranks by tokens, then by rows.
 
     Args:
         tokens: int64 ``[rows]``.
-        ranks: how many shares.
+        ranks: number of shares.
 
     Returns:
-        one int64 tensor of row numbers, ascending, per rank; some are empty where there are fewer rows than ranks.
+        per rank the int64 row numbers, ascending; empty for some if there are fewer rows than ranks.
     """
     rank_of = torch.tensor(deal(weights_of(tokens).tolist(), ranks), dtype=torch.int64)
     return [(rank_of == rank).nonzero().flatten() for rank in range(ranks)]

@@ -25,9 +25,6 @@ def replaced(path: Path) -> Iterator[Path]:
     """The block writes a file or folder at the yielded path, which replaces `path` atomically at its end.
 
     An error leaves `path` unchanged. If the process is killed, ``.<name>.partial`` remains until the next attempt.
-
-    Raises:
-        StorageError: it cannot be written; see `writing`.
     """
     draft, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.replaced")
     with writing(path):
@@ -91,11 +88,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is malformed, not UTF-8, nested too deeply for Python, or has duplicate keys.
-    """
+    """Parse JSON."""
     try:
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
@@ -103,11 +96,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of these pairs.
-
-    Raises:
-        ValueError: duplicate key, of which a dict would silently keep the last.
-    """
+    """A dict of these pairs."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -125,11 +114,7 @@ def remove(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's content, 32 hex digits.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """xxh3-128 of a file's content, 32 hex digits."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -27,11 +27,7 @@ class Metric:
     weight: float = 1.0
 
     def merge(self, other: Metric) -> Metric:
-        """Both parts together.
-
-        Raises:
-            ParameterError: the two parts name different reductions.
-        """
+        """Both parts together."""
         if self.reduction != other.reduction:
             raise ParameterError(
                 f"A metric is reported both as {self.reduction} and as {other.reduction}. Use one reduction, or two "
@@ -63,11 +59,7 @@ class GroupScores(Metric):
     scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def merge(self, other: Metric) -> GroupScores:
-        """Both parts together.
-
-        Raises:
-            ParameterError: the other part is a number.
-        """
+        """Both parts together."""
         if not isinstance(other, GroupScores):
             raise ParameterError(
                 f"A metric is reported both as groups and as {other.reduction}. Use two names.",

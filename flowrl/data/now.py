@@ -1,4 +1,4 @@
-"""`Now`: in which step and round an operator runs, and on which part of the rows."""
+"""`Now`: the step and round in which an operator runs, and its part of the rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flowrl.errors import BindError
 
 
 class Round(NamedTuple):
-    """Which round of a step an operator runs in.
+    """A round of a step.
 
     Args:
-        number: 0 is the first; keys of later ones are others.
-        wanted: groups that are still missing; None where nothing counts them, as in a call by hand.
-        sizes: of the groups that were collected, in rows, where all rounds are over and too few were.
+        number: 0 is the first; each has other keys.
+        wanted: how many groups are still missing; None if nothing counts them, as in a call by hand.
+        sizes: rows of each collected group, if all rounds are over and groups are missing; else empty.
     """
 
     number: int = 0
@@ -25,25 +25,25 @@ class Round(NamedTuple):
 
 
 ONLY = Round()
-"""The round of what runs once."""
+"""The round of a node that runs once."""
 
 
 class Collected(NamedTuple):
-    """The groups that were taken in a round: how many rows each has, in their order."""
+    """How many rows each group has that a gate passed in a round, in order."""
 
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Now:
-    """In which step an operator runs, and on what; an operator takes it by ``now: Now = INJECTED``.
+    """The step in which an operator runs, and its rows; an operator takes it as ``now: Now = INJECTED``.
 
     Args:
-        step: how many steps are done: 0 in the first. A validation has that of the step after which it runs.
-        round: of the step, where a gate collects in rounds.
-        share: the rows of this rank, where several ranks share the batch; else None.
+        step: number of finished steps: 0 in the first. A validation has that of the step after which it runs.
+        round: of the step, if a gate collects in rounds.
+        share: the rows of this rank, if several ranks split the batch; else None.
         ahead: by how many versions generation may be ahead of what the operator trains: 0 on-policy.
-        waits: the operator adds what it waited for outside of its process, and the trace shows it.
+        waits: the operator appends what it waited for outside its process, and the trace shows it.
     """
 
     step: int
@@ -54,23 +54,26 @@ class Now:
 
 
 class NowByHand(Now):
-    """That of a call outside of a job, on all rows: nothing says which step it is.
+    """`Now` of a call outside a job, on all rows; its step is unknown.
 
     Args:
-        node: which is called.
-        parameter: by which it takes this.
+        node: the operator.
+        parameter: the name of its parameter of this type.
     """
 
     def __init__(self, node: str, parameter: str) -> None:
         super().__init__(step=-1)
-        self.__dict__["_message"] = (
-            f"{node} asks which step it is, and no job is active; call it inside `with job.eager():`, or pass "
-            f"{parameter}=Now(0)."
-        )
+        self.__dict__.update(_node=node, _parameter=parameter)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "step":
-            raise BindError(self._message)
+            raise BindError(
+                f"{self._node} reads the step number, but no job is active. Call it inside `with job.eager():`, or "
+                f"pass {self._parameter}=Now(0).",
+                code="step.no-job",
+                node=self._node,
+                parameter=self._parameter,
+            )
         return super().__getattribute__(name)
 
     __repr__ = object.__repr__

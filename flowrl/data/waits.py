@@ -1,4 +1,4 @@
-"""`Wait`: what an operator waited for while it ran, as it tells a trace."""
+"""`Wait`: what an operator waited for while it ran, as the trace shows it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from typing import NamedTuple
 
 SHORT = 1e-3
-"""Seconds; stretches that are shorter are not told, and neither are gaps between two."""
+"""Seconds; shorter waits are dropped, and shorter gaps between two waits are closed."""
 
 
 class Wait(NamedTuple):
-    """A stretch of time in which something was waited for, by its name; in Unix seconds."""
+    """An interval of waiting for something, by its name; in Unix seconds."""
 
     name: str
     start: float
@@ -18,26 +18,22 @@ class Wait(NamedTuple):
 
 
 class WaitRecorder:
-    """When at least one of several things went on, such as waiting for an environment; what overlaps is one stretch.
-
-    Args:
-        name: of what goes on.
-    """
+    """Records when at least one of several waits was open, such as for environments; overlapping waits are merged."""
 
     def __init__(self, name: str) -> None:
         self.name, self.seconds = name, 0.0
-        """Seconds of all that are over."""
+        """Seconds of all finished waits."""
         self._open, self._since = 0, 0.0
         self._all: list[Wait] = []
 
     def begin(self) -> None:
-        """One of them begins."""
+        """Open a wait."""
         if not self._open:
             self._since = time.time()
         self._open += 1
 
     def end(self) -> None:
-        """One of them, which had begun, ends."""
+        """Close an open wait."""
         self._open -= 1
         if self._open:
             return
@@ -49,5 +45,5 @@ class WaitRecorder:
             self._all.append(Wait(self.name, self._since, now))
 
     def told(self) -> list[Wait]:
-        """Those that are over and not too short to tell."""
+        """The finished waits of at least `SHORT`."""
         return [one for one in self._all if one.end - one.start >= SHORT]

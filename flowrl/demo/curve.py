@@ -1,4 +1,4 @@
-"""The learning curve of ``flowrl demo --quick``, as text for a terminal and as SVG; neither needs matplotlib."""
+"""The learning curve of ``flowrl demo --quick`` as terminal text and as SVG, without matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from flowrl.draw.colors import INK, STROKES, colours
 
 Points = Sequence[tuple[int, float]]
-"""(step, share of right answers) in the order of steps."""
+"""(step, share of right answers), by step."""
 
 _WIDTH, _HEIGHT = 640, 260  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 40, 44  # margins around the axes
@@ -52,7 +52,7 @@ def svg(title: str, series: Mapping[str, Points]) -> str:
 
 
 def _line(number: int, name: str, places: Sequence[tuple[float, float]]) -> list[str]:
-    """A series, with a dot at every point, and its entry in the legend above the axes."""
+    """A series with a dot at every point, and its entry in the legend above the axes."""
     color, x = colours(number)[1], _LEFT + 210 * number
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return [

@@ -1,8 +1,8 @@
 """The demonstration's language model: a Hugging Face folder of under 1 MB, built and warm-started in seconds on a CPU.
 
 A character-level Llama of 113,472 parameters is pre-trained on demonstrations of addition until it mostly answers
-at once (and is mostly wrong) and sometimes thinks first (and is mostly right). That is where reinforcement learning
-starts. The warm start is plain PyTorch: it makes the material that a graph works on and is no part of one.
+directly (and is mostly wrong) and sometimes thinks first (and is mostly right). Reinforcement learning starts from
+there. The warm start is plain PyTorch and not part of a graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flowrl.data.keys import Key
 from flowrl.demo import task
 from flowrl.demo.verifier import END_THINK, THINK
 
-if TYPE_CHECKING:  # they take seconds to import, and a file that only names `build` needs none of them
+if TYPE_CHECKING:  # imports of several seconds, which a file that only names `build` does not need
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 WORDS = (THINK, END_THINK)
-"""Whole-word tokens; ordinary ones, so that decoding without special tokens keeps them for the verifier."""
+"""Multi-character tokens. They are not special, so that decoding without special tokens keeps them for the verifier."""
 
 CHARACTERS = ("\n", *map(chr, range(32, 127)))
 CHAT_TEMPLATE = (
@@ -52,11 +52,11 @@ BUCKET = 16  # tokens
 STAMP = "warm_start.json"
 
 OnStep = Callable[[int, int, float], None]
-"""Called after each optimiser step with (steps done, steps in all, loss in nats per answer token)."""
+"""Called after each optimizer step with (steps done, total steps, loss in nats per answer token)."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokeniser of 104 tokens (printable ASCII, ``<think>`` and ``</think>`` as words) and a chat template."""
+    """A tokenizer of 104 tokens (printable ASCII, ``<think>`` and ``</think>`` as words) with a chat template."""
     return word_tokenizer(
         (*SPECIAL, *CHARACTERS, *WORDS), WORDS, ["<|system|>", "<|user|>", "<|assistant|>"], CHAT_TEMPLATE
     )
@@ -65,13 +65,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def word_tokenizer(
     tokens: Iterable[str], words: Sequence[str], speakers: Sequence[str], template: str
 ) -> PreTrainedTokenizerFast:
-    """A tokeniser of one token a word, else one a character.
+    """A tokenizer with one token per known word, and otherwise one per character.
 
     Args:
-        tokens: all of them, in order of their ids, with ``<|pad|>``, ``<|unk|>`` and ``<|end|>``.
-        words: those that are longer than a character; of two that begin alike, the longer comes first.
+        tokens: all tokens, by id, with ``<|pad|>``, ``<|unk|>`` and ``<|end|>``.
+        words: the tokens of several characters; a word must come before its prefixes.
         speakers: the tokens that begin a message.
-        template: of chats.
+        template: the chat template.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -94,7 +94,7 @@ def word_tokenizer(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama: 2 layers of width 64, 2 heads of 32 (the least that vLLM takes), tied embeddings, float32."""
+    """An untrained Llama: 2 layers of width 64, 2 heads of 32 (the minimum of vLLM), tied embeddings, float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -125,7 +125,7 @@ class Demonstrations(NamedTuple):
 
 
 def demonstrations(tokenizer: PreTrainedTokenizerFast, digits: int = 2) -> Demonstrations:
-    """Every training problem twice: all of them worked, then all of them direct, in the same order."""
+    """Every training problem twice: first all worked, then all direct, in the same order."""
     problems = task.split(digits).train
     answers = [p.worked for p in problems] + [p.answer for p in problems]
     users = [[{"role": "user", "content": p.prompt}] for p in problems]
@@ -155,10 +155,10 @@ def warm_start(
     """Fine-tune `model` in place on demonstrations; returns the loss of each step, in nats per answer token.
 
     The first 70 % of the steps show worked answers only; in the rest, while the learning rate decays to zero, a share
-    `direct` of the answers is direct. Mixed from the start, some seeds come to add in their heads (two of four answered
-    56 to 65 % of the held-out problems directly and rightly), and then there is nothing to gain by thinking.
+    `direct` of the answers is direct. Mixed from the start, some seeds learn to add without thinking (two of four
+    answered 56 to 65 % of the held-out problems correctly and directly), and thinking has no advantage.
 
-    One seed gives one set of weights: this runs on one thread and leaves the global random state alone.
+    Deterministic for a seed: it runs on one thread and does not change the global random state.
     """
     data = demonstrations(tokenizer, digits)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
@@ -181,7 +181,7 @@ def warm_start(
 
 
 def _batches(problems: int, seed: int, steps: int, direct_share: float) -> Iterator[Tensor]:
-    """Rows of the demonstrations for each step: problems come from one shuffle of them all after another."""
+    """Rows of the demonstrations for each step, from consecutive shuffles of all problems."""
     generator = Key.of(seed).derive("warm start").generator()
     epochs = -(-steps * BATCH // problems)
     order = torch.cat([torch.randperm(problems, generator=generator) for _ in range(epochs)])
@@ -192,7 +192,7 @@ def _batches(problems: int, seed: int, steps: int, direct_share: float) -> Itera
 
 
 def _backward(model: LlamaForCausalLM, data: Demonstrations, rows: Tensor) -> float:
-    """Gradients of the mean over all answer tokens of `rows`; rows of like length run together, to save padding."""
+    """Backpropagate the mean over all answer tokens of `rows`, in buckets of similar length to save padding."""
     tokens = (data.labels[rows] != -100).sum()
     buckets = data.lengths[rows] // BUCKET
     total = 0.0
@@ -209,7 +209,7 @@ def _backward(model: LlamaForCausalLM, data: Demonstrations, rows: Tensor) -> fl
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread: several would change the order of summation, and are slower at this size."""
+    """Run on one thread: more would change the order of summation, and are slower at this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -227,18 +227,17 @@ def build(
     digits: int = 2,
     direct: float = DIRECT_SHARE,
 ) -> Path:
-    """The warm-started model with its tokeniser, as a Hugging Face folder at `folder`; returns its path.
+    """Build the warm-started model and its tokenizer as a Hugging Face folder at `folder`; returns its path.
 
-    A folder that an earlier call finished with the same arguments and code, and whose files are as they were written,
-    is used as it is; any other is written anew.
+    A complete folder of an earlier call with the same arguments and code is reused if its files have not changed.
 
     Args:
-        folder: where it is written.
-        seed: of the weights and the batches.
-        on_step: told of each step of the warm start.
-        steps: of the warm start: the fewer, the more often the model errs also where it thinks.
-        digits: of the numbers that it adds.
-        direct: the share of answers that do not think, once it has learned to.
+        folder: the folder to write.
+        seed: seed of the weights and the batches.
+        on_step: called after each step of the warm start.
+        steps: steps of the warm start; with fewer steps, worked answers are wrong more often.
+        digits: digits of the numbers.
+        direct: share of direct answers in the last 30 % of the steps.
     """
     folder = Path(folder)
     stamp = folder / STAMP
@@ -252,12 +251,12 @@ def build(
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stamp.write_bytes(_stamp(folder, made_of))  # last, so that a folder that was left half-way carries none
+    stamp.write_bytes(_stamp(folder, made_of))  # last, so that an incomplete folder has none
     return folder
 
 
 def _stamp(folder: Path, made_of: Mapping[str, float]) -> bytes:
-    """What decided the weights (arguments and code) and a digest (xxh3-128) of every file of the folder, as JSON."""
+    """The arguments, and xxh3-128 digests of the code and of every file of the folder, as JSON."""
     code = Path(task.__file__).read_bytes() + Path(__file__).read_bytes()
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != STAMP)
     files = {path.name: _digest(path.read_bytes()) for path in paths}

@@ -1,6 +1,6 @@
-"""The demo: a warm-started model that knows how to think but seldom does is trained by GRPO, and by PPO.
+"""The demo: GRPO and PPO train a warm-started model that can think but rarely does.
 
-`run_demo` is the whole demo; `run_quick` trains by GRPO alone, for a few steps.
+`run_demo` is the full demo; `run_quick` trains by GRPO only, for a few steps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from flowrl.schedules import Constant
 ROWS = 256
 GROUP = 8
 SOLVED = 0.95
-"""Share of right answers to held-out prompts, sampled, at which a run ends."""
+"""A run ends at this share of right answers to held-out prompts, sampled."""
 
 QUICK_STEPS = 12
 QUICK_EVERY = 3
-"""Steps of the quick demo, and between two of its validations."""
+"""Steps of the quick demo, and between its validations."""
 
 CURVES = {
     "reward/mean": "reward while training",
@@ -54,13 +54,13 @@ CURVES = {
 
 
 def graphs() -> tuple[Graph, Graph]:
-    """GRPO and PPO for the demo's task; one optimiser step for every half of a step's rows."""
+    """GRPO and PPO for the demo's task, with two optimizer steps per step."""
     settings = {"max_new_tokens": 28, "mini_batch": ROWS // 2, "kl_coef": 0.001}
     return grpo(score_and_thinking, n=GROUP, **settings), ppo(score_and_thinking, **settings)  # type: ignore[arg-type]
 
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int, *, every: int = 5) -> Training:
-    """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, sampled validation."""
+    """The training of one of the demo's graphs, with `ROWS` responses per step and a sampled validation."""
     warmup = Constant(1.0, warmup=10)
     engines: dict[str, Any] = {
         "actor": TorchTrainer(str(model), AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), warmup),
@@ -84,13 +84,13 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
 
 
 def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
-    """Build, train, and show what was learned.
+    """Build the model, train it by GRPO and PPO, and print the results.
 
     Args:
-        out: where it is printed.
-        folder: data, warm-started model, runs and plot go here; the runs must not be there yet.
-        steps: of each algorithm at most; a run ends when the task is solved.
-        seed: of warm start and training.
+        out: the console.
+        folder: folder of data, warm-started model, runs and plot.
+        steps: maximum steps of each algorithm; a run ends when the task is solved.
+        seed: seed of warm start and training.
 
     Returns:
         The run of each algorithm, by name.
@@ -98,7 +98,7 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
     Raises:
         ParameterError: `folder` cannot be written.
     """
-    torch.set_num_threads(1)  # at this size a second thread costs more than it gives
+    torch.set_num_threads(1)  # more threads are slower at this size
     started = time.perf_counter()
     runs = _new_folder(folder)
     out.print("[bold]1. A model that can think, but mostly does not[/]")
@@ -135,9 +135,9 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
 
 
 def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
-    """Build the demo's model, train it by GRPO for a few steps, and show the learning curve.
+    """Build the demo's model, train it by GRPO for a few steps, and print the learning curve.
 
-    Model and data are those of `run_demo`, in the same places. The run and ``curve.svg`` go into ``quick/001``,
+    Model and data are those of `run_demo`, in the same folders. The run and ``curve.svg`` are in ``quick/001``,
     ``quick/002``, … of `folder`. Arguments and errors are those of `run_demo`.
     """
     torch.set_num_threads(1)  # as in `run_demo`
@@ -164,19 +164,17 @@ def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
 
 
 def _new_folder(folder: Path) -> Path:
-    """The first of ``001``, ``002``, … in `folder` that is not there yet, made.
-
-    Raises:
-        ParameterError: it cannot be made.
-    """
+    """Create the first of ``001``, ``002``, … in `folder` that does not exist."""
     number = next(n for n in itertools.count(1) if not (folder / f"{n:03d}").exists())
     try:
-        (made := folder / f"{number:03d}").mkdir(parents=True)
+        (created := folder / f"{number:03d}").mkdir(parents=True)
     except OSError as error:
         raise ParameterError(
-            f"the folder {folder} cannot be written ({error.strerror}); name another: flowrl demo --folder FOLDER."
+            f"The folder {folder} cannot be written ({error.strerror}). Pass another one: flowrl demo --folder FOLDER.",
+            code="run.folder-unwritable",
+            path=folder,
         ) from error
-    return made
+    return created
 
 
 def _picture(out: Console, subject: Graph | Diff, path: Path) -> None:
@@ -185,7 +183,7 @@ def _picture(out: Console, subject: Graph | Diff, path: Path) -> None:
 
 
 def _show_swap(out: Console, job: Job[Graph], model: Path) -> None:
-    """What changes where another engine samples; nothing is loaded for it."""
+    """Print the diff of replacing the rollout engine; loads nothing."""
     swapped = job.edit(bind={"rollout": VLLM(str(model))})
     out.print(str(job.graph.diff(swapped.graph)), markup=False)
     out.print(
@@ -252,7 +250,10 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ParameterError("the demo draws its curves with matplotlib; run: pip install 'flowrl[demo]'.") from error
+        raise ParameterError(
+            "The demo plots its curves with matplotlib, which is not installed. Run: pip install 'flowrl[demo]'.",
+            code="cli.no-matplotlib",
+        ) from error
     figure = Figure(figsize=(15, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, title) in zip(figure.subplots(1, len(CURVES)), CURVES.items(), strict=True):

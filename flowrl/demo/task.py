@@ -1,9 +1,8 @@
 """Addition of two numbers: the problems, their demonstrations, and a dataset in verl's format.
 
-The demo adds numbers of two digits; of more digits (`digits`) it is harder. A problem reads ``59+36=``. It can be
-answered at once (``95``) or worked first, by column addition from right to left with the carry
-(``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer only, so the
-policy must find out by itself whether to think.
+The demo adds numbers of two digits; more digits (`digits`) are harder. A problem is ``59+36=``. The answer is direct
+(``95``) or worked, by column addition from right to left with the carry (``<think>9+6=15 5+3+1=9</think>95``). The
+verifier (`flowrl.demo.verifier`) reads the final answer only, so the policy must discover whether to think.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from flowrl.demo.verifier import END_THINK, THINK
 DATA_SOURCE = "addition"
 HELDOUT = 500
 PAIRS = 10_000
-"""No more pairs than these are drawn; there are 4,095 of two digits, and 405,450 of three."""
+"""Maximum number of sampled pairs; there are 4,095 of two digits, and 405,450 of three."""
 
 
 class Problem(NamedTuple):
-    """Add `a` and `b`, which have as many digits as each other."""
+    """Add `a` and `b`, which have equally many digits."""
 
     a: int
     b: int
 
     @property
     def prompt(self) -> str:
-        """What the user asks: ``59+36=``."""
+        """The user's message: ``59+36=``."""
         return f"{self.a}+{self.b}="
 
     @property
     def answer(self) -> str:
-        """The sum, and the demonstration that gives it at once: ``95``."""
+        """The sum, which is also the direct demonstration: ``95``."""
         return str(self.a + self.b)
 
     @property
     def worked(self) -> str:
-        """The demonstration that thinks first: ``<think>9+6=15 5+3+1=9</think>95``."""
+        """The worked demonstration: ``<think>9+6=15 5+3+1=9</think>95``."""
         steps, carry = [], 0
         for x, y in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
             total = int(x) + int(y) + carry
@@ -51,7 +50,7 @@ class Problem(NamedTuple):
 
 
 class Holdout(NamedTuple):
-    """Problems to train on, and problems that are held out of all training."""
+    """Problems to train on, and held-out problems."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
@@ -59,27 +58,26 @@ class Holdout(NamedTuple):
 
 @cache
 def split(digits: int = 2) -> Holdout:
-    """500 held-out problems, and problems that are neither held out nor the swapped twin of one that is.
+    """500 held-out problems, and training problems, none of which is a held-out one or its swap.
 
-    Of two digits these are all others, 7,110; of more digits, 19,000 that are drawn. The split belongs to the task and
-    has no seed: a model that was warm-started under one seed has not seen the held-out problems of a dataset that was
-    written under another.
+    With two digits there are 7,110 training problems, all others; with more digits, 19,000 sampled ones. The split does
+    not depend on a seed, so no warm start has seen held-out problems of any dataset.
 
     Args:
-        digits: of both numbers.
+        digits: digits of both numbers.
     """
     key = Key(0).derive(DATA_SOURCE, "split")
     numbers = range(10 ** (digits - 1), 10**digits)
     pairs = list(itertools.starmap(Problem, itertools.combinations_with_replacement(numbers, 2)))
     pairs = sorted(pairs, key=lambda pair: key.derive(*pair).bits)[:PAIRS]
-    # Half of the held-out problems are swapped, so that neither order of the operands is favoured.
+    # Half of the held-out problems are swapped, so that neither order of the operands is favored.
     heldout = tuple(Problem(b, a) if i % 2 else Problem(a, b) for i, (a, b) in enumerate(pairs[:HELDOUT]))
     train = {problem for a, b in pairs[HELDOUT:] for problem in (Problem(a, b), Problem(b, a))}
     return Holdout(tuple(sorted(train)), heldout)
 
 
 def write_dataset(folder: str | Path, seed: int = 0, digits: int = 2) -> tuple[Path, Path]:
-    """Write ``train.jsonl``, in an order drawn from `seed`, and ``heldout.jsonl``; returns their paths.
+    """Write ``train.jsonl``, shuffled by `seed`, and ``heldout.jsonl``; returns their paths.
 
     Each line is a row in verl's format: ``data_source, prompt`` (chat messages), ``reward_model.ground_truth`` and
     ``extra_info``.

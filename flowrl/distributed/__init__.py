@@ -1,1 +1,1 @@
-"""Running a plan on Ray: places, hosts, the wire between them, and the executor. Ray is imported only here."""
+"""Run a plan on Ray: places, hosts, the wire format, and the runner. Only this package imports Ray."""

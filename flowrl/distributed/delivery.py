@@ -1,4 +1,4 @@
-"""`Delivery`: the weights of one sync on their way between hosts, seen from the driver."""
+"""`Delivery`: the transfer of weights between hosts in a sync, controlled by the driver."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
 from flowrl.sync.wanted import WeightSelection
 
-_PATIENT = 0.8  # of the deadline: a side that waits for the other gives up before the driver gives up on it
+_PATIENT = 0.8  # share of the deadline: a side that waits for the other times out before the driver does
 
 
 class Delivery:
-    """Brings a trainer's weights to the hosts of an engine.
+    """Transfers a trainer's weights to the hosts of an engine.
 
-    Where the two share no process, and the object store is not the way, both work at the same time: the driver starts
-    the senders and the receivers, which meet at a store of the driver's. If one of them fails before they have met,
-    the driver lets go of the store, and the others fail too.
+    A stream needs both sides at the same time: the driver starts senders and receivers, whose rendezvous is a store of
+    the driver. If one fails before, the driver closes the store, and the others fail too.
 
     Args:
         hosts: of the job.
         trainer: the role that the sync reads.
         engine: the role that it writes.
         what: the sync and its step, for errors.
-        swapping: whether the engine generates meanwhile.
+        swapping: whether the engine generates during the sync.
     """
 
     def __init__(self, hosts: Hosts, trainer: str, engine: str, what: str, swapping: bool = False) -> None:
@@ -44,7 +43,7 @@ class Delivery:
         self.transport, self._by = choose(
             [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
         )
-        # Both sides of a stream are awake, and two hosts that share a slot have no room for that.
+        # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
         if self.transport in ("gloo", "nccl") and any(sender.meets(receiver) for sender, receiver in pairs):
             self.transport = "object store"
@@ -52,7 +51,7 @@ class Delivery:
             self.transport = "object store"
 
     def _fit_together(self) -> bool:
-        """Whether trainer and engine have room on a slot at the same time, by the sizes that their backends state."""
+        """Whether trainer and engine fit on a slot together, by the declared memory of their backends."""
         room, bindings = self._hosts.place.memory, self._hosts.bindings
         if room is None:
             return True
@@ -65,11 +64,11 @@ class Delivery:
 
     @property
     def stay_awake(self) -> list[ProcessSpec]:
-        """Hosts that stay awake while the receivers work on the same devices."""
+        """The hosts that stay awake while the receivers use the same devices."""
         return self._senders if self.transport == "cuda ipc" else []
 
     def prepare(self) -> Mapping[str, Export | Ticket]:
-        """Wake the trainer; what the receivers get in its place, by its role."""
+        """Wake the trainer; returns the source of its weights for the receivers, by its role."""
         hosts, started = self._hosts, time.time()
         if self.transport == "in process":
             return {}
@@ -90,24 +89,24 @@ class Delivery:
         return {self._role: self._ticket}
 
     def _ask(self) -> WeightSelection:
-        """What the first rank of the engine wants, for all of its ranks."""
-        what = f"{self._what}, asking {self._engine} what it wants,"
+        """The weights that the engine needs, from its first rank."""
+        what = f"{self._what}, selecting weights for {self._engine},"
         first = self._receivers[:1]
         wanted: WeightSelection = self._hosts.ask(first, what, "wanted", self._engine, swapping=self._swapping)[0]
         return wanted
 
     def start(self) -> dict[Any, ProcessSpec]:
-        """Let the trainer send, where it streams; its hosts by the references to their answers."""
+        """Start the senders of a stream; returns them by the references of their results."""
         if self._store is None:
             return {}
         arguments = (self._role, self._wanted, BUCKET_BYTES, self._ticket, self._what)
         return {self._hosts.actors[host].send.remote(*arguments): host for host in self._senders}
 
     def finish(self) -> None:
-        """Clean up once all hosts have answered."""
+        """Clean up after all hosts are done."""
         self._hosts.clear(self.stay_awake, self._what)
         self.close()
 
     def close(self) -> None:
-        """Tell whoever still waits for others that none will come."""
+        """Close the store, so that hosts that wait there fail."""
         self._store = None

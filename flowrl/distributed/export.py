@@ -1,4 +1,4 @@
-"""`Export`: weights on their way to engines in other processes of the machine, through Ray's object store."""
+"""`Export`: weights for engines in other processes of the machine, in Ray's object store."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, rece
 class Export:
     """Weights in the object store; a `flowrl.sync.received.Shipment`.
 
-    A trainer that takes turns with the engine on a slot can only send this way: it sleeps when the engine receives.
-    Between two CPU processes of one machine it takes half to three quarters of the time of a stream by gloo, for 0.5 to
+    The only transport if the trainer takes turns with the engine on a slot, because it sleeps when the engine receives.
+    Between two CPU processes of one machine it takes half to three quarters of the time of a gloo stream, for 0.5 to
     261 MiB (`benchmarks/ray_sync.py`).
 
-    Besides the weights themselves there is at most one bucket in the memory of the trainer's process (for weights on
-    a GPU: in CPU memory; where they are sharded, what gathering them takes comes on top, see the backend), one copy of
-    all weights in the object store until they are received, and one tensor in the memory of the receiving process,
-    besides what its engine keeps.
+    It needs additional memory for one bucket in the trainer's process (CPU memory for weights on a GPU; plus that of
+    gathering sharded weights, see the backend), for all weights in the object store until they are received, and for
+    one tensor in the receiving process.
 
     Args:
-        origin: whose weights they are.
-        digests: the `tensor_digest` of each tensor as it was sent.
+        origin: the trainer and version.
+        digests: the `tensor_digest` of each sent tensor.
         nbytes: of all tensors.
         buckets: references to lists of tensors: name, dtype, shape and bytes of each.
     """
@@ -45,7 +44,7 @@ class Export:
 
     @property
     def digest(self) -> str:
-        """The digest of all weights, which the receipt must carry."""
+        """The digest of all weights, which the receipt must have."""
         return combine(self.digests)
 
     @staticmethod
@@ -59,18 +58,18 @@ class Export:
             for name, tensor in bucket:
                 raw = tensor.detach().cpu().contiguous()
                 digests[name] = tensor_digest(name, raw)
-                array = raw.reshape(-1).view(torch.uint8).numpy()  # no copy: it is made when the bucket is put
+                array = raw.reshape(-1).view(torch.uint8).numpy()  # no copy; `ray.put` copies
                 entries.append((name, str(raw.dtype).removeprefix("torch."), tuple(raw.shape), array))
                 nbytes += raw.nbytes
             references.append(ray.put(entries))
         return Export(origin, digests, nbytes, tuple(references))
 
     def open(self, rank: int) -> AbstractContextManager[ReceivedWeights]:
-        """The weights for a rank of the engine, which may take them within the block."""
+        """The weights for a rank of the engine, within the block."""
         return nullcontext(received(self.origin, self))
 
     def weights(self) -> Iterator[Weight]:
-        """The weights as they came; see `flowrl.sync.received.Shipment`."""
+        """The received weights; see `flowrl.sync.received.Shipment`."""
         manifest = Manifest(self.origin)
         for reference in self.buckets:
             for name, dtype, shape, raw in ray.get(reference):

@@ -13,23 +13,23 @@ from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.run.engine.steps import Steps
 
 _MOST = 1 << 16
-"""The most slots: plans and predictions tell of each."""
+"""The most slots; plans and predictions list each."""
 
 
 class _Opened(RayPlace):
     def warm_up(self, graph: Graph) -> None:
-        """Start the process that hosts are forked from."""
+        """Start the fork server of the hosts."""
         if self.address is None and not _connected_elsewhere():
             warm_up(graph.bindings)
 
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
-        from flowrl.distributed.runner import open_ray  # here, since it imports Ray
+        from flowrl.distributed.runner import open_ray  # here, because it imports Ray
 
         return open_ray(graph, self, seed)
 
 
 def _connected_elsewhere() -> bool:
-    """Whether this process is connected to a cluster that flowrl has not started; it does not import Ray for that."""
+    """Whether this process is connected to a cluster that flowrl did not start; does not import Ray."""
     if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
         return False
     from flowrl.distributed.cluster.local_cluster import is_connected
@@ -56,7 +56,7 @@ class Colocate(_Opened):
 
 
 class Split(_Opened):
-    """Engines that generate have slots of their own, apart from those that train and score.
+    """Engines that generate have separate slots from those that train and score.
 
     Args:
         train: slots of all other roles.

@@ -1,6 +1,6 @@
-"""`RayRunner`: runs instances on the hosts of a job. Nodes on slots of their own run at once.
+"""`RayRunner`: runs instances on the hosts of a job; nodes on different slots run concurrently.
 
-The driver passes references: it never touches a tensor column that nobody asks it for.
+The driver passes references, and fetches only columns that a result includes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS
-from flowrl.distributed.faults.scratch_folder import spare_folder
+from flowrl.distributed.faults.scratch_folder import scratch_folder
 from flowrl.distributed.hosts.host import HostTask, Report, Sent, join_pieces
 from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.reports import joined, refuse_unequal
@@ -53,12 +53,7 @@ from flowrl.sync.group import Interrupted
 
 @contextlib.contextmanager
 def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
-    """The steps of a graph on Ray, with all engines loaded; its processes end with the block, whatever happens in it.
-
-    Raises:
-        BindError, GraphError: the graph does not fit the place, the cluster is too small, or none answers; before
-            any model loads.
-    """
+    """The steps of a graph on Ray, with all engines loaded; its processes end with the block."""
     plan, processes = Plan(graph), lay_out(graph, place)
     refuse_unplaceable(plan, processes)
     with contextlib.ExitStack() as stack:
@@ -66,7 +61,7 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
             stack.enter_context(_importing(TOKENIZERS))
         stack.enter_context(connected(place))
         stack.enter_context(watch.watched())
-        spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
+        spare = stack.enter_context(scratch_folder()) if place.restart == "role" else None
         with naming("opening the job on Ray"):
             hosts = Hosts(processes, graph.bindings, place, seed, _swapping(graph))
         try:
@@ -79,10 +74,10 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
 
 @contextlib.contextmanager
 def _importing(module: str) -> Iterator[None]:
-    """Import a module in a thread meanwhile: the driver waits for other processes while it opens a job."""
+    """Import a module in a thread during the block: the driver waits for other processes as it opens a job."""
 
     def work() -> None:
-        with contextlib.suppress(Exception):  # who needs the module imports it, and raises
+        with contextlib.suppress(Exception):  # the first use imports it and raises
             importlib.import_module(module)
 
     thread = threading.Thread(target=work, name="flowrl-import", daemon=True)
@@ -95,7 +90,7 @@ def _importing(module: str) -> Iterator[None]:
 
 @dataclass
 class Traffic:
-    """Bytes of columns as they travel: what the driver put in, what it fetched, and what hosts fetched."""
+    """Bytes of columns on the wire: put by the driver, fetched by the driver, and fetched by hosts."""
 
     input: int = 0
     driver: int = 0
@@ -116,7 +111,7 @@ class RayRunner:
 
     @property
     def timeline(self) -> Timeline:
-        """Of whoever steps now."""
+        """The timeline of the current `Steps`."""
         return self.hosts.timeline
 
     @timeline.setter
@@ -125,16 +120,16 @@ class RayRunner:
 
     @property
     def swaps(self) -> bool:
-        """Hosts take weights while they generate."""
+        """True: hosts can update weights during generation."""
         return True
 
     @property
     def engines(self) -> Mapping[str, Any]:
-        """None of them is in this process."""
+        """Empty: no engine is in this process."""
         return {}
 
     def slots(self, node: Node) -> frozenset[int]:
-        """The slots of all roles of a node; those without one run beside everything."""
+        """The slots of all roles of a node; empty without roles, so that it runs concurrently with all others."""
         return slots_of(node, self.hosts.processes)
 
     def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, list[ColumnPart]]:
@@ -151,11 +146,7 @@ class RayRunner:
         return held
 
     def launch(self, task: Task) -> None:
-        """Start an instance on all its hosts, after whoever is in their way has been put to sleep.
-
-        Raises:
-            NodeError: a process died, or could not make room; what else runs is given up.
-        """
+        """Start an instance on all its hosts, after the other hosts on their slots were put to sleep."""
         try:
             with naming(str(task)):
                 self._start(task)
@@ -175,30 +166,36 @@ class RayRunner:
             now = task.now if len(hosts) == 1 else replace(task.now, share=_share(rank, len(hosts), rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
-                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, now, sources, written
+                    operator,
+                    task.step,
+                    task.seed,
+                    task.when,
+                    task.facts,
+                    task.state,
+                    task.inputs,
+                    rows,
+                    now,
+                    sources,
+                    written,
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows
         if delivery:
             running.hosts |= delivery.start()
         for ref, host in running.hosts.items():
-            self.hosts.vigil.add(ref, host, str(task), task.node.name)
+            self.hosts.pending.add(ref, host, str(task), task.node.name)
         self._running |= dict.fromkeys(running.hosts, running)
 
     def _give_up(self) -> None:
-        """Forget what runs; nobody waits there for one that will not come."""
+        """Abandon all running instances; transfers in progress fail."""
         for running in self._running.values():
             if running.delivery:
                 running.delivery.close()
-        self.hosts.vigil.forget(self._running)
+        self.hosts.pending.discard(self._running)
         self._running = {}
 
     def wait(self) -> Sequence[TaskResult]:
-        """The instances of which all hosts have answered next.
-
-        Raises:
-            HostDiedError, NodeError: naming node, role, rank and step; no host waits for another afterwards.
-        """
+        """Wait for the next instances that are complete on all hosts; an error abandons all instances."""
         try:
             while not (complete := self._answered()):
                 pass
@@ -208,11 +205,11 @@ class RayRunner:
             raise
 
     def fetch(self, node: Node, output: str, held: list[ColumnPart]) -> Any:
-        """A column in the driver; counted as its traffic."""
+        """Fetch a column into the driver."""
         return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
 
     def secure(self, node: Node, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Columns are put into the object store by the driver: what a host has put there ends with it."""
+        """Columns that the driver owns in the object store: those that a host put there are lost if it dies."""
         if not self.hosts.place.rebuilds:
             return outputs
         types = node.signature.outputs
@@ -224,7 +221,7 @@ class RayRunner:
     def join(
         self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[ColumnPart]]]
     ) -> dict[str, list[ColumnPart]]:
-        """The pieces of all rounds; whoever reads them makes them equally wide."""
+        """The pieces of all rounds, which their readers pad to one width."""
         joined: dict[str, list[ColumnPart]] = {}
         for output in makers:
             joined[output] = []
@@ -234,15 +231,15 @@ class RayRunner:
         return joined
 
     def _delivery(self, task: Task) -> Delivery | None:
-        """Of the weights that an instance carries, if it is a sync."""
+        """The weight transfer of an instance, if it is a sync."""
         if not task.node.is_sync:
             return None
         return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task))
 
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
-        """The rows of each rank, in ascending order; None where all run on all."""
+        """The rows of each rank, in ascending order; None if all run on all rows."""
         operator, fields = task.node.operator, task.node.signature.fields
-        # Rows that a node makes anew are in its own order, which parts of them would not be.
+        # New rows of a node are in its own order, which parts of the input would not preserve.
         if ranks == 1 or operator.creates_axis("batch"):
             return [None] * ranks
         columns = [place for place in task.inputs if getattr(fields[place], "on_batch", False)]
@@ -254,14 +251,14 @@ class RayRunner:
         if operator.granularity == "group" and (uid := uid_field(task.node)) is not None:
             wanted = fields[uid]
             assert isinstance(wanted, ColumnType)
-            groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the one column that the driver looks at
+            groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the only column that the driver reads
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
         return [*shard(operator.granularity, rows, ranks, tokens, groups)]
 
     def _answered(self) -> list[Running]:
-        """Wait for an answer, and return the instances that are complete by it."""
+        """Wait for results, and return the instances that are complete."""
         complete = []
-        for ref in self.hosts.vigil.next(self._running):
+        for ref in self.hosts.pending.next(self._running):
             running = self._running.pop(ref)
             host = running.hosts[ref]
             report: Report | Sent | Failure = answer(ref, host, str(running.task), self.hosts.place)
@@ -275,7 +272,7 @@ class RayRunner:
         return complete
 
     def _enter(self, running: Running, report: Report | Sent, host: ProcessSpec | None, rows: Array | None) -> None:
-        """What one host did, in the timeline."""
+        """Add the work of one host to the timeline."""
         name, place, task = running.task.node.name, named(host), running.task
         if isinstance(report, Sent):
             self.timeline.add(f"send by {name}", place, report.started, report.ended, report.nbytes, "transfer")
@@ -289,21 +286,21 @@ class RayRunner:
         self.traffic.hosts += report.received
 
     def _done(self, running: Running) -> TaskResult:
-        """What all ranks of an instance left."""
+        """The result of an instance over all its ranks."""
         task, reports = running.task, running.all
         if task.node.is_sync:
             self.hosts.unsynced_hosts.difference_update(running.hosts.values())
         if running.delivery:
             running.delivery.finish()
         refuse_unequal(reports, task.node)
-        relay_warnings(said for report in reports for said in report.said)
-        whole = all(rows is None for rows in running.rows.values())
-        parts = reports[:1] if whole else reports
+        relay_warnings(warning for report in reports for warning in report.warnings)
+        replicated = all(rows is None for rows in running.rows.values())
+        parts = reports[:1] if replicated else reports
         columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
         return TaskResult(
             task,
             {**columns, **reports[0].values},
-            of_ranks([report.metrics for report in reports], whole),
+            of_ranks([report.metrics for report in reports], replicated),
             reports[0].state,
             joined(parts),
             max(report.ended for report in reports) - min(report.started for report in reports),
@@ -314,7 +311,7 @@ class RayRunner:
             try:
                 column, nbytes = join_pieces(pieces, wanted, seconds=self.hosts.place.deadline)
             except ObjectLostError as error:
-                failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
+                failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}", task=what)
                 raise self._blame(failure, None, what, []) from error
         self.traffic.driver += nbytes
         return column
@@ -322,11 +319,7 @@ class RayRunner:
     # ---- faults
 
     def _swap_under(self, running: Running, failure: Failure, host: ProcessSpec | None) -> tuple[Running, Failure]:
-        """Where what a host generated failed since a swap of its weights did: that swap, and what is said of it.
-
-        Raises:
-            HostDiedError, NodeError: the host died, or is silent.
-        """
+        """If generation failed because of a live weight update on the same host: that update, and its failure."""
         if any(isinstance(cause, SwapError) for cause in failure.causes):
             for ref, other in self._running.items():
                 if other.swaps and other.hosts[ref] == host:
@@ -338,19 +331,15 @@ class RayRunner:
     def _cause(
         self, failure: Failure, running: Running, host: ProcessSpec | None
     ) -> tuple[Failure, ProcessSpec | None]:
-        """Where one side of a transfer says no more than that the other is gone: what that one says.
-
-        Raises:
-            HostDiedError, NodeError: it died, or is silent.
-        """
+        """If one side of a transfer reports only that the other is gone: the failure of the other side."""
         if not _interrupted(failure):
             return failure, host
         what, place = str(running.task), self.hosts.place
         for ref, other in running.hosts.items():
             if ref in running.reports or other == host:
                 continue
-            left = running.since + place.deadline - time.monotonic()
-            if not watch.wait([ref], min(GRACE_SECONDS, left))[0]:
+            remaining = running.since + place.deadline - time.monotonic()
+            if not watch.wait([ref], min(GRACE_SECONDS, remaining))[0]:
                 raise stuck(other, what, place, time.monotonic() - running.since)
             report: Report | Sent | Failure = answer(ref, other, what, place)
             if isinstance(report, Failure) and not _interrupted(report):
@@ -360,7 +349,7 @@ class RayRunner:
     def _blame(
         self, failure: Failure, host: ProcessSpec | None, what: str, peers: Iterable[ProcessSpec | None]
     ) -> Exception:
-        """What raised may have done so since another process died: a peer, or one that wrote what it reads."""
+        """The error of a failure, or of a dead peer, or of the dead process that wrote a lost input."""
         suspects = [None, *self.hosts.actors] if failure.lost else [peer for peer in peers if peer != host]
         error: Exception = failure.error()
         if dead := self.hosts.dead(suspects):
@@ -369,12 +358,12 @@ class RayRunner:
         return error
 
     def can_recover(self, error: NodeError) -> bool:
-        """A process that died is started anew; an engine that ended itself starts anew with its next sync."""
+        """True for a dead process, which is restarted, and a dead engine, which restarts with its next sync."""
         return isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
 
     def recover(self, error: NodeError) -> None:
-        """Start the processes of the lost role anew."""
-        self._give_up()  # a column that was lost on its way to the driver may have been noticed as others ran
+        """Restart the processes of the lost role."""
+        self._give_up()  # other instances may be running when the loss of a column is noticed
         if isinstance(error, HostDiedError):
             self.hosts.rebuild(error.host)
 
@@ -382,7 +371,7 @@ class RayRunner:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether an engine has lost its weights in its sleep."""
+        """Whether an engine lost its weights while asleep."""
         return bool(self.hosts.unsynced_hosts)
 
     def version(self, role: str) -> int:
@@ -394,16 +383,12 @@ class RayRunner:
         return ChatTokenizer(self.hosts.ask(self.hosts.ranks(role), "tokenizer", "tokenizer_folder", role)[0])
 
     def save(self, role: str, folder: Path) -> None:
-        """Write what a trained role needs to go on, each rank its part.
-
-        Raises:
-            DataError: a rank is on a machine that does not share the folder.
-        """
+        """Checkpoint a trained role, each rank its part."""
         self._refuse_elsewhere(role, folder.parent)
         self.hosts.ask_role(role, f"saving {role}", "save_checkpoint", role, str(folder.absolute()))
 
     def load(self, role: str, folder: Path) -> None:
-        """Take a trained role back to what `save` wrote."""
+        """Restore a trained role from what `save` wrote."""
         self.hosts.ask_role(role, f"loading {role}", "load_checkpoint", role, str(folder.absolute()))
 
     def save_pretrained(self, role: str, folder: Path) -> None:
@@ -411,20 +396,23 @@ class RayRunner:
         self.hosts.ask_role(role, f"writing {role}", "save_pretrained", role, str(folder.absolute()))
 
     def _refuse_elsewhere(self, role: str, folder: Path) -> None:
-        """Refuse a folder that the processes of a role would not share with the driver."""
+        """Refuse a folder that the driver does not share with all ranks of a role."""
         ranks = self.hosts.ranks(role)
         with tempfile.NamedTemporaryFile(dir=folder.absolute()) as probe:
             seen = self.hosts.ask(ranks, f"saving {role}", "sees", probe.name)
         if not all(seen):
+            host = named(ranks[seen.index(False)])
             raise DataError(
-                f"{named(ranks[seen.index(False)])} is on a machine that does not share {folder.absolute()} with this "
-                f"one, so a checkpoint there would lack its part; give the run a folder that all machines of the "
-                f"cluster share by the same path: Training(folder=...)."
+                f"{host} is on a machine that does not share {folder.absolute()} with this one, so a checkpoint would "
+                f"lack its part. Pass Training(folder=...) a folder that all machines share under the same path.",
+                code="cluster.folder-not-shared",
+                host=host,
+                path=folder.absolute(),
             )
 
 
 def _swapping(graph: Graph) -> list[str]:
-    """The roles whose weights change under answers that are under way."""
+    """The roles whose weights change while requests are in flight."""
     return [role for sync in spans.swaps(graph) for role in graph[sync].writes]
 
 
@@ -445,5 +433,5 @@ def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -
 
 
 def _interrupted(failure: Failure) -> bool:
-    """Whether it comes of another side that is gone."""
+    """Whether the other side of a transfer is gone."""
     return any(isinstance(cause, Interrupted) for cause in failure.causes)

@@ -1,4 +1,4 @@
-"""`Graph.diff`: what changes from one graph to another."""
+"""`Graph.diff`: the changes from one graph to another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowrl.spec import Spec, non_default, shown
 
 @dataclass(frozen=True)
 class NodeChange:
-    """What changed in a node that both graphs have: ``(before, after)`` by parameter and by port; None is absent."""
+    """The changes of a node that both graphs have: ``(before, after)`` by parameter and by port; None is absent."""
 
     parameters: Mapping[str, tuple[Any, Any]]
     ports: Mapping[str, tuple[str | None, str | None]]
@@ -27,14 +27,16 @@ class NodeChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """What changes from `before` to `after`: text by ``str()``, a picture by `mermaid()`; falsy where nothing does.
+    """The changes from `before` to `after`: ``str()`` for text, `mermaid()` for a picture; falsy without changes.
 
-    `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
-    sinks, those whose readers live on, and those whose outputs an added node writes instead. `supplanted` says of these
-    what stands in their place: the nodes that their readers read now, or that write what they wrote. `renamed` are
-    those that differ only in their name, old name to new; they are neither added nor removed. `allow` are the reasons
-    for which rules may be broken, before and after; None is not allowed. `seconds` are those of a step, before and
-    after, as predicted; None is not asked for.
+    Attributes:
+        pruned: nodes that were removed because no node reads them any more.
+        removed: other nodes that were removed: sinks, nodes with remaining readers, and nodes whose outputs an added
+            node writes.
+        supplanted: for a removed node, the nodes that its readers read now, or that write its outputs.
+        renamed: new names by old, of nodes that differ in nothing else; these are neither added nor removed.
+        allow: the reasons for breaking a rule, before and after; None is not allowed.
+        seconds: the predicted time of a step, before and after; None without costs.
     """
 
     before: Graph
@@ -89,7 +91,7 @@ class Diff:
         return str(self)
 
     def mermaid(self) -> str:
-        """Both graphs in one picture, with added, removed and changed nodes marked."""
+        """Both graphs in one picture that marks added, removed and changed nodes."""
         return mermaid.draw(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -98,13 +100,10 @@ class Diff:
 
 
 def diff(before: Graph, after: Graph) -> Diff:
-    """What changes.
+    """The changes from `before` to `after`.
 
-    Nodes are matched by name, and a node whose operator class changed counts as changed. A node whose name is gone is
-    matched with one of a new name that has the same type, parameters and wiring.
-
-    Raises:
-        GraphError: one of the two is not a graph.
+    Nodes match by name; a node with another operator class counts as changed. A node without a match by name matches a
+    node with a new name and the same type, parameters and wiring.
     """
     refuse_no_graph(before)
     refuse_no_graph(after)
@@ -150,7 +149,7 @@ def diff(before: Graph, after: Graph) -> Diff:
 def _in_place_of(
     name: str, before: Graph, after: Graph, added: Sequence[str], renamed: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The nodes that the readers of a removed node read now; without such readers, those that write what it wrote."""
+    """The nodes that the readers of a removed node read now; without such readers, the added ones with its outputs."""
     now: dict[str, None] = {}
     for reader in before.nodes.values():
         new = renamed.get(reader.name, reader.name)
@@ -167,9 +166,9 @@ def _in_place_of(
 
 
 def _renamed(before: Graph, after: Graph) -> dict[str, str]:
-    """The nodes that `after` has under another name, and otherwise as `before` has them; old name to new."""
+    """New names by old, of the nodes that differ only in their name."""
     renamed: dict[str, str] = {}
-    for node in after.nodes.values():  # in topological order: what its sources are called now is known by then
+    for node in after.nodes.values():  # in topological order, so the new names of its sources are known
         gone = [old for name, old in before.nodes.items() if name not in after and name not in renamed]
         same = [old.name for old in gone if node.name not in before and not _node_change(old, node, renamed)]
         if same:
@@ -178,7 +177,7 @@ def _renamed(before: Graph, after: Graph) -> dict[str, str]:
 
 
 def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
-    """What changed, apart from the names of what is `renamed`."""
+    """The changes of a node, except for names in `renamed`."""
     inputs = {field: edge._replace(node=renamed.get(edge.node, edge.node)) for field, edge in old.inputs.items()}
     old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
@@ -190,7 +189,7 @@ def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """What differs, by key; None is absent. Of two specs of one class, the parameters that differ."""
+    """The differences by key; None is absent. For two specs of one class, their parameters that differ."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
@@ -214,7 +213,7 @@ def _operator(encoded: Mapping[str, Any]) -> Any:
 
 
 def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
-    """What changes from one backend of a role to another, as `encode` writes them: ``role actor.optimizer.lr: ...``."""
+    """The changes between two backends of a role, as `encode` returns them: ``role actor.optimizer.lr: ...``."""
     if before is None or after is None or before["$type"] != after["$type"]:
         return [f"role {role}: {_show(before)} -> {_show(after)}"]
     changes = _changes(before, after).items()
@@ -238,15 +237,14 @@ def _backend(backend: Any, role: str) -> str:
 
 
 def _change(old: Any, new: Any) -> str:
-    """Both, as short as they can be told apart: classes of one name, such as a file's under two names, by their paths;
-    what is alike even so has another source."""
-    shown, whole = ([_show(value, paths) for value in (old, new)] for paths in (False, True))
-    other = " (with another source)" if whole[0] == whole[1] else ""
-    return " -> ".join(whole if shown[0] == shown[1] else shown) + other
+    """Both values, with full paths if their short forms are equal; equal paths have another source."""
+    short, full = ([_show(value, paths) for value in (old, new)] for paths in (False, True))
+    other = " (with another source)" if full[0] == full[1] else ""
+    return " -> ".join(full if short[0] == short[1] else short) + other
 
 
 def _show(value: Any, paths: bool = False) -> str:
-    """A parameter as `encode` writes it, classes by their name, or by their whole paths."""
+    """A parameter as `encode` returns it, with classes by name or by full path."""
     if isinstance(value, Mapping) and "$type" in value:
         inner = ", ".join(f"{k}={_show(v, paths)}" for k, v in value.items() if k != "$type" and v is not None)
         return f"{value['$type'] if paths else _short(value['$type'])}({inner})"
@@ -260,6 +258,6 @@ def _show(value: Any, paths: bool = False) -> str:
 
 
 def _short(path: object) -> str:
-    """``flowrl.operators.advantages.gae:GAE`` -> ``GAE``; of an operator that is a function, its name."""
+    """``flowrl.operators.advantages.gae:GAE`` -> ``GAE``; for an operator that is a function, its name."""
     named = path["$function"] if isinstance(path, Mapping) else path
     return str(named).rpartition(":")[2].rpartition(".")[2]

@@ -1,25 +1,24 @@
 """`Graph.edit`: one atomic change.
 
-Everything resolves against the graph as it was; what nothing reaches any more vanishes once, at the end; the original
-is untouched.
+All verbs resolve against the original graph, which does not change. Nodes that no sink reaches are removed at the end.
 
-- ``replace={"gae": GroupAdvantage()}``: the replacement has its own name. A port keeps the edge that the predecessor's
-  port of that name has, else it takes the one ancestor that writes the column it wants, else the one node that writes
-  it and does not depend on what is replaced.
-- ``drop=["whiten"]``: a sink is gone; an inner node is bypassed where exactly one of its inputs is acceptable to its
-  readers.
-- ``insert={"length_penalty": After("reward", LengthPenalty())}``: what it reads of ``reward`` and writes anew, it
-  rewrites, and every reader moves to it. Its ports take what ``reward`` writes, else are found in the same way.
-  A gate (`Filter`) rewrites nothing: all that is read across it is led through (see `flowrl.edits.gating`).
-- ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
+- ``replace={"gae": GroupAdvantage()}``: the replacement has its own name. A port keeps the edge of the predecessor's
+  port with that name; else it reads the only ancestor that writes its column, else the only node that writes it and
+  does not depend on the replaced node.
+- ``drop=["whiten"]``: removes a sink; bypasses an inner node if exactly one of its inputs fits its readers.
+- ``insert={"length_penalty": After("reward", LengthPenalty())}``: a column of ``reward`` that the operator reads and
+  writes is rewritten, and all its readers read the new one. The ports read outputs of ``reward``, else of the nodes
+  that a replacement may read. A gate (`Filter`) rewrites nothing: all edges across it go through it (see
+  `flowrl.edits.gating`).
+- ``wire={"gae.values": "old_values.values"}``: sets edges explicitly, and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: parameters of an operator, or of a spec
-  that is one; the others stay. Those of one spec change at once.
-- ``when={"update_actor": When(start=20)}``: the steps in which a node runs, and so what reads it.
+  that is one of its parameters. Parameters of one spec change at once.
+- ``when={"update_actor": When(start=20)}``: the steps in which a node and its readers run.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
-- ``lag=Lag(2, spans=True)``: weights change under answers that are under way; see `flowrl.core.graphs.lag`.
-- ``allow={"FR007": "greedy is the baseline only"}``: a rule may be broken, for this reason; None takes that back.
+- ``lag=Lag(2, spans=True)``: weights change while requests are in flight; see `flowrl.core.graphs.lag`.
+- ``allow={"FR007": "greedy is the baseline only"}``: allows breaking a rule, for this reason; None revokes that.
 
-What writes weights leaves by name only (``drop``, ``replace``): where its last reader is gone, it stays as a sink.
+Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it stays as a sink.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.gate import Gate
-from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.graph import Graph, unknown_node
 from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
@@ -40,7 +39,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
 from flowrl.edits.rewiring import Rewiring
-from flowrl.errors import GraphError, offer
+from flowrl.errors import GraphError, offer, refuse_staleness, type_of
 from flowrl.rules.check import refuse_no_rules
 from flowrl.spec import Spec, parameters
 
@@ -51,7 +50,7 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 
 def refuses_other_verbs(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of an ``edit``: a call that Python itself would refuse raises a `GraphError` that lists the verbs."""
+    """Decorator of an ``edit``: a call with invalid arguments raises a `GraphError` that lists the verbs."""
     signature = inspect.signature(function)
     verbs = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
 
@@ -60,9 +59,12 @@ def refuses_other_verbs(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
+            refuse_staleness("edit(...)", kwargs, verbs)
             raise GraphError(
-                f"edit(...) cannot be called like this: {error}. Its verbs are {', '.join(verbs)}, each given by name: "
-                f"edit(drop=['whiten'])."
+                f"edit(...) cannot be called: {error}. Pass its verbs by name, as in edit(drop=['whiten']); they are "
+                f"{', '.join(verbs)}.",
+                code="edit.bad-call",
+                reason=str(error),
             ) from None
         return function(*args, **kwargs)
 
@@ -88,9 +90,9 @@ def edit(
     """A changed copy of `graph`; see the module's docstring.
 
     Raises:
-        GraphError: a node or rule that is not there, one named twice, an edit after which it is not clear what a port
-            reads; the message names the `wire=` that settles it.
-        PortError: the changed graph connects what does not fit.
+        GraphError: an unknown node or rule, a node named twice, or a port whose source is ambiguous; the message has
+            the `wire=` that fixes it.
+        PortError: an edge of the changed graph does not fit its port.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
     drop, before = _names(drop), expose_columns(graph)
@@ -123,12 +125,12 @@ def edit(
         moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
         anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
         changed = insert_gate(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
-    kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
-    return changed.bound({**kept, **bind})
+    bindings = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
+    return changed.bound({**bindings, **bind})
 
 
 def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:
-    """`replace`, where through a gate that takes the place of another the same columns pass."""
+    """`replace`, in which a gate that replaces a gate passes the same columns."""
     return {
         node: new.passing(old.operator.columns)
         if isinstance(new, Gate) and (old := graph.nodes.get(node)) is not None and isinstance(old.operator, Gate)
@@ -140,7 +142,7 @@ def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Op
 def _wires_of(
     name: str, gate: Gate, graph: Graph, wire: Mapping[str, str], new_names: Mapping[str, str]
 ) -> dict[PortField, Edge]:
-    """What ``wire=`` says of the ports of a gate that is inserted."""
+    """The edges that ``wire=`` sets for the ports of an inserted gate."""
     found = {}
     for end, source in wire.items():
         node, _, port = end.partition(".")
@@ -150,37 +152,44 @@ def _wires_of(
         edge = edge._replace(node=new_names.get(edge.node, edge.node))
         if field not in (known := gate.passing({}).signature.fields):
             raise GraphError(
-                f"wire={{{end!r}: ...}} does not name a port; {offer(port, map(str, known), f'{name} has')}"
+                f"wire={{{end!r}: ...}} does not name a port; {offer(port, map(str, known), f'{name} has')}",
+                code="edit.unknown-port",
+                node=name,
+                port=port,
             )
         if edge not in graph.types:
             raise GraphError(
                 f"wire={{{end!r}: {source!r}}} names {source!r}, which is not an output; "
-                f"{offer(source, map(str, graph.types), 'expected one of:')}"
+                f"{offer(source, map(str, graph.types), 'expected one of:')}",
+                code="graph.unknown-output",
+                node=name,
+                output=source,
             )
         found[field] = edge
     return found
 
 
 def _with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping[str, Any]) -> dict[str, Operator]:
-    """For every node that `set` names, its operator with these parameters.
-
-    Raises:
-        GraphError: a node or parameter that is not there, or a node that is replaced too.
-    """
+    """The operator of each node that `set` names, with these parameters."""
     given: dict[str, dict[str, Any]] = {}
     for path, value in set.items():
         node, _, parameter = path.partition(".")
         if node not in graph:
-            raise GraphError(
-                f"edit(set={{{path!r}: ...}}) names {node!r}, which {graph.name} does not have; "
-                f"{offer(node, graph.nodes)}"
+            raise unknown_node(
+                f"edit(set={{{path!r}: ...}}) names {node!r}, not a node of {graph.name}", node, graph.nodes
             )
         if node in replace:
-            raise GraphError(f"edit replaces {node!r} and sets {path!r}; give the parameter to the replacement.")
+            raise GraphError(
+                f"edit replaces {node!r} and sets {path!r}. Pass the parameter to the replacement.",
+                code="edit.conflict",
+                node=node,
+            )
         if graph[node].is_input:
             raise GraphError(
-                f"edit(set={{{path!r}: ...}}) goes into the input {node!r}, whose columns are those of the algorithm's "
-                f"own argument; write another algorithm."
+                f"edit(set={{{path!r}: ...}}) names the input {node!r}, which has the columns of the algorithm's "
+                f"argument. Write another algorithm instead.",
+                code="edit.input-node",
+                node=node,
             )
         given.setdefault(node, {})[parameter] = value
     operators = {node: graph[node].operator for node in given}
@@ -190,30 +199,35 @@ def _with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping
 def _timed(
     graph: Graph, replace: Mapping[str, Operator], when: Mapping[str, When], changed: Mapping[str, Operator]
 ) -> dict[str, Operator]:
-    """Those of `changed`, and every node that `when` names, in the steps that this says.
-
-    Raises:
-        GraphError: a node that is not there, that is an input, or that is replaced too.
-    """
+    """`changed`, and the operator of each node that `when` names, with these steps."""
     found = dict(changed)
     for node, steps in when.items():
-        said = f"edit(when={{{node!r}: {steps!r}}})"
+        call = f"edit(when={{{node!r}: {steps!r}}})"
         if not isinstance(steps, When):
-            raise GraphError(f"{said} does not say in which steps; expected {{{_EXAMPLES['when']}}}.")
+            raise _bad_argument(f"{call} has {type_of(steps)} for steps", "when")
         if node not in graph:
-            raise GraphError(f"{said} names {node!r}, which {graph.name} does not have; {offer(node, graph.nodes)}")
+            raise unknown_node(f"{call} names {node!r}, not a node of {graph.name}", node, graph.nodes)
         if graph[node].is_input:
-            raise GraphError(f"{said} names an input, and every step has its batch; name the node that reads it.")
+            raise GraphError(
+                f"{call} names an input, but every step has a batch. Name the node that reads it.",
+                code="edit.input-node",
+                node=node,
+            )
         if node in replace:
-            raise GraphError(f"edit replaces {node!r}, and {said}; say it of the replacement: Operator(...).{steps}.")
+            raise GraphError(
+                f"edit replaces {node!r}, and {call} sets its steps. Set them on the replacement: "
+                f"Operator(...).{steps}.",
+                code="edit.conflict",
+                node=node,
+            )
         found[node] = found.get(node, graph[node].operator).when(steps.every, steps.start)
     return found
 
 
 def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
-    """`spec` with other parameters, some of them of a spec that is a parameter: ``{"loss.clip_high": 0.3}``.
+    """`spec` with other parameters, also of specs that are its parameters: ``{"loss.clip_high": 0.3}``.
 
-    All change at once, since one may be right only with another.
+    All change at once, since one may be valid only with another.
     """
     known = parameters(spec)
     changed: dict[str, Any] = {}
@@ -221,8 +235,14 @@ def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
     for path, value in given.items():
         name, dot, inner = path.partition(".")
         if name not in known or (dot and not inner):
-            said = f"edit(set={{'{where}.{path}': ...}})" if path else f"edit(set={{{where!r}: ...}})"
-            raise GraphError(f"{said} does not name a parameter; {offer(path, known, f'{where} has')}")
+            refuse_staleness(where, {name: value}, known)
+            call = f"edit(set={{'{where}.{path}': ...}})" if path else f"edit(set={{{where!r}: ...}})"
+            raise GraphError(
+                f"{call} does not name a parameter; {offer(path, known, f'{where} has')}",
+                code="edit.unknown-parameter",
+                node=where,
+                parameter=path,
+            )
         if inner:
             below.setdefault(name, {})[inner] = value
         else:
@@ -231,66 +251,64 @@ def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
         owner = changed.get(name, known[name])
         if not isinstance(owner, Spec):
             raise GraphError(
-                f"edit(set={{'{where}.{name}.{next(iter(values))}': ...}}) goes into {where}.{name}, which is "
-                f"{owner!r} and has no parameters; set it as a whole: set={{'{where}.{name}': ...}}."
+                f"edit(set={{'{where}.{name}.{next(iter(values))}': ...}}) names a parameter of {where}.{name}, which "
+                f"is {owner!r} and has none. Set {name} itself: set={{'{where}.{name}': ...}}.",
+                code="edit.unknown-parameter",
+                node=where,
+                parameter=f"{name}.{next(iter(values))}",
             )
         changed[name] = _with(owner, f"{where}.{name}", values)
     return cast("SpecT", dataclasses.replace(cast(Any, spec), **changed))
 
 
 def _names(drop: Any) -> tuple[str, ...]:
-    """The nodes that ``drop=`` names.
-
-    Raises:
-        GraphError: it is something else than a name or several.
-    """
+    """The nodes that ``drop=`` names."""
     names = (drop,) if isinstance(drop, str) else tuple(drop) if isinstance(drop, Iterable) else None
     if names is None or isinstance(drop, Mapping) or not all(isinstance(name, str) for name in names):
-        raise GraphError(f"edit(drop={drop!r}) does not name nodes; expected names: drop=['whiten'].")
+        raise _bad_argument(f"edit(drop={drop!r}) does not name nodes", "drop")
     return names
 
 
 def _refuse_unmapped(**verbs: Any) -> None:
-    """Refuse anything but a mapping for the verbs that say what happens to which node or role."""
+    """Refuse verbs that are not mappings from names."""
     for verb, given in verbs.items():
         if not isinstance(given, Mapping):
-            raise GraphError(f"edit({verb}={given!r}) does not say where; expected {verb}={{{_EXAMPLES[verb]}}}.")
+            raise _bad_argument(f"edit({verb}={given!r}) is not a mapping", verb)
         for key, value in given.items():
             wrong = value if verb in ("wire", "rename") and not isinstance(value, str) else key
             if not isinstance(wrong, str):
-                raise GraphError(
-                    f"edit({verb}={{{key!r}: {value!r}}}) has {wrong!r} where a name is due; expected "
-                    f"{verb}={{{_EXAMPLES[verb]}}}."
-                )
+                raise _bad_argument(f"edit({verb}={{{key!r}: {value!r}}}) has {wrong!r} instead of a name", verb)
 
 
 _EXAMPLES = {
-    "replace": "'gae': GAE(lam=0.9)",
-    "set": "'gae.lam': 0.9",
-    "when": "'update_actor': When(start=20)",
-    "insert": "'length_penalty': After('reward', LengthPenalty())",
-    "wire": "'gae.values': 'value.values'",
-    "rename": "'gae': 'advantage'",
-    "bind": "'rollout': TorchRollout()",
-    "allow": "'FR007': 'greedy is the baseline only'",
+    "replace": "{'gae': GAE(lam=0.9)}",
+    "drop": "['whiten']",
+    "set": "{'gae.lam': 0.9}",
+    "when": "{'update_actor': When(start=20)}",
+    "insert": "{'length_penalty': After('reward', LengthPenalty())}",
+    "wire": "{'gae.values': 'value.values'}",
+    "rename": "{'gae': 'advantage'}",
+    "bind": "{'rollout': TorchRollout()}",
+    "allow": "{'FR007': 'greedy is the baseline only'}",
 }
 
 
+def _bad_argument(what: str, verb: str) -> GraphError:
+    return GraphError(f"{what}. Pass, for example, {verb}={_EXAMPLES[verb]}.", code="edit.bad-argument", verb=verb)
+
+
 def _refuse_no_operators(replace: Mapping[str, Any], insert: Mapping[str, Any]) -> None:
-    """Refuse what ``replace=`` and ``insert=`` give where an operator is due."""
+    """Refuse values of ``replace=`` and ``insert=`` that are not operators."""
     for node, operator in replace.items():
         if not isinstance(operator, Operator):
-            raise GraphError(f"edit(replace={{{node!r}: ...}}) gives {_no_operator(operator)}.")
+            raise _not_an_operator(f"edit(replace={{{node!r}: ...}})", operator)
     for node, after in insert.items():
         if not isinstance(after, After) or not isinstance(after.node, str):
-            raise GraphError(
-                f"edit(insert={{{node!r}: {after!r}}}) does not say where; expected "
-                f"{{{node!r}: After('reward', Operator())}}."
+            raise _bad_argument(
+                f"edit(insert={{{node!r}: {after!r}}}) does not name the node to insert after", "insert"
             )
         if not isinstance(after.operator, Operator):
-            raise GraphError(
-                f"edit(insert={{{node!r}: After({after.node!r}, ...)}}) gives {_no_operator(after.operator)}."
-            )
+            raise _not_an_operator(f"edit(insert={{{node!r}: After({after.node!r}, ...)}})", after.operator)
 
 
 def _refuse_misuse(
@@ -300,41 +318,65 @@ def _refuse_misuse(
     insert: Mapping[str, After],
     rename: Mapping[str, str],
 ) -> None:
-    """Refuse what is wrong whatever the types are."""
+    """Refuse unknown nodes, nodes named twice, edits of inputs, and duplicate names."""
     named = [("replace", n) for n in replace] + [("drop", n) for n in drop] + [("rename", n) for n in rename]
     named += [("insert", after.node) for after in insert.values()]
     for verb, node in named:
         if node not in graph:
-            raise GraphError(
-                f"edit({verb}=...) names {node!r}, which {graph.name} does not have; {offer(node, graph.nodes)}"
-            )
+            raise unknown_node(f"edit({verb}=...) names {node!r}, not a node of {graph.name}", node, graph.nodes)
     changed = [node for verb, node in named if verb != "insert"]
     if twice := next((n for n in changed if changed.count(n) > 1), None):
         raise GraphError(
-            f"edit names {twice!r} more than once in replace=, set=, drop= and rename=; name it once, and edit the "
-            f"result for the rest."
+            f"edit names {twice!r} more than once in replace=, set=, drop= and rename=. Name it once, and edit the "
+            f"result for the rest.",
+            code="edit.conflict",
+            node=twice,
         )
     if anchor := next((after.node for after in insert.values() if after.node in drop), None):
-        raise GraphError(f"edit inserts after {anchor!r} and drops it; use replace={{{anchor!r}: ...}}.")
+        raise GraphError(
+            f"edit inserts after {anchor!r} and drops it. Use replace={{{anchor!r}: ...}}.",
+            code="edit.conflict",
+            node=anchor,
+        )
     if source := next((n for n in replace if graph[n].is_input), None):
         raise GraphError(
-            f"edit replaces the input {source!r}, whose columns are given to the algorithm; put an operator behind it: "
-            f"insert={{'mine': After({source!r}, ...)}}."
+            f"edit replaces the input {source!r}, which has the columns of the algorithm's argument. Insert an "
+            f"operator after it: insert={{'mine': After({source!r}, ...)}}.",
+            code="edit.input-node",
+            node=source,
         )
     if source := next((n for n in drop if graph[n].is_input), None):
-        raise GraphError(f"edit drops the input {source!r}; an input falls away by itself once nothing reads it.")
+        raise GraphError(
+            f"edit drops the input {source!r}. Remove its readers instead: an input without readers is removed.",
+            code="edit.input-node",
+            node=source,
+        )
+    _refuse_duplicate_names(graph, replace, drop, insert, rename)
+
+
+def _refuse_duplicate_names(
+    graph: Graph,
+    replace: Mapping[str, Operator],
+    drop: Sequence[str],
+    insert: Mapping[str, After],
+    rename: Mapping[str, str],
+) -> None:
     names = [op.name for op in replace.values()] + list(rename.values()) + list(insert)
     names += [n for n in graph.nodes if n not in (*replace, *drop, *rename)]
     if clash := next((n for n in names if names.count(n) > 1), None):
         other = f"{clash}_2nd"
         by_key = f"insert={{{other!r}: ...}}" if clash in insert else f"rename={{...: {other!r}}}"
         how = by_key if clash in (*insert, *rename.values()) else f'.named("{other}")'
-        raise GraphError(f"edit leaves two nodes named {clash!r}; give one another name: {how}.")
+        raise GraphError(
+            f"edit makes two nodes named {clash!r}. Rename one: {how}.", code="graph.duplicate-name", node=clash
+        )
 
 
-def _no_operator(given: Any) -> str:
+def _not_an_operator(call: str, given: Any) -> GraphError:
     if isinstance(given, type) and issubclass(given, Operator):
-        return f"the class {given.__name__}; expected an operator, which has parameters: {given.__name__}(...)"
-    if inspect.isfunction(given):
-        return f"the function {given.__name__}, which is not an operator; expected one: write @operator above it"
-    return f"{given!r}, which is not an operator; expected one, such as GAE(lam=0.9)"
+        what = f"the class {given.__name__}. Make an operator of it: {given.__name__}(...)"
+    elif inspect.isfunction(given):
+        what = f"the function {given.__name__}. Write @operator above it"
+    else:
+        what = f"{given!r}. Pass an operator, such as GAE(lam=0.9)"
+    return GraphError(f"{call} got {what}.", code="edit.not-an-operator", found=type_of(given))

@@ -1,7 +1,7 @@
-"""How an edit puts gates in, and what passes those that are there.
+"""How an edit inserts gates, and which columns pass existing ones.
 
-A gate stands on one row axis, between what comes before it (its anchor, what its `predicate` reads, and what these
-depend on) and all the rest. Every edge across is led through it. `Graph.build` leaves out what is read no more.
+A gate filters one row axis. Upstream of it are its anchor, the sources of its `predicate`, and their ancestors; every
+edge from these to another node goes through the gate. `Graph.build` removes the columns that no node reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 
 def expose_columns(graph: GraphT) -> GraphT:
-    """A graph with gates through which all passes that could: so a reader that an edit puts behind one finds what it
-    wants."""
+    """A graph whose gates pass all columns that they can, so that an edit can wire new readers to them."""
     gates, nodes = gates_of(graph), dict(graph.nodes)
     for name in gates:
         node, gate = nodes[name], cast(Gate, nodes[name].operator)
         rows, before = _rows_axis(graph, node), graph.ancestors(name)
         columns, inputs = dict(gate.columns), dict(node.inputs)
         through = {edge for field, edge in inputs.items() if field.port == ROWS}
-        for source in reversed([other for other in graph.nodes if other in before]):  # the nearest gets the plain name
+        for source in reversed(
+            [other for other in graph.nodes if other in before]
+        ):  # the nearest source gets the short name
             for output, type in nodes[source].signature.outputs.items():
                 edge = Edge(source, output)
                 if edge in through or not isinstance(type, ColumnType) or _axis(graph, edge) not in (rows, None):
@@ -44,34 +45,26 @@ def expose_columns(graph: GraphT) -> GraphT:
 
 
 def _axis(graph: Graph, edge: Edge) -> str | None:
-    """The row axis of an output; None of what passes a gate before, and was not read so far."""
+    """The row axis of an output; None for an output of an earlier gate that had no reader."""
     return graph.types[edge].axes[0] if edge in graph.types else None
 
 
 def _rows_axis(graph: Graph, gate: Node) -> str:
-    """The row axis on which a gate stands."""
+    """The row axis that a gate filters."""
     axes = (graph.types[edge].axes for edge in gate.inputs.values())
     return next(found[0] for found in axes if found)
 
 
 def insert_gate(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapping[PortField, Edge]) -> GraphT:
-    """A graph with a gate behind `anchor`.
-
-    Args:
-        graph: without it.
-        name: of the gate.
-        gate: which.
-        anchor: the node that it stands behind.
-        by_hand: what ports of its `predicate` read.
-
-    Raises:
-        GraphError: it is not clear what `predicate` reads, the anchor writes no rows, or nothing behind it reads any.
-    """
+    """`graph` with the gate `name` after `anchor`; `by_hand` are edges of the ports of its `predicate`."""
     rows = next((graph.types[Edge(anchor, o)].axes[:1] for o in graph[anchor].signature.outputs), ())
     if not rows:
         raise GraphError(
-            f"{name} is inserted after {anchor}, which writes no rows that could be let through; insert it after a "
-            f"node that does: After('reward', ...)."
+            f"{name} is inserted after {anchor}, which writes no rows. Insert it after a node that does: "
+            f"After('reward', ...).",
+            code="gate.no-rows",
+            node=name,
+            anchor=anchor,
         )
     here = {edge: typed for edge, typed in graph.types.items() if typed.axes[:1] == rows}
     near, line = {anchor}, graph.ancestors(anchor)
@@ -94,8 +87,10 @@ def insert_gate(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapp
         nodes[node.name] = replace(node, inputs=inputs)
     if not through:
         raise GraphError(
-            f"{name} is inserted after {anchor}, and nothing behind {anchor} reads its rows, so it would let them "
-            f"through to nobody; insert it further ahead."
+            f"{name} is inserted after {anchor}, but nothing downstream of {anchor} reads its rows. Insert it earlier.",
+            code="gate.no-reader",
+            node=name,
+            anchor=anchor,
         )
     columns = {output: _named(graph, edge) for edge, output in through.items()}
     passes = {PortField(ROWS, output): edge for edge, output in through.items()}
@@ -111,16 +106,16 @@ def _named(graph: Graph, edge: Edge) -> str:
     return type.name
 
 
-def anchor_of(name: str, anchor: str, inserted: Mapping[str, str], rewriting: Sequence[str], anew: str) -> str:
-    """Behind which node of the changed graph a gate stands: its anchor, or the last that was put behind that before it.
+def anchor_of(name: str, anchor: str, inserted: Mapping[str, str], rewriting: Sequence[str], new_name: str) -> str:
+    """The node of the changed graph that a gate comes after: its anchor, or the last node inserted there before it.
 
     Args:
-        name: of the gate.
-        anchor: as it was given.
-        inserted: the anchors of all that is inserted, in order.
-        rewriting: those of them that rewrite what their anchor writes, and gates.
-        anew: the anchor's new name.
+        name: the gate's name.
+        anchor: its anchor in the original graph.
+        inserted: the anchors of all inserted nodes, in order.
+        rewriting: the inserted gates, and the inserted nodes that rewrite columns of their anchor.
+        new_name: the anchor's name in the changed graph.
     """
     order = list(inserted)
     between = [other for other in order[: order.index(name)] if inserted[other] == anchor and other in rewriting]
-    return between[-1] if between else anew
+    return between[-1] if between else new_name

@@ -1,11 +1,10 @@
-"""What an edit lacks, written out for its error: the operator that writes a column, and the port that reads one."""
+"""Fixes for the errors of an edit: the operator that writes a column, and the port that reads one."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.inference import Available, Binding, Bound, bind, candidates, fits, infer
@@ -17,16 +16,16 @@ from flowrl.errors import ParameterError, PortError
 from flowrl.record_types import FieldType, accepts
 
 
-def suggest_insert(end: str, wanted: FieldType, binding: Binding, outputs: Available) -> str | None:
-    """The edit by which the one installed operator that writes what `end` wants is inserted; None if none type-checks.
+def suggest_insert(end: str, expected: FieldType, binding: Binding, outputs: Available) -> str | None:
+    """The edit that inserts the only installed operator that writes what `end` reads; None if none type-checks.
 
     Args:
-        end: the port that lacks an output, as ``node.field``.
-        wanted: its type.
-        binding: the axes that the other ports of its node have settled.
-        outputs: what may be read, in the order of the graph.
+        end: the port without a source, as ``node.field``.
+        expected: its type.
+        binding: the axes that the other ports of its node have bound.
+        outputs: the outputs that it may read, in the order of the graph.
     """
-    makers = list(_makers(wanted))
+    makers = list(_makers(expected))
     if len(makers) != 1:
         return None
     operator, output = makers[0]
@@ -38,45 +37,47 @@ def suggest_insert(end: str, wanted: FieldType, binding: Binding, outputs: Avail
         if not any(edge in near for edge, _ in inputs.values()):
             continue
         with contextlib.suppress(PortError):
-            if fits(wanted, binding, infer(operator.name, operator, inputs, outputs)[output]):
+            if fits(expected, binding, infer(operator.name, operator, inputs, outputs)[output]):
                 made = f"{operator.name!r}: After({anchor!r}, {type(operator).__name__}())"
                 return f"insert={{{made}}}, wire={{{end!r}: '{operator.name}.{output}'}}"
     return None
 
 
 def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: str) -> str:
-    """The first port, ``node.field``, that takes what is written, in a node that is not called `but`."""
+    """The first port, ``node.field``, that accepts the type `written`, in a node other than `but`."""
     ends = (
         f"{name}.{field}"
         for name, operator in operators.items()
-        for field, wanted in operator.signature.fields.items()
-        if name != but and accepts(wanted, written)
+        for field, expected in operator.signature.fields.items()
+        if name != but and accepts(expected, written)
     )
     return next(ends, "node.port")
 
 
-def _makers(wanted: FieldType) -> Iterator[tuple[Operator, str]]:
-    """The installed operators that write what is wanted and need no parameter, with the output; no other is made."""
+def _makers(expected: FieldType) -> Iterator[tuple[Operator, str]]:
+    """The installed operators without required parameters that write the type, with the output; others are not made."""
     for name in entry_points.names():
-        found: Any = entry_points.load(name)
-        if not isinstance(found, type) or issubclass(found, Gate):
+        found = entry_points.load(name)
+        if not isinstance(found, type) or not issubclass(found, Operator) or issubclass(found, Gate):
             continue
-        outputs = [o for o, t in found.usual_signature().outputs.items() if accepts(t, wanted) and accepts(wanted, t)]
+        outputs = [
+            o for o, t in found.usual_signature().outputs.items() if accepts(t, expected) and accepts(expected, t)
+        ]
         if outputs and all(p.default is not p.empty for p in inspect.signature(found).parameters.values()):
-            with contextlib.suppress(ParameterError):  # it wants one of several, and its signature cannot say so
+            with contextlib.suppress(ParameterError):  # it needs one of several parameters
                 operator = found()
                 yield from ((operator, output) for output in outputs)
 
 
 def _reads(operator: Operator, pools: Sequence[Available]) -> dict[PortField, tuple[Edge, EdgeType]]:
-    """What an operator would read: for each field the one output of the first pool that has any; else nothing."""
+    """The edges of an operator: for each field the only output in the first pool that has any; else no edges at all."""
     binding: dict[str, Bound] = {}
     reads: dict[PortField, tuple[Edge, EdgeType]] = {}
     for port in operator.signature.ports.values():
-        for field, wanted in () if port.optional else port.fields.items():
-            found = next((edges for pool in pools if (edges := candidates(wanted, binding, pool))), [])
+        for field, expected in () if port.optional else port.fields.items():
+            found = next((edges for pool in pools if (edges := candidates(expected, binding, pool))), [])
             if len(found) != 1:
                 return {}
             reads[field] = found[0], pools[-1][found[0]]
-            bind(binding, field, wanted, *reads[field])
+            bind(binding, field, expected, *reads[field])
     return reads

@@ -1,4 +1,4 @@
-"""Wiring a node by types: which of the outputs that exist its ports read, where nobody says so by hand."""
+"""Wire a node by types: which outputs its ports read without explicit edges."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Wires = Mapping[PortField, Edge]
 
 
 class End(NamedTuple):
-    """Where an edge ends: a node, a field of its ports, and what that field wants."""
+    """The end of an edge: a node, a field of its ports, and the type of that field."""
 
     node: str
     field: PortField
-    wanted: FieldType
+    expected: FieldType
 
     def __str__(self) -> str:
         return f"{self.node}.{self.field}"
@@ -35,37 +35,33 @@ def wire_by_type(
     types: Available,
     by_hand: Wires,
 ) -> dict[PortField, Edge]:
-    """The edges of a node, except those that are set by hand.
+    """The edges of a node, except for the explicit ones.
 
-    A port that takes a record reads all of it from one node, where there is one that writes it.
+    A port of a record reads all of it from one node, if one writes it.
 
     Args:
-        name: of the node.
-        operator: whose ports are wired. An optional port stays open unless the operator wants it or inherits its edge.
-        inherited: edges that are kept where they still fit; the other fields of their port come from the same node.
-        pools: what may be read; an earlier pool that offers anything goes before a later one.
-        types: of every output.
-        by_hand: the edges of the fields to leave out.
-
-    Raises:
-        GraphError: a field for which there is no output, or more than one; two ports of one type that would read the
-            same output.
+        name: the node's name.
+        operator: its operator. An optional port stays open unless the operator needs it or inherits its edge.
+        inherited: edges to keep if they fit; the other fields of their port read the same node.
+        pools: the outputs that it may read; the first pool with a fitting output counts.
+        types: the type of every output.
+        by_hand: explicit edges.
     """
     wiring, wants = _Wiring(name, types), operator.in_step(0).wants()
     still_open: list[list[End]] = []
     for port in operator.signature.ports.values():
         if wants.get(port.name) is False:
             continue
-        ends = [End(name, field, wanted) for field, wanted in port.fields.items() if field not in by_hand]
-        kept = [e for e in ends if e.field in inherited and accepts(e.wanted, types[inherited[e.field]].type)]
-        for end in kept:
+        ends = [End(name, field, expected) for field, expected in port.fields.items() if field not in by_hand]
+        fitting = [e for e in ends if e.field in inherited and accepts(e.expected, types[inherited[e.field]].type)]
+        for end in fitting:
             wiring.take({end: inherited[end.field]})
-        rest = [end for end in ends if end not in kept]
-        if rest and (kept or wants.get(port.name) or not port.optional):
+        rest = [end for end in ends if end not in fitting]
+        if rest and (fitting or wants.get(port.name) or not port.optional):
             before = {edge.node for field, edge in inherited.items() if field.port == port.name}
-            whole = wiring.records(rest, types, before) if len(before) == 1 else []
-            if whole:
-                wiring.take(whole[0])
+            record = wiring.records(rest, types, before) if len(before) == 1 else []
+            if record:
+                wiring.take(record[0])
             else:
                 still_open.append(rest)
     wiring.settle(still_open, pools)
@@ -77,7 +73,7 @@ def wire_by_type(
 
 
 class _Wiring:
-    """The edges that are settled so far; each binds axes, and so may settle the rest."""
+    """The edges so far; each binds axes, which restricts the others."""
 
     def __init__(self, node: str, types: Available) -> None:
         self.edges: dict[End, Edge] = {}
@@ -85,17 +81,13 @@ class _Wiring:
         self._binding: dict[str, Bound] = {}
 
     def take(self, wires: Mapping[End, Edge]) -> None:
-        """Settle fields."""
+        """Add edges."""
         self.edges |= wires
         for end, edge in wires.items():
-            bind(self._binding, end.field, end.wanted, edge, self._types[edge])
+            bind(self._binding, end.field, end.expected, edge, self._types[edge])
 
     def settle(self, still_open: Sequence[list[End]], pools: Sequence[Available]) -> None:
-        """Settle all fields of these ports, those first for which there is one choice.
-
-        Raises:
-            GraphError: a field or record for which there is no output, or more than one.
-        """
+        """Wire all fields of these ports, those with only one choice first; refuse one with several or none."""
         units = [*still_open]
         while units:
             found = [self._offers(unit, pools) for unit in units]
@@ -103,7 +95,7 @@ class _Wiring:
             unit, offers = units.pop(at), found[at]
             if len(offers) == 1:
                 self.take(offers[0])
-            elif not offers and len(unit) > 1:  # no node writes the whole record
+            elif not offers and len(unit) > 1:  # no node writes all of the record
                 units += [[end] for end in unit]
             else:
                 self._refuse_choice(unit, offers, pools)
@@ -114,14 +106,14 @@ class _Wiring:
         return [
             way
             for way in ways
-            if all(edge in pool and fits(end.wanted, self._binding, pool[edge]) for end, edge in way.items())
+            if all(edge in pool and fits(end.expected, self._binding, pool[edge]) for end, edge in way.items())
         ]
 
     def _offers(self, unit: list[End], pools: Sequence[Available]) -> list[dict[End, Edge]]:
-        """What a port could read, from the first pool that has any of it."""
+        """The choices for a port, from the first pool that has any."""
         for pool in pools:
             if len(unit) == 1:
-                found = [{unit[0]: edge} for edge in candidates(unit[0].wanted, self._binding, pool)]
+                found = [{unit[0]: edge} for edge in candidates(unit[0].expected, self._binding, pool)]
             else:
                 found = self.records(unit, pool, dict.fromkeys(edge.node for edge in pool))
             if found:
@@ -131,34 +123,54 @@ class _Wiring:
     def _refuse_choice(
         self, unit: Sequence[End], offers: Sequence[Mapping[End, Edge]], pools: Sequence[Available]
     ) -> None:
-        """Refuse a port for which there is no output, or more than one."""
+        """Refuse a port with no or several choices."""
         end = unit[0]
         if len(unit) > 1:
             nodes = [next(iter(way.values())).node for way in offers]
             raise GraphError(
-                f"{end.node}.{end.field.port} wants a record of {', '.join(e.field.name for e in unit)}, and several "
-                f"nodes write one: {', '.join(nodes)}; say which: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}."
+                f"{end.node}.{end.field.port} expects a record of {', '.join(e.field.name for e in unit)}, and several "
+                f"nodes write one: {', '.join(nodes)}. Wire one: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}.",
+                code="edit.ambiguous-source",
+                node=end.node,
+                port=end.field.port,
+                known=nodes,
             )
         found = [str(way[end]) for way in offers]
         if found:
-            said, fix = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
-        else:
-            said = "no node that it could read writes one; insert one that does, and wire it"
-            outputs = {edge: typed for edge, typed in self._types.items() if any(edge in pool for pool in pools)}
-            fix = suggest_insert(str(end), end.wanted, self._binding, outputs) or f"wire={{'{end}': 'node.column'}}"
-        raise GraphError(f"{end} wants {end.wanted}, and {said}: {fix}.")
+            raise GraphError(
+                f"{end} expects {end.expected}, and several nodes write one: {', '.join(found)}. Wire one: "
+                f"wire={{'{end}': '{found[0]}'}}.",
+                code="edit.ambiguous-source",
+                node=end.node,
+                port=str(end.field),
+                known=found,
+            )
+        outputs = {edge: typed for edge, typed in self._types.items() if any(edge in pool for pool in pools)}
+        fix = suggest_insert(str(end), end.expected, self._binding, outputs) or f"wire={{'{end}': 'node.column'}}"
+        raise GraphError(
+            f"{end} expects {end.expected}, but no node that it may read writes one. Insert one, and wire it: {fix}.",
+            code="edit.no-source",
+            node=end.node,
+            port=str(end.field),
+            expected=end.expected,
+            fix=fix,
+        )
 
 
 def same(one: FieldType, other: FieldType) -> bool:
-    """Whether either may be read where the other is wanted."""
+    """Whether each fits a port of the other's type."""
     return accepts(one, other) and accepts(other, one)
 
 
 def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField, FieldType]) -> None:
-    """Refuse two ports of one type, and of different names, that would read the same output: it is a guess."""
+    """Refuse to wire two ports of one type but different names to the same output: that would be a guess."""
     for field, read in wires.items():
-        if read == edge and field.name != end.field.name and same(fields[field], end.wanted):
+        if read == edge and field.name != end.field.name and same(fields[field], end.expected):
             raise GraphError(
-                f"{end} and {end.node}.{field} both want {end.wanted}, and by type both would read {edge}; say what "
-                f"each reads: wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}."
+                f"{end} and {end.node}.{field} both expect {end.expected}, so by type both would read {edge}. "
+                f"Wire each: wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}.",
+                code="edit.ambiguous-source",
+                node=end.node,
+                port=str(end.field),
+                known=[str(edge)],
             )

@@ -43,9 +43,6 @@ def environment_server(names: tuple[str, ...]) -> ForkServer:
 
     Args:
         names: references, such as ``"triage.py:Triage"``.
-
-    Raises:
-        EpisodeError: it does not start, or an import raised.
     """
     if names in _servers and not _servers[names].alive:
         _servers.pop(names).close()
@@ -80,11 +77,7 @@ os.register_at_fork(after_in_child=_servers.clear)  # they belong to the parent 
 
 
 def reference_of(thing: Callable[..., Any] | str) -> str:
-    """The reference by which a new process imports an environment or a tool.
-
-    Raises:
-        ParameterError: there is none, or importing it would run the current script again.
-    """
+    """The reference by which a new process imports an environment or a tool."""
     found = thing if isinstance(thing, str) else references.reference(thing)
     name = getattr(thing, "__qualname__", repr(thing))
     if found is None:
@@ -132,12 +125,7 @@ class Process:
         self.over = False
 
     async def ask(self, what: str, *given: Any) -> Any:
-        """The result of a call in the process; cancelling it kills the process.
-
-        Raises:
-            InvalidToolCall: of a tool.
-            EpisodeError: the call raised, the process died, or something could not be pickled.
-        """
+        """The result of a call in the process; cancelling it kills the process."""
         try:
             message = pickle.dumps((what, given))
         except Exception as error:  # whatever users' objects raise
@@ -214,12 +202,7 @@ class ProcessEnvironment(Environment):
 
 
 async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """What a tool returns, called in its own process.
-
-    Raises:
-        InvalidToolCall: the arguments do not fit.
-        EpisodeError: it raised, or its process died.
-    """
+    """What a tool returns, called in its own process."""
     process = Process(server)
     try:
         return await process.ask("tool", reference_of(tool.function), arguments)

@@ -38,10 +38,6 @@ def rehearse(
         toolbox: the tools that the policy may call.
         replies: whether an environment replies to answers.
         template_kwargs: arguments of the template.
-
-    Raises:
-        EpisodeError: even without thinking, the template changes earlier turns when later ones follow, does not support
-            the messages, or leaves out a reply.
     """
     if check == "off":
         return

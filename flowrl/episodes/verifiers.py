@@ -29,10 +29,6 @@ async def play(env: Any, chat: Chat, row: Row) -> float:
         env: of verifiers, as ``verifiers.v1.load_environment(config)`` returns it.
         chat: the conversation with the policy.
         row: its ``extra_info["index"]`` is the index of the task; see `prompts`.
-
-    Raises:
-        EpisodeError: the environment has several agents, or its task needs more than a conversation: a container,
-            tools of a server, stops or interceptors.
     """
     task = next(itertools.islice(env.taskset, int(row.extra_info["index"]), None), None)
     if task is None:

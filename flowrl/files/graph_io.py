@@ -98,7 +98,7 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
             f"The sinks of the data contain {type_of(odd[0])}; expected names of nodes.", where="the data", key="sinks"
         )
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
-    refuse_no_rules(allow, "the data, under 'allow',")
+    refuse_no_rules(allow, "The data, under 'allow',")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
@@ -113,7 +113,7 @@ def _lag(data: Mapping[str, Any]) -> int | Lag:
     try:
         return Lag(**data["lag"])
     except ParameterError as error:
-        raise GraphError(f"the lag of the data cannot be made from what is written: {error}") from error
+        raise at_place("The data, under 'lag'", error) from error
 
 
 def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:

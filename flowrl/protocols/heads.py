@@ -1,8 +1,7 @@
-"""The distribution of a model over its whole vocabulary, in two parts that can travel: its last hidden states, a vector
-a token, and its head, which makes logits of them and is the same for all tokens.
+"""A model's distribution over its vocabulary in two parts that can be sent: last hidden states, one vector per token,
+and the head, which turns them into logits and is the same for all tokens.
 
-``[batch response vocabulary]`` is never there to be sent: whoever has both parts makes distributions of some tokens at
-a time.
+``[batch response vocabulary]`` is never materialized: the receiver computes distributions for some tokens at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from flowrl.records import Sequences
 
 @runtime_checkable
 class Head(Protocol):
-    """The head of a model whose weights stay. What travels says where the weights are to be had; an engine that
-    computes with it opens it once, and keeps it."""
+    """The head of a model with constant weights. What is sent names the source of the weights; the receiving engine
+    opens it once and reuses it."""
 
     def log_probs(self, states: Tensor, temperature: Tensor) -> Tensor:
         """Log-probs of the whole vocabulary: float32 ``[tokens vocabulary]``.
@@ -29,21 +28,21 @@ class Head(Protocol):
             temperature: ``[tokens]``.
 
         Raises:
-            DataError: the weights that are found are not those of the model that gave `states`.
+            DataError: the weights found are not those of the model that computed `states`.
         """
         ...
 
     def opened(self, device: torch.device) -> Head:
-        """The same with its weights at hand on `device`; an `nn.Module`, if it is to move when an engine sleeps."""
+        """The same with its weights loaded on `device`; an `nn.Module` if it must move when the engine sleeps."""
         ...
 
 
 class HiddenStates(NamedTuple):
-    """What a model says of the tokens of a response, of which `head` makes distributions.
+    """Last hidden states of response tokens, which `head` turns into distributions.
 
     Args:
-        states: float32 ``[batch response hidden]``, those that each token was predicted from; 0 off the mask.
-        head: makes logits of them.
+        states: float32 ``[batch response hidden]``, the state that predicts each token; 0 off the mask.
+        head: turns them into logits.
     """
 
     states: Tensor
@@ -52,8 +51,8 @@ class HiddenStates(NamedTuple):
 
 @runtime_checkable
 class HiddenStateScorer(Scorer, Protocol):
-    """A frozen scorer that says all that could have stood in a token's place."""
+    """A frozen scorer that gives the full next-token distribution."""
 
     def last_states(self, batch: Sequences) -> HiddenStates:
-        """The last hidden states that the response tokens are predicted from, and the head."""
+        """The last hidden states that predict the response tokens, and the head."""
         ...

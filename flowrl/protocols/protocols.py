@@ -1,7 +1,7 @@
-"""What a live engine must do: the Protocols through which operators and executors reach weights.
+"""The Protocols of live engines, through which operators and executors use weights.
 
-Operators know engines only by these Protocols, so that one engine can stand in for another. What makes an engine is a
-`flowrl.protocols.backend.Backend`, which lists the Protocols that its engine has.
+Operators know engines only by these Protocols, so one engine can replace another. A `flowrl.protocols.backend.Backend`
+builds an engine and lists the Protocols that it implements.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
 
 Caches = Literal["reuse", "recompute"]
-"""What becomes of what was computed with older weights, of answers that are under way as weights change: it is kept, or
-computed anew."""
+"""Whether responses in flight during a weight update keep the KV computed with older weights, or recompute it."""
 
 Batch = TypeVar("Batch", bound=NamedTuple)
 Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
 
 
 class WholeMiniBatch(NamedTuple):
-    """A whole mini-batch, for an objective that has to see it at once.
+    """All rows of a mini-batch, for an objective that compares rows.
 
     Args:
-        batch: the columns that the objective reads, all rows of the mini-batch.
-        weights: float32 ``[rows response]``, of all of them.
-        own: int64 ``[rows of this rank]``, where its rows stand among them.
+        batch: the columns that the objective reads.
+        weights: float32 ``[rows response]``.
+        own: int64 ``[rows of this rank]``, the positions of this rank's rows.
     """
 
     batch: Any
@@ -42,15 +41,13 @@ class WholeMiniBatch(NamedTuple):
 
 
 class MiniBatch(NamedTuple):
-    """The rows of one optimiser step, and the weight of each of their tokens in the objective.
+    """The rows of one optimizer step, and the weight of each of their tokens in the objective.
 
     Args:
-        rows: int64 ``[rows]``, indices into the batch; of several ranks each has those of its own part.
-        weights: float32 ``[rows response]``, taken over the whole mini-batch; its objective is
-            ``(weights * per_token_loss).sum()``, so neither micro-batches nor ranks change it: every one sums its own
-            rows.
-        whole: given where the objective is no such sum, because it compares rows: it is then called once, on all rows
-            of the mini-batch.
+        rows: int64 ``[rows]``, indices into this rank's part of the batch.
+        weights: float32 ``[rows response]``, normalized over the full mini-batch. The objective is
+            ``(weights * per_token_loss).sum()``, so splitting it into micro-batches or ranks does not change it.
+        whole: set if the objective compares rows and is no such sum; it is then called once on all rows.
     """
 
     rows: Tensor
@@ -59,12 +56,12 @@ class MiniBatch(NamedTuple):
 
 
 class OfDistribution(NamedTuple):
-    """What an objective takes of each token's distribution over the vocabulary, while that exists.
+    """A per-token loss computed from each token's distribution while the logits exist.
 
     Args:
-        columns: by name, what it reads beside.
-        loss: given log-probs ``[tokens vocabulary]``, and by name the columns at these tokens and the values as they
-            are, float ``[tokens]``.
+        columns: names of the columns that it also reads.
+        loss: called with log-probs ``[tokens vocabulary]``, and by name the columns at these tokens and the values
+            unchanged; returns float ``[tokens]``.
     """
 
     columns: tuple[str, ...]
@@ -72,14 +69,14 @@ class OfDistribution(NamedTuple):
 
 
 class Objective(Protocol[Batch_contra]):
-    """What an update minimises, given what the model says now: log-probs with their entropy, or values."""
+    """What an update minimizes, given the model's current output: log-probs and their entropy, or values."""
 
     @property
     def wants_entropy(self) -> bool: ...
 
     @property
     def of_distribution(self) -> OfDistribution | None:
-        """What is handed in, of a policy, in the place of log-probs; None wants these."""
+        """The per-token loss that a policy passes in place of log-probs; None for log-probs."""
         ...
 
     def __call__(
@@ -88,30 +85,29 @@ class Objective(Protocol[Batch_contra]):
         """The scalar objective over some rows of a mini-batch.
 
         Args:
-            output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the weights as they
-                are.
-            entropy: float32 ``[rows response]`` of the next-token distribution, with a gradient only where
+            output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the current weights.
+            entropy: float32 ``[rows response]`` of the next-token distribution, with a gradient only if
                 `wants_entropy`; None for values.
             batch: the columns of these rows.
             weights: float32 ``[rows response]``.
-            metrics: where it reports its numbers; parts of a mini-batch merge.
+            metrics: collects its metrics; those of micro-batches are merged.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Args:
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
-        max_new_tokens: at most so many tokens a row.
-        stop_token_ids: tokens that end a row, besides the tokeniser's `ends`; the stop token is part of the response.
-        stop: strings that end a row, once its text (special tokens skipped) contains one. The response ends with the
-            token that completes the string: all of that token is part of it, and so the text may go on past the string.
-        ignore_eos: the tokeniser's `ends` do not end a row; stop tokens and strings still do.
+        max_new_tokens: the most tokens per row.
+        stop_token_ids: tokens that end a row, besides the tokenizer's `ends`; the stop token is part of the response.
+        stop: strings that end a row once its text (special tokens skipped) contains one. The response includes the
+            full token that completes the string, so its text may extend past the string.
+        ignore_eos: the tokenizer's `ends` do not end a row; stop tokens and strings still do.
     """
 
     temperature: float
@@ -135,13 +131,13 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is asked for: what `StreamingRollout` take.
+    """A request for one response of a `StreamingRollout`.
 
     Args:
-        name: by which it is taken. No two that are under way share one; an episode gives its own to each of its turns.
-        ids: all that stands before the answer: the prompt, and in later turns what was sampled and what came between.
-        sampling: how tokens are drawn, and where the answer ends.
-        key: where its random numbers come from, and nothing else's: ``key.answer(row_id, turn)``.
+        name: identifies the request, and is unique among those in flight. The turns of an episode share one name.
+        ids: the context: the prompt, and in later turns also earlier responses and replies.
+        sampling: how tokens are sampled, and where the response ends.
+        key: the source of this request's random numbers alone: ``key.answer(row_id, turn)``.
         retain_cache: keep the KV of this request and its response, since a later request of this name may continue
             from them. A hint: the engine may evict it and recompute.
     """
@@ -154,14 +150,14 @@ class Request:
 
 
 class Response(NamedTuple):
-    """The answer to a `Request`.
+    """The response to a `Request`.
 
     Args:
         ids: its tokens, at least one.
-        log_probs: one a token, of the distribution that it was drawn from.
-        versions: one a token, of the weights that sampled it; they never fall, and differ only where weights were
-            swapped under the answer.
-        ended: ``"stop"`` by a rule of its `Sampling` or the tokeniser, ``"length"`` by ``max_new_tokens``.
+        log_probs: of each token, under the distribution that it was sampled from.
+        versions: of each token, the version of the weights that sampled it; non-decreasing, and constant unless
+            weights were updated during the response.
+        ended: ``"stop"`` by a rule of its `Sampling` or the tokenizer, ``"length"`` by ``max_new_tokens``.
     """
 
     ids: list[int]
@@ -172,7 +168,7 @@ class Response(NamedTuple):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Weights of a causal LM that can score tokens."""
+    """A causal LM that scores tokens."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask."""
@@ -181,7 +177,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class HasComputeDtype(Protocol):
-    """A scorer, or an engine that generates, which says what it computes in; of others float32 is expected."""
+    """A scorer or rollout engine that declares its compute dtype; float32 is assumed for others."""
 
     @property
     def arithmetic(self) -> dtype:
@@ -199,22 +195,22 @@ class Trainer(Scorer, Protocol):
         ...
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one."""
+        """One optimizer step per mini-batch, in order; then increments `version`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they are trained, under their Hugging Face names, sorted, tied ones once; a sync rounds them
-        where the engine is coarser."""
+        """The trained weights under their Hugging Face names, sorted, tied ones once. A sync rounds them to the
+        engine's dtype if it is coarser."""
         ...
 
     def save_pretrained(self, folder: str) -> None:
-        """Write weights, configuration and tokeniser as a Hugging Face folder."""
+        """Write weights, configuration and tokenizer as a Hugging Face folder."""
         ...
 
 
 @runtime_checkable
 class Critic(Protocol):
-    """Weights of a value function over tokens."""
+    """A trained value function over tokens."""
 
     @property
     def version(self) -> int:
@@ -226,14 +222,14 @@ class Critic(Protocol):
         ...
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one."""
+        """One optimizer step per mini-batch, in order; then increments `version`."""
         ...
 
 
 @runtime_checkable
 class Synced(Protocol):
-    """An engine that samples from weights which a sync carries to it. It must not sample without a receipt, and starts
-    with one only where its backend says that it is `frozen`."""
+    """An engine whose weights come from a sync. It must not sample without a receipt, and has one initially only if
+    its backend is `frozen`."""
 
     @property
     def receipt(self) -> Receipt | None:
@@ -241,17 +237,17 @@ class Synced(Protocol):
         ...
 
     def sync(self, source: Trainer) -> Receipt:
-        """Take over the weights of `source`; the receipt carries `source.version`.
+        """Load the weights of `source`; the receipt has `source.version`.
 
         Raises:
-            SyncError: what was received is not what was sent.
+            SyncError: the received weights differ from those sent.
         """
         ...
 
 
 @runtime_checkable
 class Rollout(Synced, Protocol):
-    """One that samples responses, as tokens."""
+    """An engine that samples responses, as tokens."""
 
     @property
     def tokenizer(self) -> ChatTokenizer: ...
@@ -259,87 +255,86 @@ class Rollout(Synced, Protocol):
     def generate(
         self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
     ) -> Sampled:
-        """Sample one response per row; row ``i`` draws from ``key.uniforms(row_ids)``, or from a seed out of it.
+        """Sample one response per row; row ``i`` draws from ``key.uniforms(row_ids)``, or from a seed derived from it.
 
         Raises:
-            SyncError: the engine holds no receipt.
+            SyncError: the engine has no receipt.
         """
         ...
 
 
 @runtime_checkable
 class StreamingRollout(Protocol):
-    """An engine that is asked for answers one by one. They are computed together; new ones may come between any two
-    steps, and each leaves when it ends, so that who waits for something else holds nobody up.
+    """An engine with continuous batching: requests may be submitted between any two steps, and each response is
+    available as soon as it ends, so a waiting request never blocks the others.
 
-    An error of `step` ends all requests that are under way.
+    An error of `step` ends all requests in flight.
     """
 
     def submit(self, request: Request) -> None:
-        """Ask for an answer; it is begun by a later `step`, once there is room and it is worth the engine's while.
+        """Queue a request; a later `step` starts it once there is room.
 
         Raises:
-            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
-            DataError: a context that the model cannot take.
-            ParameterError: a request of that name is under way, or its response was not taken.
+            SyncError: the engine has no receipt, or its weights do not match it.
+            DataError: the model cannot process the context, for example because it is too long.
+            ParameterError: a request of that name is in flight, or its response was not taken.
             AsleepError: the engine sleeps.
         """
         ...
 
     def step(self) -> list[str]:
-        """Compute for as long as the engine does at a time (one token of each answer), if there is anything to compute.
+        """Run one engine step (one token of each response), if there is anything to compute.
 
         Returns:
-            the names of the requests whose responses are there since.
+            the names of the requests whose responses ended.
 
         Raises:
-            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
-            DataError: what the model gives is not finite.
+            SyncError: the engine has no receipt, or its weights do not match it.
+            DataError: the model's output is not finite.
             AsleepError: the engine sleeps.
             EngineError: the engine or one of its processes failed.
         """
         ...
 
     def take(self, name: str) -> Response:
-        """The response to a request, once.
+        """Remove and return the response to a request.
 
         Raises:
-            ParameterError: it is not there.
+            ParameterError: there is none.
             DataError: its log-probs are not finite.
         """
         ...
 
     def drop(self, name: str) -> None:
-        """Stop a request where it is under way, drop its response, and forget what was kept of it; nothing where there
-        is none of these."""
+        """Cancel a request if it is in flight, and discard its response and KV. Does nothing for an unknown name."""
         ...
 
 
 @runtime_checkable
 class CacheStats(Protocol):
-    """An engine that counts the tokens before its answers, from when it was built."""
+    """An engine that counts context tokens since it was built."""
 
     @property
     def context_tokens(self) -> int:
-        """All of them, answer by answer."""
+        """The context tokens of all responses."""
         ...
 
     @property
     def cached_tokens(self) -> int:
-        """Those that it did not compute for that answer, since it had them from another."""
+        """Those whose KV was reused from another request."""
         ...
 
 
 @runtime_checkable
 class LiveWeightUpdate(Synced, Protocol):
-    """An engine whose weights may change under answers that are under way, between two tokens. All but `swap` is called
-    by one thread, and `swap` by any."""
+    """An engine whose weights may change between two tokens of responses in flight. One thread calls all other
+    methods; any thread may call `swap`."""
 
     def swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """Take over the weights of `source`, as `sync` does, as soon as the step that is being computed is done.
+        """Load the weights of `source`, as `sync` does, at the end of the current step.
 
-        Answers that are under way go on with the new weights. Those that begin afterwards go on from nothing that was
-        computed with older ones: neither from what was kept of earlier turns, nor from beginnings in common.
+        Responses in flight continue with the new weights. Later requests reuse no KV computed with older weights,
+        neither of earlier turns nor of shared prefixes.
 
         Args:
             source: the trainer.
@@ -348,84 +343,83 @@ class LiveWeightUpdate(Synced, Protocol):
                 older weights.
 
         Raises:
-            SyncError: what was received is not what was sent; then the answers that are under way fail with it.
+            SyncError: the received weights differ from those sent; the responses in flight fail with the same error.
         """
         ...
 
 
 @runtime_checkable
 class Adapted(Protocol):
-    """A trainer that trains an adapter beside weights that stay; an engine that holds these needs the adapter alone."""
+    """A trainer of an adapter on frozen base weights; an engine with the same base weights needs only the adapter."""
 
     @property
     def adapter_of(self) -> str:
-        """What the adapter is added to, and how: the digest of the weights that stay, and the scaling. It must be equal
-        on both sides of a sync."""
+        """Digest of the base weights, and the scaling of the adapter. Must be equal on both sides of a sync."""
         ...
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's weights under the names that PEFT writes, sorted."""
+        """The adapter's weights under PEFT's names, sorted."""
         ...
 
 
 @runtime_checkable
 class RemoteWeights(Protocol):
-    """What stands in for a trainer where its weights come from another process."""
+    """A proxy of a trainer in another process, which provides its weights."""
 
     @property
     def transport(self) -> str:
-        """The way by which they come."""
+        """The transport, such as ``"gloo"``."""
         ...
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """An engine that can give its device to others between its turns."""
+    """An engine that can release its device while others compute on it."""
 
     def sleep(self) -> None:
         """Release the device; the engine computes nothing until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Reclaim the device."""
         ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An engine that has something to end, such as processes of its own."""
+    """An engine with resources to release, such as its own processes."""
 
     def close(self) -> None:
-        """End it; twice is as good as once."""
+        """Release them. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Checkpointed(Protocol):
-    """An engine that writes what it needs to go on, and goes on from it; of several ranks, each writes its part.
+    """An engine that saves and restores its state; each rank writes its part.
 
-    Checkpoints (``Training(checkpoint_every=...)``) and places that rebuild roles (``restart="role"``) ask it of every
-    trained role.
+    Checkpoints (``Training(checkpoint_every=...)``) and places that rebuild roles (``restart="role"``) require it of
+    every trained role.
     """
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write into a new folder."""
+        """Write the state into a new folder."""
         ...
 
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from what was written.
+        """Restore the state that `save_checkpoint` wrote.
 
         Raises:
-            DataError: it is of another model or optimiser, or damaged.
+            DataError: it belongs to another model or optimizer, or is damaged.
         """
         ...
 
 
 class BuildContext(Protocol):
-    """What a backend may ask for while it is built."""
+    """What `Backend.build` may use."""
 
     def engine(self, role: str) -> Any:
-        """The live engine of another role (built first)."""
+        """The engine of another role, built first if needed."""
         ...
 
     @property
@@ -433,11 +427,11 @@ class BuildContext(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which of the processes that build this engine together this one is."""
+        """This process's rank among those that form the engine."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many processes build this engine together; if several, they are the default group of
-        `torch.distributed`, which the caller has initialised, unless `Backend.collective` is false."""
+        """How many processes form the engine. If several, they are the default group of `torch.distributed`, which the
+        caller has initialized, unless `Backend.collective` is false."""
         ...

@@ -1,4 +1,4 @@
-"""What live engines must do that score more than the tokens that are there; see `flowrl.protocols.protocols`."""
+"""Protocols of engines that score more than the given tokens; see `flowrl.protocols.protocols`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flowrl.records import Sequences, Tokens
 
 
 class Top(NamedTuple):
-    """The most likely tokens after each token, and all others together.
+    """The `k` most likely tokens at each position, and the remaining probability.
 
     Args:
-        ids: int64 ``[batch response k]``, the most likely first; 0 off the mask.
-        log_probs: float32 ``[batch response k]``, theirs; 0 off the mask.
-        rest: float32 ``[batch response]``, the log-prob that it is none of them; 0 off the mask.
+        ids: int64 ``[batch response k]``, most likely first; 0 off the mask.
+        log_probs: float32 ``[batch response k]``; 0 off the mask.
+        rest: float32 ``[batch response]``, the log of the probability of all other tokens; 0 off the mask.
     """
 
     ids: Tensor
@@ -27,26 +27,26 @@ class Top(NamedTuple):
 
 @runtime_checkable
 class LogitScorer(Scorer, Protocol):
-    """A scorer that says what else could have stood in a token's place."""
+    """A scorer that also gives the most likely tokens at each position."""
 
     def top_log_probs(self, batch: Sequences, k: int) -> Top:
-        """The `k` most likely tokens in the place of each response token, at each row's temperature."""
+        """The `k` most likely tokens at the position of each response token, at each row's temperature."""
         ...
 
 
 @runtime_checkable
 class NormScorer(Scorer, Protocol):
-    """A scorer that also says how hard each token pulls at the logits."""
+    """A scorer that also gives each token's gradient norm in the logits."""
 
     def logit_norms(self, batch: Sequences) -> Tensor:
-        """Squared norms of the gradient of each response token's log-prob in its logits: float32 ``[batch response]``,
+        """Squared norm of the gradient of each response token's log-prob in its logits: float32 ``[batch response]``,
         0 off the mask."""
         ...
 
 
 @runtime_checkable
 class RewardScorer(Protocol):
-    """Weights that say how good a whole sequence is, given its tokens."""
+    """A reward model that scores sequences of tokens."""
 
     def rewards(self, batch: Tokens) -> Tensor:
         """The score of each row: float32 ``[batch]``."""
@@ -55,7 +55,7 @@ class RewardScorer(Protocol):
 
 @runtime_checkable
 class TextRewardScorer(Protocol):
-    """Weights that say how good the last answer of a conversation is; tokeniser and template are their own."""
+    """A reward model that scores the last response of a conversation, with its own tokenizer and chat template."""
 
     def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
         """The score of each conversation, ``{"role": ..., "content": ...}`` a message: float32 ``[conversations]``."""

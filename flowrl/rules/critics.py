@@ -1,4 +1,4 @@
-"""Rules about critics: whether their values can be believed, and what they are trained towards."""
+"""Rules about critics: whether their values are trained, and on which returns."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
+from flowrl.rules.rule import Findings, of_kind, policy_lines, read_through, rule, writers, writes
 
 
-@rule("FR023", "Values that steer a policy are of a critic that is trained.", "hiyouga/LlamaFactory#124")
+@rule("FR023", "Values that a policy trains with must come from a trained critic.", "hiyouga/LlamaFactory#124")
 def _critic_is_trained(graph: Graph, prompts: int | None) -> Findings:
     if writers(graph, Critic):
-        return  # then FR005 tells whose values these must be
-    steering = {n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}
-    for name, node in steering.items():
+        return  # then FR005 checks whose values these are
+    for node in policy_lines(graph):
         for role in sorted(read_through([node], Critic)):
             yield (
-                name,
-                f"its values are of {role!r}, which nothing trains, and a policy is trained by them; expected an "
-                f"update of it: return UpdateCritic(critic=Role({role!r}))(...) too.",
+                node.name,
+                f"Its values come from {role!r}, which nothing trains, but a policy trains with them. Train the "
+                f"critic: return UpdateCritic(critic=Role({role!r}))(...) too.",
             )
 
 
-@rule("FR024", "A critic is trained no later than the policy that its values steer.", "RLinf/RLinf#209")
+@rule("FR024", "A critic must start training no later than the policy that uses its values.", "RLinf/RLinf#209")
 def _critic_goes_first(graph: Graph, prompts: int | None) -> Findings:
     updates = [(node.name, role, _start(graph, node.name)) for node, role in writers(graph, Critic)]
     for node, _ in writers(graph, Trainer):
         start, critics = _start(graph, node.name), read_through(own_line(graph, node.name), Critic)
         for role in sorted(critics):
-            first = min(((began, name) for name, other, began in updates if other == role), default=(0, ""))
+            first = min(((since, name) for name, other, since in updates if other == role), default=(0, ""))
             if first[0] > start:
                 yield (
                     first[1],
-                    f"it trains {role!r} from step {first[0]} on, and {node.name} goes by values of {role!r} from step "
-                    f"{start} on, which are those of a new head; expected the critic first: "
-                    f"edit(when={{'{node.name}': When(start={first[0]})}}).",
+                    f"It trains {role!r} from step {first[0]} on, but {node.name} uses values of {role!r} from step "
+                    f"{start} on, when its head is untrained. Start the policy no earlier: edit(when={{'{node.name}': "
+                    f"When(start={first[0]})}}).",
                 )
 
 
 @rule(
     "FR025",
-    "A critic learns returns as they were paid, not advantages that were scaled.",
+    "A critic must learn unscaled returns, not returns of scaled advantages.",
     "luchris429/model-free-opponent-shaping#1",
 )
 def _returns_are_not_scaled(graph: Graph, prompts: int | None) -> Findings:
@@ -53,23 +52,23 @@ def _returns_are_not_scaled(graph: Graph, prompts: int | None) -> Findings:
                 if Effect.SCALED in n.effects and writes(n, "advantage"):
                     yield (
                         node.name,
-                        f"its {field} come from {edge}, behind {n.name}, which divides by a standard deviation, so "
-                        f"{role!r} learns another unit in each step; expected returns from before {n.name}, as GAE "
-                        f"writes them.",
+                        f"Its {field} come from {edge}, after {n.name} divided by a standard deviation, so the unit "
+                        f"that {role!r} learns changes in each step. Wire returns from before {n.name}, such as those "
+                        f"of GAE.",
                     )
 
 
 @rule(
     "FR026",
-    "Returns of a critic and advantages by its values are of the same rewards.",
+    "A critic's returns, and advantages that use its values, must come from the same rewards.",
     "NovaSky-AI/SkyRL#2104",
 )
 def _of_the_same_rewards(graph: Graph, prompts: int | None) -> Findings:
-    policies = {n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}
+    policies = policy_lines(graph)
     for node, role in writers(graph, Critic):
         for _, edge in of_kind(graph, node, "return"):
             learned = _rewards(graph, graph[edge.node])
-            for n in policies.values():
+            for n in policies:
                 values = [e.node for _, e in of_kind(graph, n, "value")]
                 of_role = any(role in read_through(line(graph, name), Critic) for name in values)
                 paid = _rewards(graph, n) if of_role and writes(n, "advantage") else []
@@ -77,8 +76,8 @@ def _of_the_same_rewards(graph: Graph, prompts: int | None) -> Findings:
                     (port, other), (_, own) = learned[0], paid[0]
                     yield (
                         node.name,
-                        f"it learns returns of {other}, and {n.name} takes advantages of {own} by its values; expected "
-                        f"the same rewards for both: edit(wire={{'{edge.node}.{port}': '{own}'}}).",
+                        f"It learns returns of {other}, but {n.name} computes advantages of {own} with its values. "
+                        f"Use the same rewards for both: edit(wire={{'{edge.node}.{port}': '{own}'}}).",
                     )
 
 

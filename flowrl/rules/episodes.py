@@ -1,4 +1,4 @@
-"""Rules about episodes: who is rewarded for what, who shares what, and what holds up the others."""
+"""Rules about episodes: rewards, tools, context, and the tokens that scores are placed on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, line, origin
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules.environment_source import EnvironmentSource, blocks, changed_by_all, played_by_all
+from flowrl.rules.environment_source import EnvironmentSource
 from flowrl.rules.rule import Findings, rule, writers
 from flowrl.spec import parameters
 
 _BY_TOOLS = frozenset({"answer_by_tools", "calls", "tool"})
-"""What of a chat makes calls of tools."""
+"""The members of a chat that execute tool calls."""
 
 
 class _Episodes(NamedTuple):
-    """A node that plays episodes: its parameters, and what is written of its environment."""
+    """A node that plays episodes, its parameters, and the source of its environment."""
 
     node: Node
     given: Mapping[str, Any]
@@ -29,77 +29,46 @@ def _episodes(graph: Graph) -> Iterator[_Episodes]:
     for node in graph.nodes.values():
         given = parameters(node.initial_operator) if generates(node) else {}
         if {"environment", "tools", "max_turns", "context"} <= given.keys():
-            apart = bool(given.get("processes"))
-            yield _Episodes(node, given, EnvironmentSource.of(given["environment"], given["tools"], apart))
+            yield _Episodes(node, given, EnvironmentSource.of(given["environment"]))
 
 
 @rule(
     "FR033",
-    "What an environment pays reaches an update: a reward function in its place makes it unheard.",
+    "Environment rewards must reach an update; a later reward function discards them.",
     "verl-project/verl#2540",
 )
-def _paid_is_heard(graph: Graph, prompts: int | None) -> Findings:
+def _environment_rewards_count(graph: Graph, prompts: int | None) -> Findings:
     for one, others, readers in _scored(graph):
-        if others and one.environment.pays:
+        if others and one.environment.gives_rewards:
             wire = dict.fromkeys(readers, f"{one.node.name}.token_level_scores")
             yield (
                 one.node.name,
-                f"its environment gives rewards, and no update reads them, but those of {', '.join(others)} alone; "
-                f"expected one of the two: take rewards out of the environment, or let these count: "
-                f"edit(drop={[*others]!r}, wire={wire!r}).",
+                f"Its environment gives rewards, but updates read only those of {', '.join(others)}. Train on the "
+                f"environment's rewards: edit(drop={[*others]!r}, wire={wire!r}), or remove them from the environment.",
             )
 
 
-@rule("FR034", "Somebody pays for an episode: where nobody does, every reward is 0.", "huggingface/trl#6427")
-def _somebody_pays(graph: Graph, prompts: int | None) -> Findings:
+@rule(
+    "FR034",
+    "Episodes need a reward, from their environment or another node; otherwise every reward is 0.",
+    "huggingface/trl#6427",
+)
+def _episodes_are_rewarded(graph: Graph, prompts: int | None) -> Findings:
     for one, others, _ in _scored(graph):
-        if not others and one.environment.never_pays:
+        if not others and one.environment.gives_none:
             yield (
                 one.node.name,
-                "its environment gives no reward, and no other node does, so every reward is 0; expected some from the "
-                "environment, Reply(..., reward=1.0) or what an agent returns, or a reward function: Reward(fn).",
+                "Neither its environment nor another node gives rewards, so every reward is 0. Give rewards in the "
+                "environment with Reply(..., reward=1.0), return one from the agent, or add a reward function: "
+                "Reward(fn).",
             )
 
 
 @rule(
-    "FR035",
-    "Each episode has an environment of its own: what all share, each finds as another left it.",
-    "PrimeIntellect-ai/verifiers#1067",
+    "FR037",
+    "The policy's tool calls must be executed, and a turn must remain to read the results.",
+    "awslabs/agentcore-rl-toolkit#97",
 )
-def _own_environment(graph: Graph, prompts: int | None) -> Findings:
-    for one in _episodes(graph):
-        for name, where in changed_by_all(one.environment):
-            attribute = name.rpartition(".")[2]
-            yield (
-                one.node.name,
-                f"{name} is one object for all episodes, which go on at once, and they change it ({where}); expected "
-                f"one for each: self.{attribute} = ... in reset(self, row), or, where sharing is meant, an annotation "
-                f"that says so: {attribute}: ClassVar[...].",
-            )
-        for name, where in played_by_all(one.environment):
-            yield (
-                one.node.name,
-                f"{name} is reset and stepped, and it is one environment for all episodes, which go on at once "
-                f"({where}); expected one for each, made where the episode begins.",
-            )
-
-
-@rule(
-    "FR036",
-    "What is async does not block: one that does holds up every other episode, and no time limit ends it.",
-    "openai/openai-agents-python#820",
-)
-def _nobody_blocks(graph: Graph, prompts: int | None) -> Findings:
-    for one in _episodes(graph):
-        for function, name, where in blocks(one.environment):
-            yield (
-                one.node.name,
-                f"{function} is async and calls {name} ({where}), which holds up all episodes; expected "
-                f"await asyncio.to_thread({name}, ...), or a plain `def {function}`, which runs in a thread.",
-            )
-
-
-@rule("FR037", "Tools that the policy is told of are called for it.", "awslabs/agentcore-rl-toolkit#97")
 def _tools_are_called(graph: Graph, prompts: int | None) -> Findings:
     for one in _episodes(graph):
         name, used = one.node.name, one.environment.used_of_chat
@@ -108,18 +77,22 @@ def _tools_are_called(graph: Graph, prompts: int | None) -> Findings:
         if one.given["max_turns"] == 1:
             yield (
                 name,
-                f"it has tools and one turn, so the policy never reads what a call gave; expected more: "
+                f"It has tools but a single turn, so the policy never reads the result of a call. Allow more turns: "
                 f"edit(set={{'{name}.max_turns': 4}}).",
             )
         elif used is not None and not used & _BY_TOOLS:
             yield (
                 name,
-                f"its tools are told to the policy, and its agent answers no call; expected "
-                f"`await chat.answer_by_tools()` in it, or no tools: edit(set={{'{name}.tools': ()}}).",
+                f"It offers tools to the policy, but its agent executes no tool calls. Use `await "
+                f"chat.answer_by_tools()` in the agent, or remove the tools: edit(set={{'{name}.tools': ()}}).",
             )
 
 
-@rule("FR038", "An episode fits into its context, and that into its engine.", "NovaSky-AI/SkyRL#406")
+@rule(
+    "FR038",
+    "An answer must leave room in its episode's context, and the context must fit the engine.",
+    "NovaSky-AI/SkyRL#406",
+)
 def _episodes_fit(graph: Graph, prompts: int | None) -> Findings:
     for one in _episodes(graph):
         name, context, turns = one.node.name, one.given["context"], one.given["max_turns"]
@@ -127,22 +100,26 @@ def _episodes_fit(graph: Graph, prompts: int | None) -> Findings:
         if turns > 1 and longest >= context:
             yield (
                 name,
-                f"one answer may have {longest} tokens and the whole episode {context}, so the first may leave no room "
-                f"for the other {turns - 1} turns; expected answers that leave some: "
-                f"edit(set={{'{name}.max_new_tokens': {max(1, context // (2 * turns))}}}), or a longer context.",
+                f"One answer may have {longest} tokens and the whole episode {context}, so the first may leave no "
+                f"room for the other {turns - 1} turns. Shorten the answers: edit(set={{'{name}.max_new_tokens': "
+                f"{max(1, context // (2 * turns))}}}), or raise context.",
             )
         for role in one.node.reads:
-            takes = parameters(graph.bindings[role]).get("max_model_len") if role in graph.bindings else None
-            if takes is not None and takes < context:
+            supported = parameters(graph.bindings[role]).get("max_model_len") if role in graph.bindings else None
+            if supported is not None and supported < context:
                 yield (
                     name,
-                    f"an episode may have {context} tokens, and the engine {role!r} takes {takes}; expected no more "
-                    f"than that: edit(set={{'{name}.context': {takes}}}), or an engine that takes more: "
+                    f"An episode may have {context} tokens, but the engine {role!r} supports {supported}. Lower the "
+                    f"context: edit(set={{'{name}.context': {supported}}}), or raise the engine's limit: "
                     f"max_model_len={context}.",
                 )
 
 
-@rule("FR039", "A reward stands on a token that was sampled: who places it reads the mask.", "verl-project/verl#6392")
+@rule(
+    "FR039",
+    "Rewards belong on sampled tokens, so whatever places them must read `response_mask`.",
+    "verl-project/verl#6392",
+)
 def _placed_on_the_mask(graph: Graph, prompts: int | None) -> Findings:
     updates = [node.name for by in (Trainer, Critic) for node, _ in writers(graph, by)]
     on_the_way = {node.name for update in updates for node in line(graph, update)}
@@ -154,9 +131,9 @@ def _placed_on_the_mask(graph: Graph, prompts: int | None) -> Findings:
             if typed[1:] and typed[1].partition("@")[2] != node.name:
                 yield (
                     node.name,
-                    f"it writes {output} on tokens, and reads no mask that says which of these were sampled: what "
-                    f"stands on another is lost, such as one that an environment said; expected `response_mask: "
-                    f"ResponseMask` among its ports, and the score on the last token there.",
+                    f"It places {output} on tokens without reading which of them were sampled, so a score on another "
+                    f"token, such as one of an environment's reply, is lost. Add the port `response_mask: "
+                    f"ResponseMask` and place scores on the last sampled token.",
                 )
 
 
@@ -168,8 +145,8 @@ def _scores(graph: Graph, node: Node) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _scored(graph: Graph) -> Iterator[tuple[_Episodes, tuple[str, ...], tuple[str, ...]]]:
-    """Episodes; the nodes whose scores updates read in the place of theirs, none where theirs alone count; and the
-    ports that read these. Those whose scores count beside others' are left out."""
+    """Episodes; the nodes whose scores updates read instead of theirs, none if only theirs count; and the ports that
+    read these. Omits episodes whose scores count together with others."""
     ways = [{n.name: n for n in line(graph, node.name)} for by in (Trainer, Critic) for node, _ in writers(graph, by)]
     for one in _episodes(graph):
         way = {name: node for found in ways if one.node.name in found for name, node in found.items()}

@@ -1,4 +1,4 @@
-"""Rules about what an update minimises: whether its loss fits the advantages, rows and steps that it is given."""
+"""Rules about losses: whether a loss fits the advantages, rows and optimizer steps of its update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.spec import parameters
 
 @rule(
     "FR015",
-    "KL in the loss has a gradient: that of k1 is noise, whose mean is 0 on the policy's own rows.",
+    "KL in the loss needs a gradient: that of k1 is noise with mean 0 on the policy's own rows.",
     "OpenRLHF/OpenRLHF#1309",
 )
 def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
@@ -25,65 +25,66 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
         if Effect.KL_WITHOUT_GRADIENT in node.effects:
             yield (
                 node.name,
-                f"its KL is by k1, whose gradient in a loss is 0 in expectation, so it holds nothing back and adds "
-                f"noise; expected k2 or k3: edit(set={{'{node.name}.kl.estimator': 'k2'}}).",
+                f"Its KL uses k1, whose gradient in a loss is 0 in expectation, so it adds noise and does not "
+                f"constrain the policy. Use k2 or k3: edit(set={{'{node.name}.kl.estimator': 'k2'}}).",
             )
 
 
 @rule(
     "FR017",
-    "A loss that holds to the reference by itself takes no KL beside it.",
+    "A loss that already keeps the policy near the reference must not be combined with a KL term.",
     "eric-mitchell/direct-preference-optimization#4",
 )
-def _held_once(graph: Graph, prompts: int | None) -> Findings:
+def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        beside = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
-        if Effect.HELD_TO_REFERENCE in node.effects and beside:
-            first = beside[0]
+        terms = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
+        if Effect.HELD_TO_REFERENCE in node.effects and terms:
+            first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
                 node.name,
-                f"its loss holds to the reference by itself, and {first} counts KL to it again; expected once: "
-                f"edit({without}).",
+                f"Its loss already keeps the policy near the reference, and {first} counts KL to it again. Remove the "
+                f"KL: edit({without}).",
             )
 
 
 @rule(
     "FR018",
-    "A loss of a whole row counts once a row: summed over tokens, it weighs a row by its length.",
+    "A loss per row must count once per row: summed over tokens, it weights rows by their length.",
     "huggingface/trl#3823",
 )
-def _once_a_row(graph: Graph, prompts: int | None) -> Findings:
+def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         aggregation = parameters(node.initial_operator).get("aggregation", _BY_ROW)
         if loss.unit in ("row", "group") and aggregation != _BY_ROW:
             yield (
                 node.name,
-                f"{type(loss).__name__} is a loss of whole rows, which is the same at each token, and by "
-                f"aggregation={aggregation!r} long rows count more; expected the mean over rows: "
-                f"edit(set={{'{node.name}.aggregation': '{_BY_ROW}'}}).",
+                f"{type(loss).__name__} is a loss per row, the same at each token, but aggregation={aggregation!r} "
+                f"gives longer rows more weight. Average over rows: edit(set={{'{node.name}.aggregation': "
+                f"'{_BY_ROW}'}}).",
             )
 
 
-@rule("FR019", "A loss with one ratio a row takes one advantage a row.", "huggingface/trl#3811")
-def _one_advantage_a_row(graph: Graph, prompts: int | None) -> Findings:
+@rule("FR019", "A loss with one ratio per row needs one advantage per row.", "huggingface/trl#3811")
+def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
             for n in own_line(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
                 if by_values or Effect.WEIGHS_TOKENS in n.effects:
-                    fix = "as by GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
+                    source = "values" if by_values else "weights"
+                    fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (
                         node.name,
-                        f"{type(loss).__name__} takes the mean of a row's advantages, and {n.name} gives each token "
-                        f"its own, by {'values' if by_values else 'weights'}, which that undoes; expected one a row, "
-                        f"{fix}, or a loss of tokens: UpdateActor(PPOClip()).",
+                        f"{type(loss).__name__} averages the advantages of a row, but {n.name} gives each token its "
+                        f"own, from {source}. Use one advantage per row, {fix}, or a loss per token: "
+                        f"UpdateActor(PPOClip()).",
                     )
 
 
 @rule(
     "FR020",
-    "A loss without a ratio is for one optimiser step: behind it the rows are of an older policy.",
+    "A loss without a ratio allows one optimizer step: after it, the rows come from an older policy.",
     "huggingface/trl#2341",
 )
 def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
@@ -93,53 +94,53 @@ def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
             continue
         epochs = max(int(parameters(now).get("ppo_epochs", 1)) for now in sample_steps(node.operator))
         size, rows = node.row_divisors.get("mini_batch"), rows_of_step(graph, node.name, prompts)
-        again = [
+        reuse = [
             *([f"ppo_epochs={epochs}"] if epochs > 1 else []),
-            *([f"mini_batch={size}, which is less than its {rows} rows"] if size and rows and rows > size else []),
+            *([f"mini_batch={size} for {rows} rows"] if size and rows and rows > size else []),
             *([f"prior_updates={node.prior_updates}"] if node.prior_updates else []),
         ]
-        if again:
+        if reuse:
             yield (
                 node.name,
-                f"{type(loss).__name__} has no ratio to the policy that sampled, and with {' and '.join(again)} it "
-                f"goes on with rows of an older one; expected one optimiser step on new rows (ppo_epochs=1, "
-                f"mini_batch=None), or a loss with a ratio: UpdateActor(PPOClip()).",
+                f"{type(loss).__name__} has no ratio to the policy that sampled, but with {' and '.join(reuse)} it "
+                f"trains on rows of an older policy. Take one optimizer step per batch (ppo_epochs=1, "
+                f"mini_batch=None), or use a loss with a ratio: UpdateActor(PPOClip()).",
             )
 
 
-@rule("FR021", "A loss over groups takes several answers to a prompt.", "camel-ai/owl#592")
+@rule("FR021", "A loss over groups needs several responses per prompt.", "camel-ai/owl#592")
 def _groups_of_several(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         if loss.unit == "group" and trained_on(graph, node.name) and rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
-                f"{type(loss).__name__} compares the answers to a prompt, and there is 1; expected at least 2: put "
-                f"Repeat(2) before what generates.",
+                f"{type(loss).__name__} compares the responses to a prompt, but there is only 1. Sample at least 2: "
+                f"insert Repeat(2) before the node that generates.",
             )
 
 
-@rule("FR022", "A mini-batch holds whole groups where the loss is over groups.", "huggingface/trl#2858")
+@rule("FR022", "Mini-batches must hold whole groups if the loss is over groups.", "huggingface/trl#2858")
 def _whole_groups(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         line, group = own_line(graph, node.name), rows_per_prompt(graph, node.name)
         if loss.unit != "group" or any(isinstance(n.initial_operator, Gate) for n in line):
-            continue  # behind a gate, groups are of any size
+            continue  # downstream of a gate, groups have any size
         for field, size in node.row_divisors.items():
             if size % group:
                 fitting = max(group, size - size % group)
                 yield (
                     node.name,
-                    f"{field}={size} cuts groups of {group} rows, and {type(loss).__name__} is over whole ones; "
-                    f"expected a multiple: edit(set={{'{node.name}.{field}': {fitting}}}).",
+                    f"{field}={size} splits groups of {group} rows, but {type(loss).__name__} needs whole groups. Use "
+                    f"a multiple of {group}: edit(set={{'{node.name}.{field}': {fitting}}}).",
                 )
 
 
 @rule(
     "FR030",
-    "Own answers are imitated once the good ones are chosen: all of them teach nothing but to be surer.",
+    "Imitating all of the policy's own responses teaches it nothing new: select the good ones first.",
     "huggingface/trl#704",
 )
-def _chosen_before_imitated(graph: Graph, prompts: int | None) -> Findings:
+def _imitates_selected(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
         engines = read_through(trained_on(graph, node.name), Synced)
@@ -148,8 +149,8 @@ def _chosen_before_imitated(graph: Graph, prompts: int | None) -> Findings:
         if own and not chosen and _kinds(loss) <= {"mask"}:
             yield (
                 node.name,
-                f"{type(loss).__name__} imitates every answer that the policy itself gave, right or wrong; expected "
-                f"those that won, as by a Filter behind the reward, or a loss that reads advantages: "
+                f"{type(loss).__name__} imitates every response of the policy itself, right or wrong. Keep the good "
+                f"ones, such as with a Filter after the reward, or use a loss that reads advantages: "
                 f"UpdateActor(PPOClip()).",
             )
 
@@ -164,5 +165,5 @@ def _losses(graph: Graph) -> Iterator[tuple[Node, Loss]]:
 
 
 def _kinds(loss: Loss) -> set[str]:
-    """What is wired to a loss."""
+    """The kinds of columns that a loss reads."""
     return {str(getattr(t, "kind", "")) for t in loss.signature.fields.values()}

@@ -1,4 +1,4 @@
-"""Rules about what reaches an update: it trains on its own rows, and counts each thing once."""
+"""Rules about what an update trains on: rows of its own policy, with KL, ratio and scale counted once."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import makers, own_line, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
-from flowrl.rules.rule import Findings, log_probs, of_kind, rule, with_role, writers
+from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, set_role, writers
 
 
-@rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
+@rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         line = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
         if len(line) > 1:
-            in_loss = ", or take it out of the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
+            in_loss = ", or remove it from the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
             yield (
                 node.name,
-                f"KL to the reference is counted {len(line)} times on the way to this update, by {', '.join(line)}; "
-                f"expected once: drop one, as in edit(drop=['{line[0]}']){in_loss}.",
+                f"KL to the reference counts {len(line)} times on the way to this update: in {', '.join(line)}. Drop "
+                f"one, such as edit(drop=['{line[0]}']){in_loss}.",
             )
 
 
 @rule(
     "FR006",
-    "Generation that runs ahead needs an importance correction, since its rows are off-policy.",
+    "Generation ahead of training needs an importance correction, because its rows are off-policy.",
     "radixark/miles#1829",
 )
 def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
@@ -36,40 +36,40 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
             for generate in sorted(ahead):
                 yield (
                     generate,
-                    f"it runs {graph.lag.versions} version(s) ahead of what {node.name} trains, and nothing corrects "
-                    f"for that, by an operator with the effect 'importance correction'; {_corrected(node)}.",
+                    f"It samples up to {graph.lag.versions} version(s) ahead of {node.name}, and no operator with the "
+                    f"effect 'importance correction' corrects for that. {_correct(node)}.",
                 )
 
 
-def _corrected(update: Node) -> str:
-    """The edit that corrects what an update trains on; one that reads no advantages has to run on-policy."""
+def _correct(update: Node) -> str:
+    """The edit that inserts a correction; an update that reads no advantages has to run on-policy."""
     source = next((edge.node for place, edge in update.inputs.items() if place.name == "advantages"), None)
     if source is None:
-        return "go back to edit(lag=0)"
+        return f"{update.name} reads no advantages to correct, so run on-policy: edit(lag=0)"
     level = "geometric" if Effect.ONE_ADVANTAGE_A_ROW in update.effects else "token"  # FR019
     correction = f"RolloutCorrection('{level}', 'truncate', high=2.0)"
-    return f"expected edit(insert={{'correction': After('{source}', {correction})}}), or lag=0"
+    return f"Insert one: edit(insert={{'correction': After('{source}', {correction})}}), or pass lag=0"
 
 
 @rule(
     "FR007",
-    "Greedy answers have no log-prob at their temperature and no exploration: nothing to learn from.",
+    "A policy cannot learn from greedy responses: they do not explore, and have no log-prob at their temperature.",
     "THUDM/slime#2197",
 )
-def _greedy(graph: Graph, prompts: int | None) -> Findings:
+def _samples(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         for n in makers(graph, node.name):
             if Effect.GREEDY in n.effects:
                 yield (
                     n.name,
-                    f"it generates greedily, and {node.name} trains on that; expected temperature > 0, as in "
-                    f"Generate(temperature=1.0).",
+                    f"It samples greedily, but {node.name} trains on its responses. Pass a temperature above 0: "
+                    f"edit(set={{'{n.name}.temperature': 1.0}}).",
                 )
 
 
 @rule(
     "FR009",
-    "The ratio's old log-probs are the trained policy's own, not those of another role.",
+    "The old log-probs of the ratio must come from the trained policy, not from another role.",
     "thu-ml/tianshou#745",
 )
 def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
@@ -78,74 +78,73 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
             if use.role != trained:
                 yield (
                     use.node,
-                    f"it takes the old log-probs from {use.role!r}, and {node.name} trains {trained!r}; expected "
-                    f"{with_role(graph, use, trained)}.",
+                    f"It computes the old log-probs with {use.role!r}, but {node.name} trains {trained!r}. Use the "
+                    f"trained role: {set_role(use, trained)}.",
                 )
 
 
 @rule(
     "FR011",
-    "The ratio of trainer to engine counts once: as weights or in the loss's own ratio, never as both.",
+    "The ratio of trainer to engine must count once: as weights or in the loss's own ratio, not as both.",
     "THUDM/slime#1912",
 )
 def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         line = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         if len(line) > 1:
-            in_loss = ", or take the loss's ratio to the trainer: PPOClip(ratio_to='old')" if node.name in line else ""
+            in_loss = ", or use the trainer's ratio in the loss: PPOClip(ratio_to='old')" if node.name in line else ""
             yield (
                 node.name,
-                f"the ratio of the trainer to the engine that sampled is counted {len(line)} times on the way to this "
-                f"update, by {', '.join(line)}; expected once: drop one, as in edit(drop=['{line[0]}']), or let it "
-                f"reject and not weigh, by mode='reject'{in_loss}.",
+                f"The ratio of the trainer to the engine that sampled counts {len(line)} times on the way to this "
+                f"update: in {', '.join(line)}. Drop one, such as edit(drop=['{line[0]}']), or let it only reject "
+                f"rows: mode='reject'{in_loss}.",
             )
 
 
 @rule(
     "FR012",
-    "A ratio to the engine counts what top-k and top-p cut off as a change of the policy.",
+    "With top-k or top-p sampling, a ratio to the engine mistakes the truncation for a change of the policy.",
     "huggingface/trl#6789",
 )
-def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
+def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         by = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         for n in makers(graph, node.name):
             if by and Effect.TRUNCATED in n.effects:
                 yield (
                     n.name,
-                    f"it samples from the most likely tokens alone, so its log-probs are of these, and {by[0]} takes "
-                    f"the ratio of the trainer's, which are of all tokens, to them; expected the whole distribution: "
-                    f"edit(set={{'{n.name}.top_k': 0, '{n.name}.top_p': 1.0}}), or no such ratio.",
+                    f"It samples from a truncated distribution (top-k or top-p), but {by[0]} compares its log-probs "
+                    f"with the trainer's, which cover all tokens. Sample from the full distribution: "
+                    f"edit(set={{'{n.name}.top_k': 0, '{n.name}.top_p': 1.0}}), or remove the ratio.",
                 )
 
 
 @rule(
     "FR013",
-    "Advantages are scaled once: what a group's deviation has scaled is not whitened again.",
+    "Advantages must be scaled once: whitening after a group's standard deviation scales them again.",
     "axon-rl/gem#113",
 )
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
-    lines = [own_line(graph, node.name) for node, _ in writers(graph, Trainer)]
-    for node in {n.name: n for line in lines for n in line}.values():
+    for node in policy_lines(graph):
         for _, edge in of_kind(graph, node, "advantage"):
             if Effect.SCALED in node.effects & graph[edge.node].effects:
                 yield (
                     node.name,
-                    f"it divides {edge} by a standard deviation, and {edge.node} has done so, over other rows; "
-                    f"expected one scale: edit(drop=['{node.name}']), or let {edge.node} leave it to this node, as by "
+                    f"It divides {edge} by a standard deviation, but {edge.node} has already done so, over other "
+                    f"rows. Scale once: edit(drop=['{node.name}']), or turn off the scaling in {edge.node}, such as "
                     f"GroupAdvantage(normalize_std=False).",
                 )
 
 
-@rule("FR014", "KL that shapes rewards is felt by the policy, or it holds nothing back.", "THUDM/slime#397")
-def _kl_is_felt(graph: Graph, prompts: int | None) -> Findings:
-    lines = [{n.name: n for n in own_line(graph, node.name)} for node, _ in writers(graph, Trainer)]
-    if not lines or any(Effect.KL in n.effects for found in lines for n in found.values()):
+@rule("FR014", "A KL penalty in the reward must reach the policy's advantages.", "THUDM/slime#397")
+def _kl_reaches_policy(graph: Graph, prompts: int | None) -> Findings:
+    nodes = policy_lines(graph)
+    if not nodes or any(Effect.KL in node.effects for node in nodes):
         return
     for node in graph.nodes.values():
         if Effect.KL in node.effects:
             yield (
                 node.name,
-                "it takes KL to the reference into rewards from which no update of a policy gets its advantages; "
-                f"expected advantages of what it writes: wire them to it, or take it out: edit(drop=['{node.name}']).",
+                f"It adds KL to the reference to rewards that no policy's advantages depend on. Compute the "
+                f"advantages from its output, or drop it: edit(drop=['{node.name}']).",
             )

@@ -1,4 +1,4 @@
-"""Rules about weights: who writes them, who reads them, and which of them stand still."""
+"""Rules about weights: which nodes write them, which read them, and which must stay frozen."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import line, own_line, trained_on
 from flowrl.core.graphs.plan import in_order, later_writers
 from flowrl.protocols.protocols import Critic, Synced, Trainer
-from flowrl.rules.rule import Findings, log_probs, read_through, rule, with_role, writers
+from flowrl.rules.rule import Findings, log_probs, read_through, rule, set_role, writers
 from flowrl.spec import parameters
 
 
 @rule(
     "FR002",
-    "A policy that is updated and never synced trains on the answers of an ever older one.",
+    "A policy that is updated must be synced to its engine, or it trains on responses of ever older weights.",
     "huggingface/trl#5312",
 )
 def _synced(graph: Graph, prompts: int | None) -> Findings:
@@ -30,23 +30,23 @@ def _synced(graph: Graph, prompts: int | None) -> Findings:
             if syncs and not any(set(graph.whens(sync)) <= set(graph.whens(node.name)) for sync in syncs):
                 yield (
                     node.name,
-                    f"it trains {role!r} in steps in which {', '.join(syncs)} does not carry its weights to "
-                    f"{engine!r}; expected a sync after every update: edit(when={{'{syncs[0]}': When()}}).",
+                    f"It trains {role!r} in steps in which {', '.join(syncs)} does not sync its weights to "
+                    f"{engine!r}. Sync after every update: edit(when={{'{syncs[0]}': When()}}).",
                 )
             elif not syncs:
                 roles = (("actor", role), ("rollout", engine))
                 sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
                 yield (
                     node.name,
-                    f"it trains {role!r} on what {engine!r} generates, but nothing carries its weights back to "
-                    f"{engine!r}; return {sync}({node.name}) too, or edit(insert={{'sync': After('{node.name}', "
-                    f"{sync})}}).",
+                    f"It trains {role!r} on responses of {engine!r}, but nothing syncs its weights to {engine!r}. "
+                    f"Insert a sync: edit(insert={{'sync': After('{node.name}', {sync})}}), or return "
+                    f"{sync}({node.name}) too.",
                 )
 
 
 @rule(
     "FR005",
-    "A critic is trained towards returns that were taken with its own values; otherwise nothing uses what it learns.",
+    "A critic must learn returns that were computed with its own values; otherwise nothing uses what it learns.",
     "PRIME-RL/SimpleVLA-RL#73",
 )
 def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
@@ -55,7 +55,8 @@ def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
         if role not in read_through(own, Critic):
             yield (
                 node.name,
-                f"it updates {role!r} without values of {role!r}; expected Value(critic=Role({role!r})) before it.",
+                f"It updates {role!r}, but reads nothing that was computed with values of {role!r}. Insert "
+                f"Value(critic=Role({role!r})) before it.",
             )
             continue
         for field, edge in node.inputs.items():
@@ -64,14 +65,14 @@ def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
             if kind in ("value", "return") and critics and role not in critics:
                 yield (
                     node.name,
-                    f"its {field} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
-                    f"updates {role!r}; wire what was taken with Value(critic=Role({role!r})).",
+                    f"Its {field} come from {edge}, computed with values of {sorted(critics)[0]!r}, but it updates "
+                    f"{role!r}. Wire {field} that were computed with Value(critic=Role({role!r})).",
                 )
 
 
 @rule(
     "FR008",
-    "Two writers of one role in a step: the second's rows were sampled before the first's update.",
+    "A role must be updated once per step: a second update trains on rows from before the first.",
     "thu-ml/tianshou#745",
 )
 def _one_writer(graph: Graph, prompts: int | None) -> Findings:
@@ -82,18 +83,19 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
             if graph[other].prior_updates >= before:
                 continue
             off = "prior_updates" in parameters(operator)
-            says = f", or let it say so: {type(operator).__name__}(prior_updates={before})" if off else ""
+            declare = (
+                f", or declare the age of its rows: {type(operator).__name__}(prior_updates={before})" if off else ""
+            )
             yield (
                 other,
-                f"it writes {role!r}, and so does {first}, so its rows are {before} version(s) older than the weights; "
-                f"expected one writer of a role a step: drop one, as in edit(drop=['{other}']), or give one a role of "
-                f"its own{says}.",
+                f"It updates {role!r} after {first}, so its rows are {before} version(s) older than the weights. "
+                f"Update a role once per step: edit(drop=['{other}']), or use a separate role{declare}.",
             )
 
 
 @rule(
     "FR010",
-    "A reference that is trained itself is not an anchor: KL to it moves with the policy.",
+    "A reference must stay frozen: KL to a trained role moves with the policy.",
     "hiyouga/ChatGLM-Efficient-Tuning#380",
 )
 def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
@@ -102,19 +104,19 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     for use in dict.fromkeys(use for found in anchors for use in found if use.role in trained):
         yield (
             use.node,
-            f"it takes the reference's log-probs from {use.role!r}, which {trained[use.role]} trains; expected a "
-            f"role that nothing trains: {with_role(graph, use, 'ref')}.",
+            f"It computes the reference's log-probs with {use.role!r}, which {trained[use.role]} trains. Use a role "
+            f"that nothing trains: {set_role(use, 'ref')}.",
         )
 
 
 @rule(
     "FR041",
-    "With a lag, what is sampled in rounds does not wait for training, which may wait for all rounds.",
+    "With a lag of 2 or more, sampling in rounds must not wait for training, which may wait for all rounds.",
     "NovaSky-AI/SkyRL#1802",
 )
 def _rounds_need_no_training(graph: Graph, prompts: int | None) -> Findings:
     if graph.lag.versions < 2:
-        return  # by a lag of 1, a sync waits for rounds that need no later training than the one before it
+        return  # with a lag of 1, the rounds that a sync waits for need only the training before it
     collecting = [
         n
         for n in graph.nodes.values()
@@ -125,7 +127,8 @@ def _rounds_need_no_training(graph: Graph, prompts: int | None) -> Findings:
             if node.name in graph.ancestors(gate.name):
                 yield (
                     gate.name,
-                    f"it asks for further rounds behind {node.name}, which reads {role!r} once the step before has "
-                    f"trained it, and with lag={graph.lag} that training waits for the rounds; expected it in front of "
-                    f"{node.name}: edit(drop=['{gate.name}']), and then the same After('reward', ...); or lag=1.",
+                    f"It samples further rounds after {node.name}, which waits until the previous step has trained "
+                    f"{role!r}, and with lag={graph.lag} that training waits for the rounds. Move it before "
+                    f"{node.name}: edit(drop=['{gate.name}']), then insert {gate.name} with After('reward', ...), or "
+                    f"use lag=1.",
                 )

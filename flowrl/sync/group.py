@@ -33,9 +33,6 @@ class TransferGroup:
         size: how many ranks there are.
         host: of the store, so an address that all ranks can reach.
         timeout: seconds that a rank waits for the others.
-
-    Raises:
-        Interrupted: the others do not come. Every method raises it too, when they are gone or silent.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> None:

@@ -83,11 +83,7 @@ class Shipment(Protocol):
         ...
 
     def weights(self) -> Iterator[Weight]:
-        """The weights, in memory that is the receiver's to keep; nothing is hashed here.
-
-        Raises:
-            SyncError: a tensor was not sent, came twice, or has not arrived; or it is of another version.
-        """
+        """The weights, in memory that is the receiver's to keep; nothing is hashed here."""
         ...
 
 

@@ -43,11 +43,7 @@ class Ticket:
 
     @contextmanager
     def open(self, rank: int) -> Iterator[ReceivedWeights]:
-        """The weights for a rank of the engine, which takes them within the block while `send` runs elsewhere.
-
-        Raises:
-            Interrupted: nobody sends.
-        """
+        """The weights for a rank of the engine, which takes them within the block while `send` runs elsewhere."""
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
             origin = Origin.of(group.hear())
@@ -60,9 +56,6 @@ class Ticket:
         Args:
             sender: the sender's rank in the trainer.
             rank: this process's rank in the group; 0 sends.
-
-        Raises:
-            Interrupted: the others do not come.
         """
         store = connect(self.host, self.port, self.timeout)
         size = 1 + self.senders.count(sender)
@@ -89,9 +82,6 @@ def send(
 
     Returns:
         the bytes of all tensors.
-
-    Raises:
-        Interrupted: a receiver is gone, or silent.
     """
     with ticket.join(sender, 0) as (group, carrier):
         group.tell(asdict(origin))

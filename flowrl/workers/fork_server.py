@@ -56,12 +56,7 @@ class ForkServer:
         send(self._channel, setup)
 
     def wait_until_ready(self) -> int:
-        """Wait for the imports. Returns how many threads they left running, of which a fork has one.
-
-        Raises:
-            NotReadyError: the imports raised, or ended the process.
-            TimeoutError: they took more than `START_LIMIT`.
-        """
+        """Wait for the imports. Returns how many threads they left running, of which a fork has one."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._reply()
@@ -95,9 +90,6 @@ class ForkServer:
             target: ``"module:function"`` that the worker calls with `arguments` and its copies of `fds`.
             arguments: what JSON can say.
             fds: file descriptors for the worker.
-
-        Raises:
-            OSError: the server has ended.
         """
         with self._lock:
             send(self._channel, {"target": target, "arguments": arguments}, fds)

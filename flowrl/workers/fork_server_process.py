@@ -54,11 +54,7 @@ def send(to: socket.socket, request: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(source: socket.socket) -> tuple[Any, list[int]] | None:
-    """The next request with its file descriptors; None once the other end is closed.
-
-    Raises:
-        EOFError: the other end was closed within a request.
-    """
+    """The next request with its file descriptors; None once the other end is closed."""
     head, fds, _, _ = socket.recv_fds(source, 4, MOST_FDS)
     if not head:
         return None

@@ -1,7 +1,7 @@
-"""Advantages of single rows: generalised advantage estimation, returns, and whitening; groups are in `.groups`.
+"""Advantages of single rows: generalized advantage estimation (GAE), returns and whitening; groups are in `.groups`.
 
-The functions are plain torch; the operators below them are the same computations as nodes of a graph. Advantages are
-constants of the policy gradient, so no gradient flows through any of these.
+The functions are plain PyTorch; the operators below them are the same computations as nodes of a graph. Advantages are
+constants of the policy gradient, so none of these functions records a gradient.
 """
 
 from __future__ import annotations
@@ -27,77 +27,70 @@ from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import has_holes, select, select_rewards
 
-_BLOCK = 32  # tokens that are summed at once
+_BLOCK = 32  # tokens per block of the scan
 
 
 @torch.no_grad()
 def gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), over the tokens on the mask.
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), over the tokens on the mask.
 
     ``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, where ``t + 1`` is the
-    next token *on the mask*: a hole (say, the output of a tool) is stepped over, and the value and the advantage
-    behind it are carried across undiscounted. The value after a row's last token is 0: every response counts as ended.
+    next token *on the mask*: holes, such as the output of a tool, are skipped without a discount. The value after a
+    row's last token is 0, so every response counts as terminated.
 
     It is computed as ``A_t = G_t - V_t``, with the returns ``G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam *
-    G_{t+1})``: these are the same sums, in which less is rounded, since no value is added that a later one takes away.
+    G_{t+1})``: the same sums with less rounding, since no value is added and later subtracted.
 
     Args:
         token_level_rewards: float ``[batch response]``; zero off the mask.
         values: float ``[batch response]``, the value before each token.
         response_mask: bool ``[batch response]``.
         gamma: discount, in [0, 1].
-        lam: lambda, in [0, 1]; float ``[batch]`` where it differs by row.
+        lam: lambda, in [0, 1]; a float ``[batch]`` tensor for one value per row.
 
     Returns:
         advantages and ``returns = advantages + values``, both float32 ``[batch response]``, 0 off the mask.
 
     Raises:
-        DataError: a reward off the mask, or shapes that differ.
+        DataError: a reward is off the mask, or shapes differ.
     """
     rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     values = select(values, response_mask)
     discount = gamma * torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).reshape(-1, 1)
-    # G_t = r_t + W_{t+1}, where W_t = gamma * (1 - lam) * V_t + gamma * lam * G_t is what G_t is worth a token before:
-    # W_t = w_t + gamma * lam * W_{t+1}, with w = gamma * lam * r + gamma * (1 - lam) * V.
+    # G_t = r_t + W_{t+1} with W_t = gamma * (1 - lam) * V_t + gamma * lam * G_t, that is,
+    # W_t = w_t + gamma * lam * W_{t+1} with w = gamma * lam * r + gamma * (1 - lam) * V.
     w = (discount.float() * rewards).addcmul_((gamma - discount).float(), values)
-    returns = rewards.add_(_behind(w, response_mask, discount))
+    returns = rewards.add_(_next_sums(w, response_mask, discount))
     return torch.sub(returns, values, out=values), returns
 
 
-def _behind(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
-    """``W_{t+1}`` with ``W_t = w_t + discount * W_{t+1}``, where ``t + 1`` is the next token on the mask; 0 off it.
+def _next_sums(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
+    """``W_{t+1}`` with ``W_t = w_t + discount * W_{t+1}`` over the tokens on the mask, 0 off it; overwrites `w`.
 
-    Args:
-        w: float32 ``[rows tokens]``, 0 off the mask.
-        mask: bool ``[rows tokens]``.
-        discount: float64 ``[rows 1]`` or ``[1 1]``.
+    `w` is float32 ``[rows tokens]`` and 0 off the mask, `discount` float64 ``[rows 1]`` or ``[1 1]``.
     """
     rows, width = w.shape
     if not has_holes(mask):
         sums = _discounted_sums(w, discount)
         w[:, :-1], w[:, -1:] = sums[:, 1:width], 0.0
         return w
-    blocks = width // _BLOCK + 1  # so that some token is left behind the last
+    blocks = width // _BLOCK + 1  # at least one column of padding
     number = mask.sum(-1, dtype=torch.int32).long()
     begins = torch.arange(rows, device=mask.device) * (blocks * _BLOCK)
     packed = (begins - number.cumsum(0) + number).repeat_interleave(number)
     packed += torch.arange(len(packed), device=mask.device)
-    left = w.new_zeros(rows * blocks * _BLOCK).scatter_(0, packed, _taken(w, mask))
-    sums = _discounted_sums(left.view(rows, -1), discount)
-    return _put(w.zero_(), mask, sums.flatten()[1:].index_select(0, packed))
+    left_aligned = w.new_zeros(rows * blocks * _BLOCK).scatter_(0, packed, _masked_select(w, mask))
+    sums = _discounted_sums(left_aligned.view(rows, -1), discount)
+    return _masked_put(w.zero_(), mask, sums.flatten()[1:].index_select(0, packed))
 
 
 def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
-    """``y_t = x_t + discount * y_{t+1}`` along each row, which is padded to whole blocks by zeros.
+    """``y_t = x_t + discount * y_{t+1}`` along each row of float32 ``[rows tokens]``, padded to full blocks by zeros.
 
-    A block's own sums are doubled in reach until they span it; what follows a block is this very sum over the sums of
-    the blocks behind it. Each number is computed alike wherever its row stands, and no power overflows.
-
-    Args:
-        x: float32 ``[rows tokens]``; its memory is used.
-        discount: float64 ``[rows 1]`` or ``[1 1]``, in [0, 1].
+    A blocked scan: sums within a block by doubling, then the same recursion over blocks. The result of a row does not
+    depend on its position in the batch, and no power overflows. `discount` is float64 ``[rows 1]`` or ``[1 1]``.
     """
     rows, width = x.shape
     blocks = -(-width // _BLOCK)
@@ -110,44 +103,43 @@ def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
         other[..., -reach:] = y[..., -reach:]
         y, other, reach = other, y, 2 * reach
     if blocks > 1:
-        behind = _discounted_sums(y[:, 1:, 0].contiguous(), discount**_BLOCK)[:, : blocks - 1]
+        later = _discounted_sums(y[:, 1:, 0].contiguous(), discount**_BLOCK)[:, : blocks - 1]
         powers = discount ** torch.arange(_BLOCK, 0, -1, device=x.device)
-        y[:, :-1].addcmul_(powers.float().unsqueeze(1), behind.unsqueeze(-1))
+        y[:, :-1].addcmul_(powers.float().unsqueeze(1), later.unsqueeze(-1))
     return y.view(rows, blocks * _BLOCK)
 
 
-def _taken(x: Tensor, mask: Tensor) -> Tensor:
-    """What a mask lets through, row by row."""
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x[mask]
-    return torch.from_numpy(x.numpy()[mask.numpy()])  # seven times as fast as torch
+    return torch.from_numpy(x.numpy()[mask.numpy()])  # 7x faster than torch
 
 
-def _put(x: Tensor, mask: Tensor, taken: Tensor) -> Tensor:
-    """`x`, in which these numbers were written where a mask is True, row by row."""
+def _masked_put(x: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """Write `values` into `x` where the mask is True; returns `x`."""
     if x.device.type != "cpu":
-        x[mask] = taken
+        x[mask] = values
     else:
-        x.numpy()[mask.numpy()] = taken.numpy()
+        x.numpy()[mask.numpy()] = values.numpy()
     return x
 
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`x` scaled to unit variance over all tokens on the mask, and to zero mean if `shift_mean`.
+    """Scale `x` to unit variance over all tokens on the mask, and to zero mean if `shift_mean`.
 
-    ``(x - mean) * rsqrt(var + 1e-8)`` with the unbiased variance, as verl's and TRL's ``masked_whiten``.
+    ``(x - mean) * rsqrt(var + 1e-8)`` with the unbiased variance, as ``masked_whiten`` of verl and TRL.
 
     Args:
         x: float ``[batch response]``.
         mask: bool ``[batch response]``.
-        shift_mean: if False, the mean is put back after scaling.
+        shift_mean: if False, the mean is added back after scaling.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
 
     Raises:
-        DataError: exactly one token on the mask, whose variance is not defined; or shapes that differ.
+        DataError: exactly one token is on the mask, so the variance is undefined; or shapes differ.
     """
     selected = select(x, mask)
     number = int(mask.count_nonzero())
@@ -155,32 +147,35 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         return selected
     if number == 1:
         raise DataError(
-            "whitening found a single token on the mask, and the variance of one number is not defined; whiten a "
-            "larger batch, or drop Whiten from the graph."
+            "Whitening needs at least two tokens on the mask, found one: its variance is undefined. Use a larger "
+            'batch, or drop the node: edit(drop=["whiten"]).',
+            code="advantage.single-token",
+            expected=2,
+            found=1,
         )
-    mean = selected.sum(dtype=torch.float64) / number  # in float64 equal numbers have exactly themselves as mean
+    mean = selected.sum(dtype=torch.float64) / number  # in float64 the mean of equal numbers is exact
     rest = mean - mean.float()
-    apart = select(selected.sub_(mean.float()).sub_(rest.float()), mask)
-    variance = torch.linalg.vector_norm(apart, dtype=torch.float64).square() / (number - 1)
+    centered = select(selected.sub_(mean.float()).sub_(rest.float()), mask)
+    variance = torch.linalg.vector_norm(centered, dtype=torch.float64).square() / (number - 1)
     scale = torch.rsqrt(variance + 1e-8)
     if shift_mean and scale.isfinite():
-        return apart.mul_(scale.float())
-    return select(apart.mul_(scale.float()).add_(0.0 if shift_mean else mean.float()), mask)
+        return centered.mul_(scale.float())
+    return select(centered.mul_(scale.float()).add_(0.0 if shift_mean else mean.float()), mask)
 
 
 class GAEOutput(NamedTuple):
-    """Advantages, and the returns that a critic is trained on (taken before any whitening)."""
+    """Advantages, and the returns that train a critic (before any whitening)."""
 
     advantages: Advantages
     returns: Returns
 
 
 class GAE(Operator):
-    """Generalised advantage estimation; see `gae`.
+    """Generalized advantage estimation; see `gae`.
 
     Args:
         gamma: discount.
-        lam: lambda: 0 is the one-step advantage, 1 the whole return less the value.
+        lam: lambda: 0 is the one-step advantage, 1 the full return minus the value.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -197,14 +192,14 @@ class GAE(Operator):
 class DecoupledGAE(Operator):
     """GAE with one lambda for the policy and another for the critic (VAPO: Yue et al. 2025, arXiv:2504.05118).
 
-    A critic whose returns are discounted by lambda learns little of a reward at the end of a long response, so it takes
-    lambda 1; the policy takes a smaller one, for less variance.
+    With lambda below 1, a reward at the end of a long response hardly reaches the returns of its first tokens, so the
+    critic uses lambda 1; the policy uses a smaller lambda for less variance.
 
     Args:
         gamma: discount.
-        lam: the policy's lambda.
-        alpha: where given, the policy's lambda is ``1 - 1 / (alpha * l)`` for a response of l tokens (at least 0), and
-            `lam` is not used (length-adaptive GAE; 0.05 in the paper).
+        lam: lambda of the policy.
+        alpha: if given, the policy's lambda is ``max(0, 1 - 1 / (alpha * l))`` for a response of l tokens, and `lam` is
+            ignored (length-adaptive GAE; 0.05 in the paper).
         critic_lam: lambda of the returns.
     """
 
@@ -227,9 +222,9 @@ class DecoupledGAE(Operator):
 
 
 class ReturnToGo(Operator):
-    """What a row is still paid from a token on, as its advantage: no baseline, no critic (REINFORCE, Williams 1992).
+    """The discounted return from each token on, without baseline or critic (REINFORCE: Williams 1992).
 
-    ``A_t = sum_k gamma^k r_{t+k}`` over the tokens on the mask. `Whiten` behind it takes the mean over the batch for a
+    ``A_t = sum_k gamma^k r_{t+k}`` over the tokens on the mask. Follow it by `Whiten` to use the mean over the batch as
     baseline, as in REINFORCE++ (Hu 2025, arXiv:2501.03262).
 
     Args:
@@ -245,9 +240,9 @@ class ReturnToGo(Operator):
 
 
 class RowScore(Operator):
-    """The score of each whole response: the sum over its tokens, float32 ``[batch]``.
+    """The score of each response: the sum over its tokens, float32 ``[batch]``.
 
-    It has no tokens any more, so it can meet other answers to the same prompts: as their baseline, or to compare.
+    Without the token axis, it can serve as the baseline of other responses to the same prompts.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -257,10 +252,9 @@ class RowScore(Operator):
 
 
 class SubtractBaseline(Operator):
-    """Advantages less one number a row, at each of its tokens, as ReMax does (Li et al. 2023, arXiv:2310.10505).
+    """Subtract one baseline per row from its advantages, as in ReMax (Li et al. 2023, arXiv:2310.10505).
 
-    ``A_t - b(x)``, which leaves the policy gradient unbiased as long as b depends on the prompt alone, and not on the
-    row's own answer.
+    ``A_t - b(x)``. The policy gradient stays unbiased if b depends on the prompt only, not on the row's own response.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -270,10 +264,10 @@ class SubtractBaseline(Operator):
 
 
 class Whiten(Operator):
-    """Advantages scaled to unit variance (and zero mean) over the batch; see `whiten`.
+    """Scale advantages to unit variance (and zero mean) over the batch; see `whiten`.
 
     Args:
-        shift_mean: if False, the mean stays as it was.
+        shift_mean: if False, the mean does not change.
     """
 
     granularity: ClassVar[Granularity] = "batch"
@@ -282,7 +276,7 @@ class Whiten(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"scaled"}``: by a standard deviation."""
+        """``{"scaled"}``."""
         return frozenset({Effect.SCALED})
 
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:

@@ -1,8 +1,8 @@
-"""Advantages against the other answers to the same prompt, which are each other's baseline: no critic is needed.
+"""Group-relative advantages: the responses to one prompt are each other's baseline, so there is no critic.
 
-A row's score is the sum of its rewards, and its advantage is the same at each of its tokens. A row that is masked
-entirely has no score and leaves the statistics of its group; so does every other row of its group leave it alone.
-The functions are plain torch; the operators below them are the same computations as nodes of a graph.
+A row's score is the sum of its rewards, and all its tokens have the same advantage. A fully masked row has no score and
+does not count in the statistics of its group. The functions are plain PyTorch; the operators below them are the same
+computations as nodes of a graph.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks,
 
 
 class Groups:
-    """The scores of rows, and sums of numbers a row over the rows that share its `uid`.
+    """Scores of rows, and sums over the rows that share a `uid`.
 
     Args:
         token_level_rewards: float ``[batch response]``; zero off the mask.
         response_mask: bool ``[batch response]``.
-        uid: ``[batch]``, the group of each row; the rows of a group may stand anywhere in the batch.
+        uid: ``[batch]``, the group of each row; the rows of a group need not be adjacent.
 
     Attributes:
         scores: float64 ``[batch]``, 0 for rows without a token on the mask. They are rounded to float32 and summed in
             float64: the sum of n equal float32 numbers is exact there, so a group of equal scores gets exactly 0, and
             not rounding noise divided by eps.
-        lengths: float64 ``[batch]``, tokens on the mask.
+        lengths: float64 ``[batch]``, number of tokens on the mask.
         live: float64 ``[batch]``, 1 for rows with a token on the mask, else 0.
-        size: float64 ``[batch]``, how many live rows the row's group has.
+        size: float64 ``[batch]``, number of live rows in the row's group.
 
     Raises:
-        DataError: a group of one row, a uid that is no name, a reward off the mask, or shapes that differ.
+        DataError: a group has a single row, a uid is a list or dict, a reward is off the mask, or shapes differ.
     """
 
     def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> None:
@@ -48,29 +48,41 @@ class Groups:
         self.live = (self.lengths > 0).double()
         if len(uid) != len(self.scores):
             raise DataError(
-                f"uid names {len(uid)} rows but token_level_rewards has {len(self.scores)}; pass one uid per row."
+                f"uid has {len(uid)} rows and token_level_rewards {len(self.scores)}. Pass one uid per row.",
+                code="rows.invalid-uid",
+                expected=len(self.scores),
+                found=len(uid),
             )
         if {list, dict} & set(map(type, uid.tolist())):
-            odd = next(name for name in uid.tolist() if isinstance(name, list | dict))
-            raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
+            row, odd = next((row, name) for row, name in enumerate(uid.tolist()) if isinstance(name, list | dict))
+            raise DataError(
+                f"uid of row {row} is {odd!r}, expected text. Give all rows of a prompt the same text.",
+                code="rows.invalid-uid",
+                row=row,
+                found=str(odd),
+            )
         index, names = numbers_of_groups(uid)
         sizes = np.bincount(index, minlength=len(names))
         if (sizes == 1).any():
             lone = names[int((sizes == 1).argmax())]
             raise DataError(
-                f"{int((sizes == 1).sum())} of {len(names)} groups have a single row, the first being uid "
-                f"{str(lone)!r}; a group baseline over one row makes its advantage 0. Sample several rows per prompt, "
-                f"as with Repeat(8)."
+                f"{int((sizes == 1).sum())} of {len(names)} groups have a single row (the first has uid "
+                f"{str(lone)!r}), and the advantage of a row against itself is 0. Sample several responses per prompt, "
+                f"for example with Repeat(8).",
+                code="rows.small-group",
+                uid=str(lone),
+                expected=2,
+                found=1,
             )
         self._index, self._number = torch.from_numpy(index).to(self.scores.device), len(names)
         self.size = self.sum(self.live)
 
     def sum(self, x: Tensor) -> Tensor:
-        """For each row, the sum over its group: float64 ``[batch]`` from float64 ``[batch]``, 0 for dead rows."""
+        """The sum over each row's group: float64 ``[batch]`` to float64 ``[batch]``."""
         return x.new_zeros(self._number).index_add_(0, self._index, x)[self._index]
 
     def blocks(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows, about `rows` at a time and whole groups: where they stand, and their groups from 0 on."""
+        """Blocks of complete groups with about `rows` rows each: their row numbers, and their groups counted from 0."""
         order = self._index.argsort(stable=True)
         ends = torch.bincount(self._index).cumsum(0).tolist()
         start = first = 0
@@ -80,7 +92,7 @@ class Groups:
                 start, first = end, number
 
     def mean(self, x: Tensor) -> Tensor:
-        """For each row, the mean over the live rows of its group."""
+        """The mean over the live rows of each row's group: float64 ``[batch]``."""
         return self.sum(x) / self.size.clamp(min=1)
 
 
@@ -93,7 +105,7 @@ def _scores(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """A number a row at each of its tokens: float32 ``[batch response]``, 0 off the mask."""
+    """Broadcast one number per row to its tokens: float32 ``[batch response]``, 0 off the mask."""
     spread = torch.empty(response_mask.shape, device=response_mask.device)
     for rows in row_blocks(response_mask):
         mask = response_mask[rows]
@@ -138,8 +150,8 @@ def group_advantage(
 def rloo_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> Tensor:
     """Leave-one-out advantages (RLOO: Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
 
-    A score less the mean score of the *other* rows of its group, so that a row is no part of its own baseline, and the
-    gradient stays unbiased. That is ``n / (n - 1) * (score - mean)``.
+    The score minus the mean score of the *other* rows of the group, ``n / (n - 1) * (score - mean)``. A row is not part
+    of its own baseline, so the gradient is unbiased.
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`.
@@ -159,15 +171,15 @@ def rloo_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.n
 def opo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, leave_one_out: bool = False
 ) -> Tensor:
-    """Advantages against the baseline of least variance (OPO: Hao et al. 2025, arXiv:2505.23585).
+    """Advantages against the minimum-variance baseline (OPO: Hao et al. 2025, arXiv:2505.23585).
 
-    The baseline is the mean score of the group, each row weighed by its length l: ``sum(l * score) / sum(l)``. It has
-    the least variance where the squared gradient norm of a row grows with its length. As the paper has it, a row is
+    The baseline is the mean score of the group, weighted by the length l of each row: ``sum(l * score) / sum(l)``. It
+    has minimum variance if the squared gradient norm of a row is proportional to its length. As in the paper, a row is
     part of its own baseline, which biases the gradient; with `leave_one_out` it is not.
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`.
-        leave_one_out: take the other rows alone.
+        leave_one_out: exclude each row from its own baseline.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
@@ -185,10 +197,10 @@ def opo_advantage(
 
 @torch.no_grad()
 def gpg_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> Tensor:
-    """Group advantages scaled up by what does not teach (GPG: Chu et al. 2025, arXiv:2504.02546).
+    """Group advantages rescaled for groups without a gradient (GPG: Chu et al. 2025, arXiv:2504.02546).
 
     ``alpha * (score - mean)`` with ``alpha = B / (B - M)``, where M of the batch's B rows are in groups of equal
-    scores. So the size of the gradient does not depend on how many groups have nothing to tell.
+    scores. The scale of the gradient then does not depend on the number of such groups.
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`; all rows of the batch.
@@ -211,18 +223,19 @@ def pass_at_k_advantage(
 ) -> Tensor:
     """Advantages that train pass@k (Chen et al. 2025, arXiv:2508.10751, eqs. 14 and 15).
 
-    Every set of k rows of a group is scored 1 where one of them passed. A row's advantage is the mean, over the sets
-    that it belongs to, of the set's score less the mean of all sets, divided by their standard deviation. With N rows,
-    of which F failed, in closed form: ``mean = 1 - C(F, k) / C(N, k)``, ``std = sqrt(mean * (1 - mean))``; a row that
-    passed gets ``(1 - mean) / std``, one that failed ``(1 - mean - C(F - 1, k - 1) / C(N - 1, k - 1)) / std``.
+    Each subset of k rows of a group scores 1 if any of its rows passed, else 0. A row's advantage is the mean, over the
+    subsets that contain it, of the subset's score minus the mean of all subsets, divided by their standard deviation.
+    In closed form, with N rows of which F failed: ``mean = 1 - C(F, k) / C(N, k)``, ``std = sqrt(mean * (1 - mean))``;
+    a row that passed gets ``(1 - mean) / std``, one that failed
+    ``(1 - mean - C(F - 1, k - 1) / C(N - 1, k - 1)) / std``.
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`.
-        k: rows of a set; 1 is GRPO with the standard deviation of the population.
-        passed: a row passes where its score is above.
+        k: rows per subset; 1 is GRPO with the population standard deviation.
+        passed: a row passes if its score is above this value.
 
     Returns:
-        float32 ``[batch response]``, 0 off the mask; exactly 0 where all sets of a group score alike.
+        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group whose subsets all have the same score.
 
     Raises:
         DataError: a group has fewer than k rows with a score; or as `Groups`.
@@ -233,33 +246,37 @@ def pass_at_k_advantage(
     if few.any():
         row = int(few.nonzero()[0])
         raise DataError(
-            f"the group of row {row} (uid {str(uid[row])!r}) has {int(group.size[row])} rows with a token on the mask, "
-            f"and pass@{k} takes {k} at a time; sample at least as many per prompt, as with Repeat({max(8, k)}), or "
-            f"lower k."
+            f"The group of row {row} (uid {str(uid[row])!r}) has {int(group.size[row])} rows with a token on the mask, "
+            f"and pass@{k} needs {k}. Sample more responses per prompt, for example with Repeat({max(8, k)}), or lower "
+            f"k.",
+            code="rows.small-group",
+            uid=str(uid[row]),
+            expected=k,
+            found=int(group.size[row]),
         )
     failed = group.size - group.sum(won)
-    none = _chance(failed, group.size, k)  # that a set holds no row that passed
+    none = _chance(failed, group.size, k)  # that no row of a subset passed
     std = (none * (1 - none)).sqrt()
     advantage = none - (1 - won) * _chance(failed - 1, group.size - 1, k - 1)
     return _spread(torch.where(std > 0, advantage / std, 0.0), response_mask)
 
 
 def _chance(some: Tensor, all_: Tensor, k: int) -> Tensor:
-    """``C(some, k) / C(all, k)``: how likely k rows are all of the `some`."""
+    """``C(some, k) / C(all, k)``: the probability that k of all rows are among `some`."""
     chance = torch.ones_like(some)
-    for drawn in range(k):
-        chance = chance * (some - drawn).clamp(min=0) / (all_ - drawn).clamp(min=1)
+    for i in range(k):
+        chance = chance * (some - i).clamp(min=0) / (all_ - i).clamp(min=1)
     return chance
 
 
 class GroupBaseline:
-    """What operators with a group baseline share: they need several rows per prompt."""
+    """Mixin of operators with a group baseline, which need several rows per prompt."""
 
     granularity: ClassVar[Granularity] = "group"
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"group baseline"}``: it needs several rows per prompt."""
+        """``{"group baseline"}``."""
         return frozenset({Effect.GROUP_BASELINE})
 
 
@@ -276,7 +293,7 @@ class GroupAdvantage(GroupBaseline, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"scaled"``, too, where it is divided by the standard deviation."""
+        """``{"group baseline"}``, and ``"scaled"`` with `normalize_std`."""
         return super().effects | ({Effect.SCALED} if self.normalize_std else set())
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
@@ -284,17 +301,17 @@ class GroupAdvantage(GroupBaseline, Operator):
 
 
 class RLOOAdvantage(GroupBaseline, Operator):
-    """A score less the mean score of the other rows of its group, as in RLOO; see `rloo_advantage`."""
+    """Leave-one-out advantages, as in RLOO: the score minus the mean score of the other rows; see `rloo_advantage`."""
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return rloo_advantage(token_level_rewards, response_mask, uid)
 
 
 class OPOAdvantage(GroupBaseline, Operator):
-    """A score less the mean of its group, weighed by length, as in OPO; see `opo_advantage`.
+    """The score minus the length-weighted mean of the group, as in OPO; see `opo_advantage`.
 
     Args:
-        leave_one_out: keep a row out of its own baseline.
+        leave_one_out: exclude each row from its own baseline.
     """
 
     leave_one_out: bool = False
@@ -304,7 +321,7 @@ class OPOAdvantage(GroupBaseline, Operator):
 
 
 class GPGAdvantage(GroupBaseline, Operator):
-    """Group advantages scaled up by the share of groups that have nothing to tell, as in GPG; see `gpg_advantage`."""
+    """Group advantages rescaled for groups of equal scores, as in GPG; see `gpg_advantage`."""
 
     granularity: ClassVar[Granularity] = "batch"
 
@@ -316,8 +333,8 @@ class PassAtKAdvantage(GroupBaseline, Operator):
     """Advantages that train pass@k; see `pass_at_k_advantage`.
 
     Args:
-        k: rows of a set, at most as many as a group has.
-        passed: a row passes where its score is above.
+        k: rows per subset, at most the size of a group.
+        passed: a row passes if its score is above this value.
     """
 
     k: int = Field(default=4, ge=1)
@@ -325,7 +342,7 @@ class PassAtKAdvantage(GroupBaseline, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"scaled"``, too: by the standard deviation of the sets."""
+        """``{"group baseline", "scaled"}``."""
         return super().effects | {Effect.SCALED}
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:

@@ -1,10 +1,9 @@
-"""Numbers per token: what a mask lets through, and estimates of KL.
+"""Per-token numbers: masked selection and KL estimators.
 
-What is off the mask is left out by selection and never computed with. Multiplying by a mask would not do, since
-``0 * nan`` is NaN, in the value and in its gradient. Everything here is in float32 whatever the input. A token is "on
-the mask" where the mask is True and "off the mask" where it is False.
+A token is "on the mask" where the mask is True and "off the mask" where it is False. Values off the mask are selected
+away, not multiplied by 0: ``0 * nan`` is NaN, in the value and in its gradient. All results are float32.
 
-KL estimators see the log-prob of the sampled token only. With ``d = log_prob - ref_log_prob`` and the token sampled
+KL estimators use the log-prob of the sampled token only. With ``d = log_prob - ref_log_prob`` and the token sampled
 from the policy (Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html):
 
 - ``k1 = d``: unbiased, of either sign, the largest variance;
@@ -27,55 +26,63 @@ from flowrl.errors import DataError
 Estimator = Literal["k1", "k2", "k3", "abs"]
 
 MAX_EXPONENT = 20.0
-"""Exponents of log-ratios stop here, at a ratio of 5e8, so that nothing overflows in float32 (exp(89) does)."""
+"""Bound on the exponent of log-ratios, a ratio of 5e8: exp(89) overflows float32."""
 
-_BLOCK = 2**18  # numbers of a block of rows
+_BLOCK = 2**18  # elements of a block of rows
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` in float32 on the mask and exactly 0 off it; no gradient reaches `x` off the mask.
+    """Return `x` in float32 on the mask and exactly 0 off it; no gradient reaches `x` off the mask.
 
     Args:
         x: any float dtype, of the shape of `mask`.
         mask: bool.
 
     Raises:
-        DataError: the shapes differ (nothing is broadcast), or the mask is not bool.
+        DataError: the shapes differ (there is no broadcasting), or the mask is not bool.
     """
     if mask.dtype != torch.bool:
-        raise DataError(f"the mask is {mask.dtype}, but a mask is torch.bool; pass mask.bool().")
+        raise DataError(
+            f"The mask has dtype {mask.dtype}, expected torch.bool. Pass mask.bool().",
+            code="rows.shape-mismatch",
+            expected="torch.bool",
+            found=mask.dtype,
+        )
     if x.shape != mask.shape:
         raise DataError(
-            f"a tensor of shape {tuple(x.shape)} meets a mask of shape {tuple(mask.shape)}; both must have one shape, "
-            f"as nothing is broadcast; expand the tensor where that is meant."
+            f"A tensor has shape {tuple(x.shape)} and its mask {tuple(mask.shape)}; the shapes must be equal, since "
+            f"masks are not broadcast. Expand the tensor first.",
+            code="rows.shape-mismatch",
+            expected=tuple(mask.shape),
+            found=tuple(x.shape),
         )
     x = x.float()
     if x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
         return torch.where(mask, x, 0.0)
-    # On a CPU `where` branches at each element; a mask of 32 ones or zeros gives the same bits at once.
+    # On a CPU `where` branches at each element; an integer mask of all ones or zeros gives the same bits faster.
     return mask.to(torch.int32).neg_().bitwise_and_(x.view(torch.int32)).view(torch.float32)
 
 
 def has_holes(mask: Tensor) -> bool:
-    """Whether some row of a mask, bool ``[batch response]``, is True behind a token where it is False."""
-    on = mask.view(torch.int8)  # comparisons of bools are not vectorised
+    """Whether any row of a mask, bool ``[batch response]``, has a True after a False."""
+    on = mask.view(torch.int8)  # comparisons of bools are not vectorized
     return bool((on[:, 1:] > on[:, :-1]).view(torch.int8).sum(dtype=torch.int32))
 
 
 def equal_numbers(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same numbers; NaN equals nothing."""
+    """Whether two tensors of the same shape are equal element by element; NaN equals nothing."""
     if a.device.type != "cpu" or torch.bfloat16 in (a.dtype, b.dtype):
         return torch.equal(a.float(), b.float())
     return np.array_equal(a.detach().numpy(), b.detach().numpy())  # four times as fast as torch
 
 
 def select_rewards(x: Tensor, mask: Tensor, name: str) -> Tensor:
-    """`select` for per-token rewards or scores, which must not be lost: one off the mask is refused.
+    """`select` for per-token rewards or scores: refuses a reward off the mask, which would be lost.
 
-    A NaN off the mask is padding, not a reward, and stays out.
+    A NaN off the mask counts as padding.
 
     Raises:
-        DataError: some number off the mask is not zero; or as `select`.
+        DataError: a value off the mask is not zero; or as `select`.
     """
     selected = select(x, mask)
     if equal_numbers(selected, x):
@@ -84,14 +91,18 @@ def select_rewards(x: Tensor, mask: Tensor, name: str) -> Tensor:
     if stray.any():
         row, token = (int(i) for i in stray.nonzero()[0])
         raise DataError(
-            f"{name}[{row}, {token}] is {float(x[row, token]):g} where the mask is False ({int(stray.sum())} such "
-            f"tokens); a reward there would be lost. Put a terminal score on the last token where the mask is True."
+            f"{name}[{row}, {token}] is {float(x[row, token]):g} off the mask ({int(stray.sum())} such tokens), so the "
+            f"reward would be lost. Put a terminal score on the last token where the mask is True.",
+            code="reward.off-mask",
+            column=name,
+            row=row,
+            token=token,
         )
     return selected
 
 
 def row_blocks(mask: Tensor) -> Iterator[slice]:
-    """All rows, some at a time: on a CPU so few that what is made of them stays in the cache."""
+    """Slices that cover all rows; on a CPU each is small enough for the cache."""
     step = max(1, len(mask))
     if mask.device.type == "cpu":
         step = max(1, _BLOCK * step // max(1, mask.numel()))
@@ -100,44 +111,43 @@ def row_blocks(mask: Tensor) -> Iterator[slice]:
 
 
 def blocks_of_rewards(x: Tensor, mask: Tensor, name: str) -> Iterator[tuple[slice, Tensor]]:
-    """`select_rewards` of some rows at a time, and which they are.
-
-    Raises:
-        DataError: as `select_rewards`, with the numbers of the rows in the whole.
-    """
+    """`select_rewards` in blocks: the rows of each, and its rewards; errors have the row numbers of the batch."""
     padded = x.shape != mask.shape or mask.dtype != torch.bool
     if padded:
-        select_rewards(x, mask, name)  # refuses
+        select_rewards(x, mask, name)  # raises
     for rows in row_blocks(mask):
         selected = select(x[rows], mask[rows])
         if not padded and not equal_numbers(selected, x[rows]):
             select_rewards(x, mask, name)
-            padded = True  # with NaN, which is no reward
+            padded = True  # with NaN
         yield rows, selected
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> Tensor:
-    """The per-token estimate of KL(policy || reference); differentiable in `log_prob`.
+    """Per-token estimate of KL(policy || reference); differentiable in `log_prob`.
 
-    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. Unlike verl's, the value of k3 is not
-    clamped to ±10: that would end the pull of the reference just where the policy has gone far. Only the exponent is
-    kept below `MAX_EXPONENT`; beyond (the reference 5e8 times as likely as the policy) k3 is flat.
+    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. Unlike in verl, the value of k3 is not
+    clamped to ±10, which would remove the gradient where the policy is far from the reference. Only its exponent is
+    clamped, to `MAX_EXPONENT`; beyond it (the reference 5e8 times as likely as the policy) k3 is constant.
 
     Args:
-        log_prob: float, any shape: log-prob of the sampled tokens under the policy.
-        ref_log_prob: the same under the reference.
+        log_prob: float, any shape: log-probs of the sampled tokens under the policy.
+        ref_log_prob: float, same shape: log-probs under the reference.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
 
     Returns:
-        float32 of that shape.
+        float32, same shape.
 
     Raises:
         DataError: the shapes differ.
     """
     if log_prob.shape != ref_log_prob.shape:
         raise DataError(
-            f"log_prob has shape {tuple(log_prob.shape)} and ref_log_prob {tuple(ref_log_prob.shape)}; pass log-probs "
-            f"of the same tokens."
+            f"log_prob has shape {tuple(log_prob.shape)} and ref_log_prob {tuple(ref_log_prob.shape)}. Pass log-probs "
+            f"of the same tokens.",
+            code="rows.shape-mismatch",
+            expected=tuple(log_prob.shape),
+            found=tuple(ref_log_prob.shape),
         )
     d = log_prob.float() - ref_log_prob.float()
     if estimator == "k1":
@@ -146,5 +156,5 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> 
         return 0.5 * d.square()
     if estimator == "k3":
         exponent = (-d).clamp(max=MAX_EXPONENT)
-        return torch.expm1(exponent) - exponent  # expm1 keeps the digits that exp(x) - 1 loses at small x
+        return torch.expm1(exponent) - exponent  # more precise than exp(x) - 1 for small x
     return d.abs()

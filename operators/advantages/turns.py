@@ -1,8 +1,8 @@
-"""Advantages of turns: in an episode, an answer is one action, and all its tokens share its advantage.
+"""Turn-level advantages: each response of an episode is one action, and all its tokens have the same advantage.
 
-The functions are plain torch; the operators below them are the same computations as nodes of a graph. Which token is of
-which turn is said by `TurnIds`, which `Interact` writes, and not read off the mask: there two answers that touch would
-be one, and an answer with a hole would be two.
+The functions are plain PyTorch; the operators below them are the same computations as nodes of a graph. `TurnIds`,
+which `Interact` writes, assign tokens to turns. The mask cannot: it would merge adjacent turns and split turns with
+holes.
 """
 
 from __future__ import annotations
@@ -24,52 +24,58 @@ from flowrl.operators.advantages.per_token import select, select_rewards
 
 
 class TurnsOfRows:
-    """The turns of each row, and the way from tokens to turns and back.
+    """Reductions from the tokens of each row to its turns, and back.
 
     Args:
-        turn_ids: int64 ``[batch response]``, from 0 in each row; what it says off the mask does not count.
+        turn_ids: int64 ``[batch response]``, from 0 in each row; ignored off the mask.
         response_mask: bool ``[batch response]``.
 
     Attributes:
-        there: bool ``[batch turns]``, whether a row has that turn: a token of it on the mask.
+        present: bool ``[batch turns]``, whether the row has a token of that turn on the mask.
 
     Raises:
-        DataError: a token on the mask is of no turn, or the shapes differ.
+        DataError: a token on the mask has no turn, or the shapes differ.
     """
 
     def __init__(self, turn_ids: Tensor, response_mask: Tensor) -> None:
         if turn_ids.shape != response_mask.shape:
             raise DataError(
-                f"turn_ids has shape {tuple(turn_ids.shape)} and response_mask {tuple(response_mask.shape)}; expected "
-                f"those of the same tokens."
+                f"turn_ids has shape {tuple(turn_ids.shape)} and response_mask {tuple(response_mask.shape)}. Pass both "
+                f"for the same tokens.",
+                code="rows.shape-mismatch",
+                expected=tuple(response_mask.shape),
+                found=tuple(turn_ids.shape),
             )
         stray = response_mask & (turn_ids < 0)
         if stray.any():
             row, token = (int(i) for i in stray.nonzero()[0])
             raise DataError(
-                f"turn_ids[{row}, {token}] is {int(turn_ids[row, token])} where the mask is True ({int(stray.sum())} "
-                f"such tokens), so nobody knows which answer it is of; expected turns from 0, as Interact writes them."
+                f"turn_ids[{row}, {token}] is {int(turn_ids[row, token])} on the mask ({int(stray.sum())} such "
+                f"tokens), expected a turn from 0. Wire turn_ids from the node whose mask you use, such as Interact.",
+                code="advantage.no-turn",
+                row=row,
+                token=token,
             )
         self._mask = response_mask
-        self._of = turn_ids.where(response_mask, 0)
-        self._number = int(self._of.max()) + 1 if self._of.numel() else 1
-        self.there = self.sum(response_mask.float()) > 0
+        self._turn_of = turn_ids.where(response_mask, 0)
+        self._turns = int(self._turn_of.max()) + 1 if self._turn_of.numel() else 1
+        self.present = self.sum(response_mask.float()) > 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the tokens of each turn: ``[batch turns]`` from ``[batch response]`` that is 0 off the mask."""
-        return x.new_zeros(len(x), self._number).scatter_add_(1, self._of, x)
+        """Sum over the tokens of each turn: ``[batch response]`` (0 off the mask) to ``[batch turns]``."""
+        return x.new_zeros(len(x), self._turns).scatter_add_(1, self._turn_of, x)
 
     def first(self, x: Tensor) -> Tensor:
-        """The number at the first token on the mask of each turn: ``[batch turns]`` from ``[batch response]``."""
+        """The element at the first token on the mask of each turn: ``[batch response]`` to ``[batch turns]``."""
         width = x.shape[1]
-        place = torch.arange(width, device=x.device).expand(x.shape)
-        firsts = place.new_full((len(x), self._number), width)
-        firsts.scatter_reduce_(1, self._of, place.where(self._mask, width), "amin")
-        return self.sum(x.where(place == firsts.gather(1, self._of), 0.0))
+        position = torch.arange(width, device=x.device).expand(x.shape)
+        firsts = position.new_full((len(x), self._turns), width)
+        firsts.scatter_reduce_(1, self._turn_of, position.where(self._mask, width), "amin")
+        return self.sum(x.where(position == firsts.gather(1, self._turn_of), 0.0))
 
     def spread(self, x: Tensor) -> Tensor:
-        """The number of each turn at its tokens on the mask: float32 ``[batch response]`` from ``[batch turns]``."""
-        return select(x.gather(1, self._of), self._mask)
+        """Broadcast turns to their tokens: ``[batch turns]`` to float32 ``[batch response]``, 0 off the mask."""
+        return select(x.gather(1, self._turn_of), self._mask)
 
 
 @torch.no_grad()
@@ -81,34 +87,34 @@ def turn_gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over turns (Turn-PPO: Li et al. 2025, arXiv:2512.17008).
+    """Generalized advantage estimation over turns (Turn-PPO: Li et al. 2025, arXiv:2512.17008).
 
-    The state of turn k is all that stands before it, and its action is the whole answer. So its value V_k is the
-    critic's at its *first* token, where nothing of the answer is there yet; at the last one, the critic has seen nearly
-    all of the action that it is to be the baseline of. With R_k the sum of the rewards of the turn's tokens,
-    ``A_k = delta_k + gamma * lam * A_{k+1}`` and ``delta_k = R_k + gamma * V_{k+1} - V_k``: gamma and lambda count
-    turns, however long they are. The value after a row's last turn is 0.
+    The state of turn k is everything before it, and its action is the full response. Its value V_k is the critic's at
+    the *first* token of the turn, before any of the action; at the last token, the critic has already seen most of the
+    action. With R_k the sum of the rewards of the turn's tokens, ``A_k = delta_k + gamma * lam * A_{k+1}`` and
+    ``delta_k = R_k + gamma * V_{k+1} - V_k``: gamma and lambda apply once per turn, whatever its length. The value
+    after a row's last turn is 0.
 
     Args:
         token_level_rewards: float ``[batch response]``; zero off the mask.
-        values: float ``[batch response]``, the value before each token; those at the first tokens of turns are used.
+        values: float ``[batch response]``, the value before each token; only those at the first tokens of turns count.
         response_mask: bool ``[batch response]``.
-        turn_ids: int64 ``[batch response]``, which turn of its row a token is of, from 0.
-        gamma: discount of a turn, in [0, 1].
+        turn_ids: int64 ``[batch response]``, the turn of each token, from 0 in each row.
+        gamma: discount per turn, in [0, 1].
         lam: lambda, in [0, 1].
 
     Returns:
-        advantages, ``A_k`` at each token of turn k, and returns, ``A_k + V_k`` there; both float32
-        ``[batch response]``, 0 off the mask.
+        advantages, ``A_k`` at each token of turn k, and returns, ``A_k + V_k``; both float32 ``[batch response]``, 0
+        off the mask.
 
     Raises:
-        DataError: a reward off the mask, a token on it that is of no turn, or shapes that differ.
+        DataError: a reward is off the mask, a token on the mask has no turn, or shapes differ.
     """
-    paid = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
+    token_rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     turns = TurnsOfRows(turn_ids, response_mask)
-    rewards = turns.sum(paid)
+    rewards = turns.sum(token_rewards)
     before = turns.first(select(values, response_mask))
-    advantages, returns = gae(rewards, before, turns.there, gamma, lam)
+    advantages, returns = gae(rewards, before, turns.present, gamma, lam)
     return turns.spread(advantages), turns.spread(returns)
 
 
@@ -122,19 +128,18 @@ def turn_group_advantage(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """What a turn and all after it were paid, against the same turn of the other episodes of the group.
+    """Group-relative advantages of turns: the return of each turn against the same turn of the group's other episodes.
 
     The return of turn k is ``G_k = sum_j gamma^j R_{k+j}``, with R the sum of the rewards of a turn's tokens; its
     advantage is ``(G_k - mean) / (std + eps)`` over the rows of the group that have a k-th turn (returns of turns in
-    the place of scores of rows, as in GTPO: Ding et al. 2025, arXiv:2511.14846). So what was paid before a turn is no
-    merit of it. With one turn a row it is `group_advantage`; where only the last turn is paid and gamma is 1, all turns
-    of a row have the return that is its score. A row that alone has a k-th turn is its own baseline there, so its
-    advantage is 0.
+    place of scores of rows, as in GTPO: Ding et al. 2025, arXiv:2511.14846). A turn gets no credit for earlier rewards.
+    With one turn per row it equals `group_advantage`; if only the last turn is rewarded and gamma is 1, the return of
+    every turn is the row's score. A row that alone has a k-th turn is its own baseline there, so its advantage is 0.
 
     Args:
         token_level_rewards, response_mask, uid: see `flowrl.operators.advantages.groups.Groups`.
-        turn_ids: int64 ``[batch response]``, which turn of its row a token is of, from 0.
-        gamma: discount of a turn, in [0, 1].
+        turn_ids: int64 ``[batch response]``, the turn of each token, from 0 in each row.
+        gamma: discount per turn, in [0, 1].
         normalize_std: divide by the sample standard deviation (``n - 1``).
         eps: added to the standard deviation.
 
@@ -142,27 +147,27 @@ def turn_group_advantage(
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a turn of equal returns.
 
     Raises:
-        DataError: a group of one row, a reward off the mask, a token on it that is of no turn, or shapes that differ.
+        DataError: a group has one row, a reward is off the mask, a token on the mask has no turn, or shapes differ.
     """
-    paid = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
+    token_rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     turns = TurnsOfRows(turn_ids, response_mask)
-    rewards = turns.sum(paid)
-    returns, _ = gae(rewards, torch.zeros_like(rewards), turns.there, gamma, 1.0)
+    rewards = turns.sum(token_rewards)
+    returns, _ = gae(rewards, torch.zeros_like(rewards), turns.present, gamma, 1.0)
     of_turns = [
-        group_advantage(returns[:, k : k + 1], turns.there[:, k : k + 1], uid, normalize_std, eps)
+        group_advantage(returns[:, k : k + 1], turns.present[:, k : k + 1], uid, normalize_std, eps)
         for k in range(returns.shape[1])
     ]
     return turns.spread(torch.cat(of_turns, dim=1))
 
 
 class TurnGAE(Operator):
-    """Generalised advantage estimation in which an answer of an episode is one action; see `turn_gae`.
+    """Generalized advantage estimation over the turns of episodes; see `turn_gae`.
 
-    It stands in the place of `GAE` behind an `Interact`: ``ppo(...).edit(replace={"gae": TurnGAE()})``.
+    Use it in place of `GAE` after an `Interact`: ``ppo(...).edit(replace={"gae": TurnGAE()})``.
 
     Args:
-        gamma: discount of a turn.
-        lam: lambda: 0 is the one-step advantage, 1 the whole return less the value.
+        gamma: discount per turn.
+        lam: lambda: 0 is the one-step advantage, 1 the full return minus the value.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -177,12 +182,12 @@ class TurnGAE(Operator):
 
 
 class TurnGroupAdvantage(GroupBaseline, Operator):
-    """Group-relative advantages of turns by what was still paid from each on; see `turn_group_advantage`.
+    """Group-relative advantages of turns by their returns; see `turn_group_advantage`.
 
-    It stands in the place of `GroupAdvantage` behind an `Interact` whose environment rewards turns.
+    Use it in place of `GroupAdvantage` after an `Interact` whose environment rewards turns.
 
     Args:
-        gamma: discount of a turn.
+        gamma: discount per turn.
         normalize_std: divide by the standard deviation of the turn in the group.
         eps: added to the standard deviation.
     """
@@ -193,7 +198,7 @@ class TurnGroupAdvantage(GroupBaseline, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"scaled"``, too, where it is divided by the standard deviation."""
+        """``{"group baseline"}``, and ``"scaled"`` with `normalize_std`."""
         return super().effects | ({Effect.SCALED} if self.normalize_std else set())
 
     def __call__(

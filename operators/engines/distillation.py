@@ -1,7 +1,4 @@
-"""A teacher's opinion of what the policy sampled: of the tokens themselves, or of all that could have stood there.
-
-The rows are the policy's own, so the student learns where it goes, and not where its teacher would have gone.
-"""
+"""On-policy distillation: a teacher scores the policy's own samples, by sampled token or over the vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from flowrl.records import Sequences
 
 
 class TeacherTop(NamedTuple):
-    """The most likely tokens of a teacher in the place of each token, and all others together."""
+    """The teacher's most likely tokens at each position, and the log-probability of all others."""
 
     teacher_ids: c.TeacherIds
     teacher_log_probs: c.TeacherLogProbs
@@ -33,17 +30,18 @@ class TeacherTop(NamedTuple):
 
 
 class TeacherTopK(Operator):
-    """What a teacher would have said in the place of each sampled token: its `k` most likely tokens, and the rest.
+    """The teacher's `k` most likely tokens at each position, and the log-probability of the rest.
 
-    Log-probs are at each row's temperature, float32 ``[batch response k]``, over the whole vocabulary: those of the k
-    and of the rest add up to 1. The rest is one number a token, float32 ``[batch response]``. All are 0 off the mask.
+    Writes token ids, int64 ``[batch response k]``; their log-probs at each row's temperature, float32 ``[batch response
+    k]``; and the log-probability of all other tokens, float32 ``[batch response]``. The k + 1 probabilities add up to
+    1; all entries are 0 off the mask.
 
     Args:
-        k: tokens; less than the vocabulary.
+        k: number of tokens, less than the vocabulary size.
         teacher: a frozen model with the policy's vocabulary.
 
     Raises:
-        ParameterError: the vocabulary has no more than `k` tokens.
+        ParameterError: the vocabulary has at most `k` tokens.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -54,42 +52,42 @@ class TeacherTopK(Operator):
         return TeacherTop(*self.teacher.top_log_probs(rollout, self.k))
 
 
-class TeacherSaid(NamedTuple):
-    """All that a teacher could have said in the place of each token, once its head makes distributions of it."""
+class TeacherDistribution(NamedTuple):
+    """The teacher's hidden states, and the head that computes its distributions from them."""
 
     teacher_states: c.TeacherHiddenStates
     teacher_head: Head
 
 
 class TeacherHiddenStates(Operator):
-    """All that a teacher would have said in the place of each sampled token, as it can travel: its last states.
+    """The teacher's last hidden states at each sampled token, from which its full distributions are computed.
 
-    They are float32 ``[batch response hidden]``, 0 off the mask; its head goes beside, by name, and whoever trains
-    reads it once from the teacher's folder. So ``[batch response vocabulary]`` is neither sent nor held.
+    The states are float32 ``[batch response hidden]``, 0 off the mask. The trainer loads the head once from the
+    teacher's folder, so ``[batch response vocabulary]`` is never sent or stored.
 
     Args:
-        teacher: a frozen model with the policy's vocabulary; its size is its own.
+        teacher: a frozen model with the policy's vocabulary, of any size.
 
     Raises:
-        BindError: the teacher's logits are not made by a linear head, and perhaps a scale (Granite, Cohere) or a cap
-            (Gemma 2).
+        BindError: the teacher computes its logits by something other than a linear head with an optional scale
+            (Granite, Cohere) or cap (Gemma 2).
     """
 
     granularity: ClassVar[Granularity] = "row"
     teacher: Reads[HiddenStateScorer] = Role("teacher")
 
-    def __call__(self, rollout: Sequences) -> TeacherSaid:
-        return TeacherSaid(*self.teacher.last_states(rollout))
+    def __call__(self, rollout: Sequences) -> TeacherDistribution:
+        return TeacherDistribution(*self.teacher.last_states(rollout))
 
 
 class ReverseKL(Operator):
-    """How much more likely the teacher finds each sampled token than the policy did, as its advantage.
+    """The log-ratio of teacher to policy at each sampled token, as its advantage.
 
-    ``A_t = log p_teacher(y_t) - log p_old(y_t)``, the estimate k1 of the negated KL(policy || teacher) of that token.
-    Nothing is summed over later tokens (a discount of 0), as in Thinking Machines, "On-policy distillation" (2025,
+    ``A_t = log p_teacher(y_t) - log p_old(y_t)``, the negated k1 estimate of KL(policy || teacher) at that token. Later
+    tokens are not summed (a discount of 0), as in Thinking Machines, "On-policy distillation" (2025,
     https://thinkingmachines.ai/blog/on-policy-distillation); MiniLLM (Gu et al. 2023, arXiv:2306.08543) sums them.
 
-    Reports ``distill/reverse_kl``, the mean per token.
+    Reports ``distill/reverse_kl``, the mean per token in nats.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -107,25 +105,25 @@ class ReverseKL(Operator):
 
 
 def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
-    """The generalised Jensen-Shannon divergence (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
+    """The generalized Jensen-Shannon divergence (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
 
-    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` with P of the teacher, Q of the student and ``M = beta P + (1 - beta)
-    Q``. It is 0 at both ends, where its limits in shape are taken in its place, as in TRL: at 0 KL(P || Q), the forward
-    KL, which covers the teacher; at 1 KL(Q || P), the reverse, which seeks its modes.
+    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` with P the teacher, Q the student and ``M = beta P + (1 - beta) Q``. It
+    vanishes for beta 0 and 1, so there it is replaced as in TRL: for 0 by KL(P || Q), the forward KL (mode-covering),
+    and for 1 by KL(Q || P), the reverse KL (mode-seeking).
 
     Args:
-        teacher, student: log-probs ``[tokens outcomes]``, each row a whole distribution.
-        beta: from 0 to 1.
+        teacher, student: log-probs ``[tokens outcomes]``, each row a complete distribution.
+        beta: in [0, 1].
 
     Returns:
-        ``[tokens]``.
+        ``[tokens]``, in nats.
     """
     if beta == 0.0:
         return _kl(teacher, student)
     if beta == 1.0:
         return _kl(student, teacher)
-    share = teacher.new_tensor(beta)
-    mixed = torch.logaddexp(teacher + share.log(), student + torch.log1p(-share))
+    weight = teacher.new_tensor(beta)
+    mixed = torch.logaddexp(teacher + weight.log(), student + torch.log1p(-weight))
     return beta * _kl(teacher, mixed) + (1.0 - beta) * _kl(student, mixed)
 
 
@@ -136,8 +134,8 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 class GKD(Loss):
     """The divergence from a teacher over its most likely tokens (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
 
-    The outcomes of each token are the k that `TeacherTopK` gives, and that it is another: so both sides are whole
-    distributions, and what is measured is never more than the divergence over the vocabulary. See `divergence`.
+    Each distribution has k + 1 outcomes: the k tokens of `TeacherTopK`, and any other token. Its divergence is a lower
+    bound of the divergence over the vocabulary. See `divergence`.
 
     Args:
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
@@ -159,16 +157,16 @@ class GKD(Loss):
 
 
 class FullGKD(Loss):
-    """The divergence from a teacher over the whole vocabulary (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
+    """The divergence from a teacher over the full vocabulary (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
 
-    Of some tokens at a time, the teacher's head makes its distributions from the states that `TeacherHiddenStates`
-    gives, in the arithmetic of the teacher and at each row's temperature. See `divergence`.
+    The teacher's head computes its distributions from the states of `TeacherHiddenStates`, for some tokens at a time,
+    in the teacher's precision and at each row's temperature. See `divergence`.
 
     Args:
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
 
     Raises:
-        DataError: teacher and student have vocabularies of two sizes.
+        DataError: the vocabularies of teacher and student have different sizes.
     """
 
     beta: float = Field(default=1.0, ge=0, le=1)
@@ -183,8 +181,11 @@ class FullGKD(Loss):
         teacher = teacher_head.log_probs(teacher_states, temperature)
         if teacher.shape != distributions.shape:
             raise DataError(
-                f"the teacher has logits for {teacher.shape[1]} tokens and the student for {distributions.shape[1]}; "
-                f"expected one vocabulary, padding included: give both as many by resize_token_embeddings(...), or "
-                f"distil from likely tokens by TeacherTopK and GKD."
+                f"The teacher has logits for {teacher.shape[1]} tokens and the student for {distributions.shape[1]}, "
+                f"expected equal numbers, padding included. Resize one of them by resize_token_embeddings(...), or "
+                f"distill the likely tokens only: TeacherTopK and GKD.",
+                code="objective.teacher-vocabulary",
+                expected=distributions.shape[1],
+                found=teacher.shape[1],
             )
         return divergence(teacher, distributions, self.beta)

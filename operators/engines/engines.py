@@ -1,4 +1,4 @@
-"""What is asked of engines, row by row: answers (`Generate`, of rows that `Repeat` makes), log-probs and values."""
+"""Operators that call engines row by row: generation, log-probs and values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from flowrl.spec import Spec
 
 
 class Repeat(Operator):
-    """Every prompt `n` times in succession, under one `uid` (GRPO's group) and with a `row_id` of its own.
+    """Repeat every prompt `n` times; the copies share a `uid` (the group of GRPO), and each has its own `row_id`.
 
-    ``[batch ...]`` becomes ``[batch * n ...]``; the copies of a prompt stand next to each other.
+    ``[batch ...]`` becomes ``[batch * n ...]``; the copies of a prompt are adjacent.
 
     Args:
-        n: answers per prompt.
+        n: responses per prompt.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -54,7 +54,7 @@ class Repeat(Operator):
 
 
 class Prompted(Protocol):
-    """What generation reads."""
+    """The columns that generation reads."""
 
     @property
     def prompts(self) -> c.Prompts: ...
@@ -65,19 +65,18 @@ class Prompted(Protocol):
 
 
 class Sampler(Spec):
-    """How tokens are drawn, of an operator that asks a rollout engine for some.
+    """Sampling parameters of an operator that generates.
 
     Args:
         temperature: 0 is greedy.
-        top_k: keep the `top_k` most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
-        max_new_tokens: the longest a response may get.
-        stop_token_ids: tokens that end a response, besides those that end a turn by the model's own folder
+        top_k: sample from the `top_k` most likely tokens; 0 is no limit.
+        top_p: sample from the smallest set of tokens whose probability reaches `top_p`; 1 is no limit.
+        max_new_tokens: maximum length of a response in tokens.
+        stop_token_ids: tokens that end a response, in addition to the end-of-turn tokens of the model
             (`ChatTokenizer.ends`).
-        stop: strings that end a response, once its text contains one. The response ends with the token that completes
-            the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
-            are no text; they go into `stop_token_ids`.
-        ignore_eos: what ends a turn does not end a response; stop tokens and strings still do.
+        stop: strings that end a response. The response ends with the token that completes the string, so its text may
+            extend past the string. Special tokens have no text; put them into `stop_token_ids`.
+        ignore_eos: do not end a response at end-of-turn tokens; stop tokens and strings still end it.
     """
 
     temperature: float = Field(default=1.0, ge=0)
@@ -90,13 +89,13 @@ class Sampler(Spec):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"greedy"`` at temperature 0, ``"truncated"`` where top-k or top-p leave tokens out."""
+        """``"greedy"`` at temperature 0, ``"truncated"`` with top-k or top-p."""
         greedy = {Effect.GREEDY} if self.temperature == 0 else set()
         return frozenset(greedy | ({Effect.TRUNCATED} if self.top_k > 0 or self.top_p < 1 else set()))
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The sampling parameters as the engine takes them."""
         return Sampling(
             self.temperature,
             self.top_k,
@@ -109,16 +108,17 @@ class Sampler(Spec):
 
 
 class Generate(Sampler, Operator):
-    """One sampled response per row, with its log-probs and the version of the weights that sampled it.
+    """Sample one response per row, with its log-probs and the version of the weights.
 
-    Nothing is tokenised again on the way: `input_ids` are the prompt's ids and the sampled ids.
+    Responses are never tokenized again: `input_ids` are the ids of the prompt and the sampled ids. Reports
+    ``response_length/mean``, ``/max``, ``/total`` and ``/clip_ratio``, the share of responses of `max_new_tokens`.
 
     Args:
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: see `Sampler`.
         rollout: the engine.
 
     Raises:
-        SyncError: the engine holds no valid receipt for its weights.
+        SyncError: the engine has no valid receipt for its weights.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -129,10 +129,12 @@ class Generate(Sampler, Operator):
         receipt = engine.receipt
         if receipt is None:
             raise SyncError(
-                "the rollout engine has no receipt for its weights, so it is not known which policy would answer; "
-                "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
+                "The rollout engine has no receipt for its weights, so the version of its responses is unknown. Sync "
+                "first: Sync()(updated), or `with job.eager():`, which syncs when it starts.",
+                code="update.no-receipt",
+                node=self.name,
             )
-        with contexts_told(engine, metrics):
+        with report_contexts(engine, metrics):
             sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), self.sampling, key)
         input_ids, attention_mask, position_ids = assemble(
             prompts.prompts, prompts.prompt_mask, sampled.responses, sampled.response_mask
@@ -164,40 +166,34 @@ class Generate(Sampler, Operator):
 
 
 @contextmanager
-def contexts_told(engine: Rollout, metrics: Metrics) -> Iterator[None]:
-    """Report how many tokens stood before the answers that are given within, and which share of them the engine had
-    already; nothing of an engine that does not count them."""
+def report_contexts(engine: Rollout, metrics: Metrics) -> Iterator[None]:
+    """Report the context tokens of the responses generated in the block, and the cached share, if the engine counts."""
     if not isinstance(engine, CacheStats):
         yield
         return
     context, cached = engine.context_tokens, engine.cached_tokens
     yield
-    if given := engine.context_tokens - context:
-        metrics.sum("throughput/context_tokens", given)
-        metrics.mean("throughput/cached_share", engine.cached_tokens - cached, given)
+    if tokens := engine.context_tokens - context:
+        metrics.sum("throughput/context_tokens", tokens)
+        metrics.mean("throughput/cached_share", engine.cached_tokens - cached, tokens)
 
 
-def oldest_version(versions: Tensor, mask: Tensor, none: int) -> Tensor:
-    """The version of each row: int64 ``[batch]``.
-
-    Args:
-        versions: of its tokens, int64 ``[batch response]``.
-        mask: bool ``[batch response]``.
-        none: of rows that have no token.
-    """
+def oldest_version(versions: Tensor, mask: Tensor, default: int) -> Tensor:
+    """The oldest version of each row's tokens, `default` for rows without one: int64 ``[batch response]`` to
+    ``[batch]``."""
     newest = torch.iinfo(versions.dtype).max
     oldest = versions.masked_fill(~mask, newest).amin(1) if mask.shape[1] else versions.new_full((len(mask),), newest)
-    return oldest.where(mask.any(1), none)
+    return oldest.where(mask.any(1), default)
 
 
 class OldLogProb(AsksModel, Operator):
-    """The sampled tokens' log-probs, recomputed by the trainer with its weights at the start of the step.
+    """Log-probs of the sampled tokens under the trainer's weights at the start of the step.
 
-    The ratio of PPO is taken against these and not against the rollout engine's own, since engines differ in kernels,
-    precision and sampling masks. Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
+    PPO's ratio uses these rather than the engine's log-probs, since engines differ in kernels, precision and sampling
+    masks. Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
 
     Args:
-        reads: what the policy is given of the rows; see `AsksModel`.
+        reads: record of the model's inputs; None for tokens. See `AsksModel`.
         actor: the trainer.
     """
 
@@ -209,10 +205,10 @@ class OldLogProb(AsksModel, Operator):
 
 
 class LogitNorm(Operator):
-    """How hard each sampled token pulls at the logits: ``||d log p / d logits||**2``, for `OptimalTokenBaseline`.
+    """The squared logit-gradient norm of each sampled token, ``||d log p / d logits||**2``; see `OptimalTokenBaseline`.
 
-    It is ``1 - 2 p + sum p**2`` by the trainer's weights at the start of the step, at each row's temperature: float32
-    ``[batch response]``, 0 off the mask. One forward pass.
+    It is ``1 - 2 p + sum p**2`` under the trainer's weights at the start of the step, at each row's temperature:
+    float32 ``[batch response]``, 0 off the mask. It costs one forward pass.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -223,12 +219,12 @@ class LogitNorm(Operator):
 
 
 class RefLogProb(AsksModel, Operator):
-    """The sampled tokens' log-probs under the frozen reference, the anchor of KL.
+    """Log-probs of the sampled tokens under the frozen reference model.
 
     Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
 
     Args:
-        reads: what the reference is given of the rows; see `AsksModel`.
+        reads: record of the model's inputs; None for tokens. See `AsksModel`.
         ref: the reference.
     """
 
@@ -240,10 +236,10 @@ class RefLogProb(AsksModel, Operator):
 
 
 class Value(AsksModel, Operator):
-    """State values, float32 ``[batch response]``: entry ``t`` is of the state in which token ``t`` was sampled.
+    """State values, float32 ``[batch response]``: entry ``t`` is the value of the state before token ``t``.
 
     Args:
-        reads: what the critic is given of the rows; see `AsksModel`.
+        reads: record of the model's inputs; None for tokens. See `AsksModel`.
         critic: the critic.
     """
 

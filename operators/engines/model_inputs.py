@@ -1,4 +1,4 @@
-"""What a model is given of a row: tokens, or the columns of a record of your own."""
+"""The inputs of a model: tokens, or the columns of a custom record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flowrl.spec import Spec
 
 
 class AsksModel(Spec):
-    """What operators share that hand rows to a model, by the port `rollout`.
+    """Mixin of operators whose port `rollout` is the input of a model.
 
     Args:
-        reads: the record whose columns the model is given, where it reads something else than tokens: a NamedTuple or a
-            Protocol. What the operator itself wants of the rows is among them. None is tokens.
+        reads: record of the model's inputs, a NamedTuple or Protocol that includes the columns which the operator
+            itself reads; None for tokens.
     """
 
     replicated: ClassVar[frozenset[str]]
@@ -32,18 +32,18 @@ class AsksModel(Spec):
             columns = record_columns(reads)
             if not columns:
                 raise ValueError("expected a record of columns, such as a NamedTuple; see flowrl.records")
-            own = {place.name: typed for place, typed in cls._signature.ports["rollout"].fields.items()}
+            own = {field.name: typed for field, typed in cls._signature.ports["rollout"].fields.items()}
             if missing := sorted(name for name in cls.replicated if columns.get(name) != own[name]):
                 raise ValueError(f"{cls.__name__} itself reads {', '.join(missing)}, which {reads.__name__} lacks")
         return reads
 
     @property
     def own_ports(self) -> Signature:
-        """Those of `__call__`, with the columns of `reads` in the place of tokens."""
+        """The ports of `__call__`, with the columns of `reads` in place of tokens."""
         return self._signature if self.reads is None else _reading(self._signature, self.reads)
 
 
 @functools.lru_cache(maxsize=256)
 def _reading(own: Signature, record: type) -> Signature:
-    """The same object each time, since calls are laid out by it."""
+    """Cached, since the layout of calls depends on the identity of the signature."""
     return own.retyped("rollout", record)

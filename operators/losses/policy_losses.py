@@ -1,9 +1,9 @@
-"""Losses of policies that learn from advantages: the clipped surrogate, and what takes its place by one edit.
+"""Policy losses that read advantages: PPO's clipped surrogate and its alternatives.
 
-With ``r = exp(log_prob - old_log_prob)``, of a token, and advantage ``A``, each docstring gives the loss of a token (or
-row) before it is aggregated; ``sg`` is a number without a gradient. The log-ratio is clamped to ±20 before `exp`, as in
-verl; beyond, r is constant and has no gradient. Fractions and means are reported over token counts, so those of
-micro-batches and ranks merge.
+Each docstring gives the loss of a token (or row) before aggregation, with the ratio ``r = exp(log_prob -
+old_log_prob)`` of the token and its advantage ``A``; ``sg`` stops the gradient. The log-ratio is clamped to ±20 before
+`exp`, as in verl; beyond, r is constant and has no gradient. Fractions and means are reported with token counts, so
+that those of micro-batches and ranks merge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowrl.operators.advantages.per_token import MAX_EXPONENT
 
 
 def log_ratio_of(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, metrics: Metrics) -> Tensor:
-    """``log_prob - old_log_prob`` of each token; reports ``actor/approx_kl``, the mean of its negative."""
+    """``log_prob - old_log_prob`` of each token; reports its negative mean as ``actor/approx_kl``."""
     log_ratio = log_probs - old_log_probs
     metrics.mean("actor/approx_kl", -log_ratio.detach().sum(), response_mask.sum())
     return log_ratio
@@ -36,7 +36,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _row_mean(x: Tensor, response_mask: Tensor) -> Tensor:
-    """The mean over the tokens of each row on the mask, ``[rows]``; 0 for a row of none."""
+    """The mean over each row's tokens on the mask, ``[rows]``; 0 for an empty row."""
     return x.sum(-1) / response_mask.sum(-1).clamp(min=1)
 
 
@@ -55,20 +55,21 @@ class PPOClip(Loss):
     ``max(-A * r, -A * clip(r, 1 - clip_low, 1 + clip_high))``; with `dual_clip` c, where ``A < 0``, at most ``-A * c``
     (Ye et al. 2020, arXiv:1912.09729).
 
-    The ratio to the rollout's own log-probs (verl's bypass mode) needs no `OldLogProb`, so it saves a forward pass a
-    step, and corrects for the engine as well: unclipped, its gradient is unbiased whatever the engine computes. But r
-    starts from trainer / engine and not from 1, so the clip cuts off what engine and trainer differ by before the
-    policy has moved, and where top-p or top-k renormalised the engine's log-probs, r starts below 1.
+    With ``ratio_to="rollout"`` (verl's bypass mode), `OldLogProb` is not needed, which saves a forward pass per step,
+    and the ratio also corrects for the engine: without the clip, the gradient is unbiased for any engine. But r then
+    starts at trainer / engine instead of 1: the clip also clips their mismatch, and r starts below 1 if top-p or top-k
+    renormalized the engine's log-probs.
 
-    Reports ``actor/pg_clipfrac`` (share of tokens where clipping made the loss larger), ``actor/pg_clipfrac_lower``
-    (share of tokens at the dual clip) and ``actor/approx_kl`` (mean of ``old - new``).
+    Reports ``actor/pg_clipfrac`` (share of tokens where clipping increases the loss), ``actor/pg_clipfrac_lower``
+    (share of tokens at the dual clip) and ``actor/approx_kl`` (mean of ``old - new``, in nats).
 
     Args:
-        clip_low: how far below 1 the ratio counts.
-        clip_high: how far above 1; None is `clip_low`. Apart, they are DAPO's clip-higher (arXiv:2503.14476, §3.1).
-        dual_clip: the bound c > 1 on the ratio where the advantage is negative (3 in the paper); None is no bound.
-        ratio_to: whose log-probs the ratio is taken to: ``"old"``, the trainer's at the start of the step; or
-            ``"rollout"``, the engine's that sampled. `UpdateActor` wants just these, and refuses the others.
+        clip_low: the lower bound of the ratio is ``1 - clip_low``.
+        clip_high: the upper bound is ``1 + clip_high``; None is `clip_low`. Different bounds are DAPO's clip-higher
+            (arXiv:2503.14476, §3.1).
+        dual_clip: bound c > 1 on the ratio for negative advantages (3 in the paper); None is no bound.
+        ratio_to: the denominator of the ratio: ``"old"``, the trainer's log-probs at the start of the step, or
+            ``"rollout"``, the engine's. `UpdateActor` accepts only these as its `old_log_probs`.
     """
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -78,12 +79,12 @@ class PPOClip(Loss):
 
     @property
     def signature(self) -> Signature:
-        """The columns that are wired; `old_log_probs` is of the kind that the ratio is taken to."""
+        """The columns that are wired; `ratio_to` decides the kind of `old_log_probs`."""
         return self._signature if self.ratio_to == "old" else _to_rollout
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"importance correction"}`` with a ratio to what the engine sampled from."""
+        """``{"importance correction"}`` with ``ratio_to="rollout"``."""
         return frozenset({Effect.IMPORTANCE_CORRECTION} if self.ratio_to == "rollout" else ())
 
     def __call__(
@@ -105,26 +106,26 @@ class PPOClip(Loss):
         return per_token
 
 
-_to_rollout = PPOClip._signature.retyped("old_log_probs", c.RolloutLogProbs)  # made once: calls are laid out by it
+_to_rollout = PPOClip._signature.retyped("old_log_probs", c.RolloutLogProbs)  # one object: call layouts depend on it
 
 
 class Reinforce(Loss):
-    """``-A * log_prob`` (Williams 1992): no ratio, so for one mini-batch a step."""
+    """``-A * log_prob`` (Williams 1992). It has no ratio, so use one mini-batch per step."""
 
     def __call__(self, log_probs: c.LogProbs, advantages: c.Advantages) -> Tensor:
         return -advantages * log_probs
 
 
 class GSPO(Loss):
-    """The clipped surrogate with one ratio a response (GSPO: Zheng et al. 2025, arXiv:2507.18071, eqs. 5, 7).
+    """The clipped surrogate with one ratio per response (GSPO: Zheng et al. 2025, arXiv:2507.18071, eqs. 5, 7).
 
-    ``s = exp(mean_t log r_t)`` is the ratio of a row, the geometric mean of those of its tokens, and its loss
-    ``max(-A * s, -A * clip(s, 1 - clip_low, 1 + clip_high))``. Each token takes its ratio to be
-    ``sg(s) * exp(log_prob - sg(log_prob))`` (GSPO-token, eq. 14), which has the same gradient where A is that of the
-    row. The paper aggregates by ``seq-mean-token-mean``.
+    The ratio of a row is ``s = exp(mean_t log r_t)``, the geometric mean over its tokens, and its loss
+    ``max(-A * s, -A * clip(s, 1 - clip_low, 1 + clip_high))``. It is computed with the token ratio
+    ``sg(s) * exp(log_prob - sg(log_prob))`` (GSPO-token, eq. 14), which has the same gradient if all tokens of a row
+    have the same A. The paper aggregates by ``seq-mean-token-mean``.
 
     Args:
-        clip_low, clip_high: how far below and above 1 the ratio counts.
+        clip_low, clip_high: the bounds of the ratio are ``1 - clip_low`` and ``1 + clip_high``.
     """
 
     unit: ClassVar[Unit] = "row"
@@ -147,13 +148,13 @@ class GSPO(Loss):
 
 
 class CISPO(Loss):
-    """Clipped weights in place of clipped gradients (CISPO: MiniMax 2025, arXiv:2506.13585, eqs. 4, 5).
+    """Clipped importance weights in place of a clipped surrogate (CISPO: MiniMax 2025, arXiv:2506.13585, eqs. 4, 5).
 
-    ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log_prob``: every token has a gradient, also where r is clipped.
+    ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log_prob``: tokens with a clipped r keep a gradient.
 
     Args:
-        clip_low: how far below 1 a weight may be; 1 (as in the paper) is no lower bound.
-        clip_high: how far above 1.
+        clip_low: the lower bound of the weight is ``1 - clip_low``; 1 (as in the paper) is no lower bound.
+        clip_high: the upper bound is ``1 + clip_high``.
     """
 
     clip_low: float = Field(default=1.0, gt=0, le=1)
@@ -176,12 +177,12 @@ class CISPO(Loss):
 class GMPO(Loss):
     """The geometric mean of the tokens' clipped ratios (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
-    A row's loss is ``-A * exp(mean_t l_t)``, where ``l_t`` is ``log r_t``, clipped to ±`clip` where that makes the loss
-    larger; A is the row's advantage (the mean of its tokens'). Outliers count less than in an arithmetic mean, so the
-    clip is wide. Aggregate by ``seq-mean-token-mean``: the mean over rows.
+    A row's loss is ``-A * exp(mean_t l_t)``, where ``l_t`` is ``log r_t``, clipped to ±`clip` if that increases the
+    loss, and A the mean of its tokens' advantages. A geometric mean is less sensitive to outliers than an arithmetic
+    one, so the clip is wide. Aggregate by ``seq-mean-token-mean``: the mean over rows.
 
     Args:
-        clip: how far from 0 a log-ratio counts (0.4 in the paper).
+        clip: bound on the absolute log-ratio (0.4 in the paper).
     """
 
     unit: ClassVar[Unit] = "row"
@@ -190,7 +191,7 @@ class GMPO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"one advantage a row"}``: it takes the mean of those of its tokens."""
+        """``{"one advantage a row"}``, the mean over its tokens."""
         return frozenset({Effect.ONE_ADVANTAGE_A_ROW})
 
     def __call__(
@@ -211,11 +212,11 @@ class GMPO(Loss):
 class SAPO(Loss):
     """A soft gate in place of the clip (SAPO: Gao et al. 2025, arXiv:2511.20347).
 
-    ``-A * 4 / tau * sigmoid(tau * (r - 1))``: at r = 1 its gradient is PPO's, and it falls smoothly on both sides. The
-    paper aggregates by ``seq-mean-token-mean``.
+    ``-A * 4 / tau * sigmoid(tau * (r - 1))``: at r = 1 its gradient is that of PPO, and it decays smoothly on both
+    sides. The paper aggregates by ``seq-mean-token-mean``.
 
     Args:
-        tau_pos, tau_neg: the steepness where the advantage is positive, and where it is not.
+        tau_pos, tau_neg: steepness for positive advantages, and for all others.
     """
 
     tau_pos: float = Field(default=1.0, gt=0)
@@ -235,14 +236,14 @@ class SAPO(Loss):
 
 
 class KLCov(Loss):
-    """KL on the tokens that cost most entropy (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
+    """A KL penalty on the tokens that reduce entropy most (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
 
-    ``-A * r``, and for the share `top` of the mini-batch's tokens whose ``(log_prob - mean) * (A - mean)`` is largest
-    (means over the mini-batch) also ``coef * |log r|``.
+    ``-A * r``, plus ``coef * |log r|`` for the share `top` of the mini-batch's tokens with the largest covariance
+    ``(log_prob - mean) * (A - mean)`` (means over the mini-batch).
 
     Args:
-        top: the share of tokens; at least one.
-        coef: the weight of KL there.
+        top: share of tokens with the penalty; at least one token.
+        coef: coefficient of the penalty.
     """
 
     unit: ClassVar[Unit] = "batch"
@@ -265,16 +266,16 @@ class KLCov(Loss):
 
 
 class ClipCov(Loss):
-    """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
+    """Drop the gradient of some tokens that reduce entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
 
-    ``-A * r``, and 0 for tokens that are drawn, as many as the share `share` of the mini-batch's, from those whose
-    ``(log_prob - mean) * (A - mean)`` is from `low` to `high` (means over the mini-batch).
+    ``-A * r``, and 0 for a random sample of the tokens whose covariance ``(log_prob - mean) * (A - mean)`` is in
+    [`low`, `high`] (means over the mini-batch). The sample has `share` of all tokens of the mini-batch.
 
-    Reports ``actor/pg_clipfrac``, the share of tokens that were drawn.
+    Reports ``actor/pg_clipfrac``, the share of tokens in the sample.
 
     Args:
-        share: how many are drawn, of all tokens; at least one, and at most those within the bounds.
-        low, high: the bounds of the covariance.
+        share: size of the sample as a share of all tokens; at least one token, and at most those in range.
+        low, high: range of the covariance.
 
     Raises:
         ParameterError: `low` is above `high`.
@@ -289,8 +290,11 @@ class ClipCov(Loss):
     def __post_init__(self) -> None:
         if self.low > self.high:
             raise ParameterError(
-                f"no covariance is from low={self.low:g} to high={self.high:g}; expected low <= high, as in "
-                f"ClipCov(low=1.0, high=5.0)"
+                f"ClipCov needs low <= high, given low={self.low:g}, high={self.high:g}. Pass a range, such as "
+                f"ClipCov(low=1.0, high=5.0).",
+                code="objective.invalid-range",
+                low=self.low,
+                high=self.high,
             )
 
     def __call__(
@@ -306,37 +310,37 @@ class ClipCov(Loss):
         covariance, tokens = _covariance(log_probs, advantages, response_mask), int(response_mask.sum())
         band = ((covariance >= self.low) & (covariance <= self.high)).flatten().nonzero().flatten()
         order = torch.randperm(len(band), generator=key.generator())[: max(1, int(self.share * tokens))]
-        drawn = _at(band[order.to(band.device)], response_mask)
-        metrics.mean("actor/pg_clipfrac", drawn.sum(), tokens)
-        return -advantages * ratio * ~drawn
+        sample = _at(band[order.to(band.device)], response_mask)
+        metrics.mean("actor/pg_clipfrac", sample.sum(), tokens)
+        return -advantages * ratio * ~sample
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """``(log_prob - mean) * (A - mean)`` of each token, means over all on the mask; -inf off it."""
-    said, advantage = log_probs.detach()[response_mask], advantages[response_mask]
+    """``(log_prob - mean) * (A - mean)`` of each token, means over the mask; -inf off it."""
+    log_prob, advantage = log_probs.detach()[response_mask], advantages[response_mask]
     covariance = torch.full_like(advantages, -torch.inf)
-    covariance[response_mask] = (said - said.mean()) * (advantage - advantage.mean())
+    covariance[response_mask] = (log_prob - log_prob.mean()) * (advantage - advantage.mean())
     return covariance
 
 
-def _at(places: Tensor, response_mask: Tensor) -> Tensor:
-    """True at these tokens, counted row by row: bool of the shape of the mask."""
-    found = torch.zeros_like(response_mask).flatten()
-    found[places] = True
-    return found.view_as(response_mask)
+def _at(indices: Tensor, response_mask: Tensor) -> Tensor:
+    """True at these indices of the flattened mask: bool, shape of the mask."""
+    mask = torch.zeros_like(response_mask).flatten()
+    mask[indices] = True
+    return mask.view_as(response_mask)
 
 
 class DPPO(Loss):
-    """A trust region by divergence and not by ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
+    """A trust region by divergence instead of ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
 
-    ``-sg(min(r, max_ratio)) * A * log_prob`` for tokens that are within the region, or that move towards the old
-    policy; 0 for others. How far a token is from the old policy is told by the two-way distribution of it and all
-    others: total variation ``|p - p_old|``, or KL ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``.
+    ``-sg(min(r, max_ratio)) * A * log_prob`` for tokens within the region, or whose update moves towards the old
+    policy; 0 for others. The divergence is that of the binary distribution (this token, any other): total variation
+    ``|p - p_old|``, or KL ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``.
 
     Args:
         divergence: ``"tv"`` or ``"kl"``.
-        within: how far is within the region.
-        max_ratio: where weights are truncated.
+        within: radius of the region.
+        max_ratio: upper bound of the weights.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -366,14 +370,14 @@ def _kl_term(p: Tensor, q: Tensor) -> Tensor:
 
 
 class DRO(Loss):
-    """Direct reward optimisation (DRO: Richemond et al. 2024, arXiv:2405.19107), off-policy by construction.
+    """Direct reward optimization (DRO: Richemond et al. 2024, arXiv:2405.19107), off-policy by design.
 
-    A row's loss is ``(A - tau * log(pi / pi_ref))**2 / 2``, where A is the row's reward less a value or baseline (the
+    A row's loss is ``(A - tau * log(pi / pi_ref))**2 / 2``, where A is the row's reward minus a value or baseline (the
     mean of its tokens' advantages) and log(pi / pi_ref) the sum over its tokens. It reads `ref_log_prob`. Aggregate by
     ``seq-mean-token-mean``: the mean over rows.
 
     Args:
-        tau: the weight of KL to the reference.
+        tau: coefficient of KL to the reference.
     """
 
     unit: ClassVar[Unit] = "row"
@@ -382,7 +386,7 @@ class DRO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference"}``, by its square."""
+        """``{"held to the reference"}``, by the squared term."""
         return frozenset({Effect.HELD_TO_REFERENCE})
 
     def __call__(

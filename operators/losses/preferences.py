@@ -1,5 +1,4 @@
-"""Losses that learn from examples: those to imitate, alone or beside the policy gradient, and pairs of which one is
-preferred."""
+"""Losses that learn from examples: demonstrations, right responses and preference pairs."""
 
 from __future__ import annotations
 
@@ -21,26 +20,26 @@ from flowrl.operators.losses.policy_losses import PPOClip
 
 
 class NLL(Loss):
-    """The negative log-likelihood of the tokens: supervised fine-tuning, and best-of-n on rows that won."""
+    """The negative log-likelihood of the tokens: for supervised fine-tuning and best-of-n."""
 
     def __call__(self, log_probs: c.LogProbs) -> Tensor:
         return -log_probs
 
 
 class PPOClipNLL(Loss):
-    """The clipped surrogate, and the negative log-likelihood of answers that are right (VAPO: Yue et al. 2025,
+    """The clipped surrogate plus the negative log-likelihood of right responses (VAPO: Yue et al. 2025,
     arXiv:2504.05118, §4.3).
 
     ``l_t - coef * [right] * (N / N_right) * log_prob``, where ``l_t`` is the loss of `PPOClip`, and N_right of the
-    mini-batch's N tokens are of right answers. So with ``token-mean`` the second term is ``coef`` times the mean over
-    the tokens of right answers; it is 0 where there is none.
+    mini-batch's N tokens belong to right responses. With ``token-mean`` the second term is ``coef`` times the mean over
+    these tokens; it is 0 if there are none.
 
-    Reports what `clip` does, and ``actor/nll_loss``: that mean, before its coefficient.
+    Reports the metrics of `clip`, and ``actor/nll_loss``: that mean, before its coefficient.
 
     Args:
         clip: the clipped surrogate.
-        coef: the weight of the second term.
-        above: an answer is right where the sum of its scores is above.
+        coef: coefficient of the second term.
+        above: a response is right if the sum of its scores is above this value.
     """
 
     unit: ClassVar[Unit] = "batch"
@@ -51,12 +50,12 @@ class PPOClipNLL(Loss):
 
     @property
     def signature(self) -> Signature:
-        """The columns that are wired; `old_log_probs` is of the kind that the ratio is taken to."""
+        """The columns that are wired; `clip.ratio_to` decides the kind of `old_log_probs`."""
         return self._signature if self.clip.ratio_to == "old" else _nll_to_rollout
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of `clip`."""
+        """The effects of `clip`."""
         return self.clip.effects
 
     def __call__(
@@ -79,17 +78,18 @@ _nll_to_rollout = PPOClipNLL._signature.retyped("old_log_probs", c.RolloutLogPro
 
 
 class DPO(Loss):
-    """The best answer of each group over its worst (DPO: Rafailov et al. 2023, arXiv:2305.18290, eq. 7), online or not.
+    """Direct preference optimization of the best over the worst response of each group (DPO: Rafailov et al. 2023,
+    arXiv:2305.18290, eq. 7), online or offline.
 
-    ``-log sigmoid(beta * (d_best - d_worst))`` with ``d = log pi - log pi_ref``, summed over the tokens of a row; best
-    and worst are by the sum of a row's scores (of equal ones the first). Every row of a group has the group's loss, so
-    ``seq-mean-token-mean`` is the mean over rows. A group of equal scores has no pair and loss 0.
+    ``-log sigmoid(beta * (d_best - d_worst))`` with ``d = log pi - log pi_ref``, summed over the tokens of a row. Best
+    and worst are by the sum of a row's scores; the first of equal rows counts. Each row of a group has the group's
+    loss, so ``seq-mean-token-mean`` is the mean over rows. A group of equal scores has no pair and loss 0.
 
     Reports ``actor/dpo_accuracy`` (share of pairs where d is larger for the best) and ``actor/dpo_margin``.
 
     Args:
-        beta: how strongly the reference holds.
-        label_smoothing: how often a preference is taken to be wrong (conservative DPO).
+        beta: coefficient of KL to the reference.
+        label_smoothing: probability that a preference is wrong (conservative DPO).
     """
 
     unit: ClassVar[Unit] = "group"
@@ -122,23 +122,23 @@ class DPO(Loss):
 
 
 def _pairs(scores: Tensor, uid: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of each group's best and worst score, one row where all are equal; and the group of each row.
-
-    Raises:
-        DataError: a group of one row.
-    """
-    best, worst, given = [], [], scores.tolist()
+    """The best and worst row of each group, the same row if all scores are equal; and the group of each row."""
+    best, worst, by_row = [], [], scores.tolist()
     group = torch.empty(len(uid), dtype=torch.int64, device=scores.device)
     for number, (name, members) in enumerate(rows_of_groups(uid).items()):
         if len(members) == 1:
             raise DataError(
-                f"the group of uid {str(name)!r} has a single row, and a preference takes two; sample several rows per "
-                f"prompt, as with Repeat(2)."
+                f"The group with uid {str(name)!r} has a single row, and a preference needs two. Sample several "
+                f"responses per prompt, for example with Repeat(2).",
+                code="rows.small-group",
+                uid=str(name),
+                expected=2,
+                found=1,
             )
-        best.append(max(members, key=given.__getitem__))
-        worst.append(min(members, key=given.__getitem__))
+        best.append(max(members, key=by_row.__getitem__))
+        worst.append(min(members, key=by_row.__getitem__))
         group[members] = number
-        if given[best[-1]] == given[worst[-1]]:
+        if by_row[best[-1]] == by_row[worst[-1]]:
             worst[-1] = best[-1]
     index = torch.tensor([best, worst], device=scores.device)
     return index[0], index[1], group

@@ -1,4 +1,4 @@
-"""Losses of critics."""
+"""Value losses of critics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowrl.data.metrics import Metrics
 
 
 class ValueClip(Loss):
-    """The clipped value loss of PPO: half the squared error to the returns, the larger of plain and clipped.
+    """The clipped value loss of PPO: half the squared error to the returns, the larger of unclipped and clipped.
 
-    Per token: ``max((V - R)**2, (clip(V, V_old ± clip) - R)**2) / 2``, as in OpenAI's baselines (``ppo2``) and verl.
+    ``max((V - R)**2, (clip(V, V_old ± clip) - R)**2) / 2`` per token, as in OpenAI's baselines (``ppo2``) and verl.
 
-    Reports ``critic/vf_clipfrac`` (tokens where clipping made the loss larger) and ``critic/vpred_mean``.
+    Reports ``critic/vf_clipfrac`` (share of tokens where clipping increases the loss) and ``critic/vpred_mean``.
 
     Args:
-        clip: how far a value may move from the old one before its gradient ends; None is no clipping.
+        clip: bound on the change of a value from the old one; None is no clipping.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
@@ -35,7 +35,7 @@ class ValueClip(Loss):
     ) -> Tensor:
         squared, tokens = (new_values - returns).square(), response_mask.sum()
         if self.clip is not None:
-            # within, it is `new_values` exactly
+            # within the bounds it is exactly `new_values`
             clipped = (new_values.clamp(values - self.clip, values + self.clip) - returns).square()
             metrics.mean("critic/vf_clipfrac", (clipped > squared).sum(), tokens)
             squared = torch.maximum(squared, clipped)
@@ -44,14 +44,14 @@ class ValueClip(Loss):
 
 
 class ValueHuber(Loss):
-    """Half the squared error to the returns, linear beyond `delta`, so that outliers pull no harder than that.
+    """The Huber loss to the returns: half the squared error, linear beyond `delta`.
 
     ``e**2 / 2`` where ``|e| <= delta``, else ``delta * (|e| - delta / 2)``, with ``e = V - R`` (Huber 1964).
 
     Reports ``critic/vpred_mean``.
 
     Args:
-        delta: where it turns linear.
+        delta: error from which on the loss is linear.
     """
 
     delta: float = Field(default=1.0, gt=0)

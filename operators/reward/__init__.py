@@ -1,1 +1,1 @@
-"""Rewards by functions of the user's own."""
+"""Reward operators: functions, reward models and judges."""

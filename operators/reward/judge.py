@@ -1,4 +1,4 @@
-"""`Judge`: a model that generates is asked what a response is worth, and its answer is read by a user's function."""
+"""`Judge`: scores responses by a generating model, whose verdict a user's function parses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS = ("prompt", "response", "reference", "conversation")
 
 
 class Question(NamedTuple):
-    """What the judge is asked, in its own tokens."""
+    """The prompts of the judge, in its own tokens."""
 
     prompts: Prompts
     prompt_mask: PromptMask
@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
 
 class Judgeable(Protocol):
-    """What a response is judged by, and which row it is."""
+    """The columns of the prompt that a judge reads."""
 
     @property
     def raw_prompt(self) -> RawPrompt: ...
@@ -47,30 +47,30 @@ class Judgeable(Protocol):
 
 
 class Judge(Generate):
-    """Score each response by the answer of a judge, on the last token on the mask.
+    """Score each response by the verdict of a judge, on the last token on the mask.
 
-    The judge is an engine that generates and is not trained, such as ``TorchRollout(folder, frozen=True)``. It is asked
-    in its own tokens, by its own chat template, so it need not have the policy's vocabulary; and it samples as
-    `Generate` does, greedily unless said. Rows that are masked entirely are not judged.
+    The judge is an engine that generates and is not trained, such as ``TorchRollout(folder, frozen=True)``. It uses its
+    own tokenizer and chat template, so its vocabulary may differ from the policy's. It samples like `Generate`, by
+    default greedily. Fully masked rows are not judged.
 
-    Reports ``<log>/mean``, ``<log>/min``, ``<log>/max``, ``<log>/unparsed`` (how many answers) and, under the node's
-    name, what `Generate` reports of the judge's answers.
+    Reports ``<log>/mean``, ``<log>/min``, ``<log>/max``, ``<log>/unparsed`` (number of verdicts) and, under the node's
+    name, the metrics of `Generate` for the verdicts.
 
     Args:
-        template: what the judge is asked as a user: text with ``{response}`` in it, or ``{conversation}`` (all that was
-            said in an episode of `Interact`), and ``{prompt}`` (the messages of the prompt) and ``{reference}``
-            (`ground_truth`) where wanted; braces themselves are doubled.
-        parse: makes a number of an answer, given its text, or None where it cannot: a function, or where to find one.
-        unparsed: ``"error"``, or the score of a row whose answer is no finite number by `parse`.
-        log: what metrics begin with.
+        template: the user message to the judge: text with ``{response}`` or ``{conversation}`` (all messages of an
+            episode of `Interact`), and optionally ``{prompt}`` (the messages of the prompt) and ``{reference}``
+            (`ground_truth`). Write literal braces twice: ``{{`` and ``}}``.
+        parse: function from the text of a verdict to a number, or None if there is none; or a reference to it.
+        unparsed: ``"error"``, or the score of a row without a finite number.
+        log: prefix of the metrics.
         rollout: the judge.
 
     Raises:
-        ParameterError: on construction: the template asks about no response and no conversation, or about something
-            else; or there is no such function.
-        RewardError: an answer cannot be parsed and `unparsed` is ``"error"``, or `parse` raises; names the row.
-        DataError: the template wants a reference, and a row has none; or the question is longer than the judge reads.
-        SyncError: the judge holds no weights that it could answer with.
+        ParameterError: on construction: the template has neither ``{response}`` nor ``{conversation}``, or an unknown
+            field; or the reference to `parse` is invalid.
+        RewardError: `parse` raises, or returns no finite number and `unparsed` is ``"error"``; names the row.
+        DataError: the template has ``{reference}`` and a row has none; or the prompt is too long for the judge.
+        SyncError: the judge has no weights.
     """
 
     references: ClassVar[frozenset[str]] = frozenset({"parse"})
@@ -88,32 +88,36 @@ class Judge(Generate):
         if isinstance(self.parse, str):
             references.check(self.parse)
         try:
-            named = self._named
+            fields = self._fields
         except ValueError as error:
             raise ParameterError(
-                f"the template {self.template!r} is broken ({error}); expected text with {{response}} in it, where "
-                f"braces that stand for themselves are doubled."
+                f"The template {self.template!r} is malformed ({error}). Put {{response}} into it, and write literal "
+                f"braces twice: {{{{ and }}}}.",
+                code="judge.invalid-template",
+                given=self.template,
             ) from None
-        about = named & {"response", "conversation"}
-        if not about or (odd := sorted(named - set(FIELDS))):
-            found = f"names {odd[0]!r}" if about else "names no response"
+        about = fields & {"response", "conversation"}
+        if not about or (unknown := sorted(fields - set(FIELDS))):
+            found = f"has an unknown field {unknown[0]!r}" if about else "has no response"
             raise ParameterError(
-                f"the template {self.template!r} {found}; expected {{response}} or, of episodes, {{conversation}}, and "
-                f"perhaps {{prompt}} and {{reference}}; braces that stand for themselves are doubled: {{{{ and }}}}."
+                f"The template {self.template!r} {found}, expected {{response}} (for episodes {{conversation}}), and "
+                f"optionally {{prompt}} and {{reference}}. Write literal braces twice: {{{{ and }}}}.",
+                code="judge.invalid-template",
+                given=self.template,
             )
 
     @property
-    def _named(self) -> frozenset[str]:
-        """What the template asks for."""
+    def _fields(self) -> frozenset[str]:
+        """The fields of the template."""
         return frozenset(name for _, name, _, _ in Formatter().parse(self.template) if name is not None)
 
     @cached_property
     def more_ports(self) -> Signature:
-        """`conversation`, where the template has it."""
-        wanted = parse(Conversation)
-        assert wanted is not None
-        port = Port("conversation", {PortField("conversation"): wanted})
-        return Signature({port.name: port} if port.name in self._named else {}, {}, {})
+        """`conversation`, if the template has it."""
+        typed = parse(Conversation)
+        assert typed is not None
+        port = Port("conversation", {PortField("conversation"): typed})
+        return Signature({port.name: port} if port.name in self._fields else {}, {}, {})
 
     def __call__(  # type: ignore[override]
         self,
@@ -126,11 +130,11 @@ class Judge(Generate):
         rows = response.response_mask.any(-1).nonzero().flatten().tolist()
         scores = torch.zeros(len(response.response_mask))
         if rows:
-            said, unparsed = Metrics(), 0
+            of_verdicts, unparsed = Metrics(), 0
             question = self._question(response, prompts, rows, columns.get("conversation"))
-            answers = super().__call__(question, key=key, metrics=said)
-            metrics.merge({f"{self.name}/{name}": metric for name, metric in said.items()})
-            for row, text in zip(rows, answers.response_text, strict=True):
+            verdicts = super().__call__(question, key=key, metrics=of_verdicts)
+            metrics.merge({f"{self.name}/{name}": metric for name, metric in of_verdicts.items()})
+            for row, text in zip(rows, verdicts.response_text, strict=True):
                 score = self._parsed(text, prompts.row_id[row])
                 unparsed += score is None
                 scores[row] = float(self.unparsed) if score is None else score
@@ -138,52 +142,63 @@ class Judge(Generate):
         return placed(self.name, self.log, scores, response.response_mask, metrics)
 
     def _question(
-        self, response: Scorable, prompts: Judgeable, rows: Sequence[int], said: Conversation | None
+        self, response: Scorable, prompts: Judgeable, rows: Sequence[int], messages: Conversation | None
     ) -> Question:
-        """The questions about these rows."""
-        tokenizer, asked = self.rollout.tokenizer, []
-        wants_reference = "reference" in self._named
+        """The prompts of the judge for these rows."""
+        tokenizer, questions = self.rollout.tokenizer, []
+        needs_reference = "reference" in self._fields
         for row in rows:
             reference = prompts.ground_truth[row]
-            if wants_reference and reference in (None, ""):
+            if needs_reference and reference in (None, ""):
                 raise DataError(
-                    f"{self.name}: the template has {{reference}}, and row {prompts.row_id[row]!r} has no ground_truth "
-                    f"({reference!r}); expected a reference answer in every row of the data, or a template without it."
+                    f"{self.name}: the template has {{reference}}, and the ground_truth of row {prompts.row_id[row]!r} "
+                    f"is {reference!r}. Put a reference into every row of the data, or remove it from the template.",
+                    code="judge.no-reference",
+                    node=self.name,
+                    row=prompts.row_id[row],
                 )
             text = self.template.format(
                 prompt=conversation(prompts.raw_prompt[row]),
                 response=response.response_text[row],
                 reference=reference,
-                conversation="" if said is None else conversation(said[row]),
+                conversation="" if messages is None else conversation(messages[row]),
             )
-            asked.append(tokenizer.prompt_ids([{"role": "user", "content": text}]))
-        ids, mask = tokenizer.pad_left(asked)
+            questions.append(tokenizer.prompt_ids([{"role": "user", "content": text}]))
+        ids, mask = tokenizer.pad_left(questions)
         return Question(ids, mask, prompts.row_id[np.array(rows)])
 
     def _parsed(self, text: str, row_id: str) -> float | None:
-        """What `parse` makes of an answer; None where that is no number, and that is allowed."""
+        """The score in a verdict; None if there is none and `unparsed` is a score."""
         parse = references.resolve(self.parse) if isinstance(self.parse, str) else self.parse
         try:
             found = parse(text)
             score = None if found is None else float(found)
         except Exception as error:
             raise RewardError(
-                f"{self.name}: parse raised {type(error).__name__}: {error}, for the judge's answer {text!r} to row "
-                f"{row_id!r}; expected a number, or None where there is none in the answer."
+                f"{self.name}: parse raised {type(error).__name__}: {error}, for the judge's verdict {text!r} on row "
+                f"{row_id!r}. Return a number, or None for a verdict without one.",
+                code="judge.parse-raised",
+                node=self.name,
+                row=row_id,
+                error=type(error).__name__,
             ) from error
         if score is not None and math.isfinite(score):
             return score
         if self.unparsed == "error":
             raise RewardError(
-                f"{self.name}: parse made {found!r} of the judge's answer {text!r} to row {row_id!r}; expected a "
-                f"finite number: ask more clearly, allow more max_new_tokens, or choose the score of such rows by "
-                f"Judge(..., unparsed=0.0)."
+                f"{self.name}: parse returned {found!r} for the judge's verdict {text!r} on row {row_id!r}, expected a "
+                f"finite number. Change the template, raise max_new_tokens, or score such rows by "
+                f"Judge(..., unparsed=0.0).",
+                code="judge.unparsed",
+                node=self.name,
+                row=row_id,
+                found=repr(found),
             )
         return None
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of messages: of one, its content; of several, each behind its role."""
+    """The text of messages: the content of a single message, or each content after its role."""
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)

@@ -1,4 +1,4 @@
-"""Rewards that a model gives: `ModelReward` by tokens, `TextModelReward` by text."""
+"""Reward models: `ModelReward` reads tokens, `TextModelReward` text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flowrl.records import Tokens
 
 
 class ModelReward(Operator):
-    """Score each response by a reward model that reads the policy's own tokens, on the last token on the mask.
+    """Score each response by a reward model that reads the policy's tokens, on the last token on the mask.
 
-    The model must have the policy's vocabulary, which is checked before launch; one with another reads text, by
-    `TextModelReward`. A row that is masked entirely has no token to put a score on.
+    The model must have the policy's vocabulary, which is checked before launch; use `TextModelReward` for others. Fully
+    masked rows get no score. Reports ``<log>/mean``, ``<log>/min`` and ``<log>/max``.
 
     Args:
-        log: what metrics begin with: ``<log>/mean``, ``<log>/min`` and ``<log>/max``.
+        log: prefix of the metrics.
         reward_model: the model.
 
     Raises:
@@ -40,23 +40,23 @@ class ModelReward(Operator):
 
 
 class HasMessages(Protocol):
-    """What a response answers."""
+    """The columns of the prompt that a reward model of text reads."""
 
     @property
     def raw_prompt(self) -> RawPrompt: ...
 
 
 class TextModelReward(Operator):
-    """Score each response by a reward model with a tokeniser and chat template of its own, as `ModelReward` otherwise.
+    """Score each response by a reward model with its own tokenizer and chat template, otherwise like `ModelReward`.
 
-    It reads the prompt's messages and, as the assistant's, the text of the response (`response_text`, which has no
-    special tokens). Nothing is cut off: a conversation that the model cannot read whole is an error.
+    The model reads the prompt's messages and the text of the response (`response_text`, without special tokens) as the
+    assistant's message. Conversations are never truncated.
 
     Args:
         log, reward_model: as in `ModelReward`.
 
     Raises:
-        DataError: the model's template does not take a conversation, this is too long, or its score is not finite.
+        DataError: the chat template rejects a conversation, it is too long for the model, or a score is not finite.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -73,24 +73,24 @@ class TextModelReward(Operator):
 
 
 def placed(node: str, log: str, scores: Tensor, response_mask: ResponseMask, metrics: Metrics) -> Tensor:
-    """`place_scores`, with metrics over the rows that have a token on the mask.
-
-    Raises:
-        DataError: a score is not finite.
-    """
+    """`place_scores`, with metrics over the rows that have a token on the mask."""
     live = response_mask.any(-1)
     scores = scores.to(response_mask.device)
     if bad := (live & ~scores.isfinite()).nonzero().flatten().tolist():
         raise DataError(
-            f"{node} got the score {float(scores[bad[0]])} for row {bad[0]} of {len(scores)} ({len(bad)} are not "
-            f"finite); expected numbers: look for overflow, as in a reward model in bfloat16, or take another copy."
+            f"{node}: the model's score of row {bad[0]} of {len(scores)} is {float(scores[bad[0]])} ({len(bad)} are "
+            f"not finite). Look for an overflow in the reward model, for example in bfloat16, or use another model.",
+            code="reward.not-finite",
+            node=node,
+            row=bad[0],
+            found=str(float(scores[bad[0]])),
         )
     report(log, scores[live], metrics)
     return place_scores(scores, response_mask)
 
 
 def report(log: str, scores: Tensor, metrics: Metrics) -> None:
-    """Report mean, least and greatest of the scores of rows."""
+    """Report mean, minimum and maximum of the scores of rows."""
     if len(scores):
         metrics.mean(f"{log}/mean", scores.double().sum(), len(scores))
         metrics.min(f"{log}/min", scores.min())

@@ -1,4 +1,4 @@
-"""`Reward`: a user's function scores each response, many at once, each call with a time limit."""
+"""`Reward`: scores responses by a user's function, in parallel and with a timeout per call."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from flowrl.operators.reward.pool import (
     Worker,
     process_pool,
 )
-from flowrl.operators.reward.worker import NoScore, Scored, digest, misfit
+from flowrl.operators.reward.worker import NoScore, Scored, digest, why_invalid
 
 logger = logging.getLogger(__name__)
 
 TAKEN = frozenset({"mean", "min", "max", "errors"})
-"""Names under ``<log>/`` that a function's own numbers may not have."""
+"""Reserved metrics under ``<log>/``."""
 
 MAX_SCORE = torch.finfo(torch.float32).max
 
 
 class Scorable(Protocol):
-    """What is scored: the text of each response, and where its tokens are."""
+    """The columns of the response that a reward reads."""
 
     @property
     def response_text(self) -> ResponseText: ...
@@ -58,7 +58,7 @@ class Scorable(Protocol):
 
 
 class Answerable(Protocol):
-    """What a response is scored against, and which row it is."""
+    """The columns of the prompt that a reward function reads."""
 
     @property
     def data_source(self) -> DataSource: ...
@@ -71,7 +71,7 @@ class Answerable(Protocol):
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Each row's score on its last token *on the mask*, and 0 elsewhere; a row without such a token gets none.
+    """Put each row's score on its last token on the mask, and 0 elsewhere; fully masked rows get no score.
 
     Args:
         scores: float ``[batch]``.
@@ -80,34 +80,33 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     Returns:
         float32 ``[batch response]``.
     """
-    tokens_to_come = response_mask.flip(-1).cumsum(-1).flip(-1)  # this one included
-    last = response_mask & (tokens_to_come == 1)
+    remaining = response_mask.flip(-1).cumsum(-1).flip(-1)  # tokens from this one on
+    last = response_mask & (remaining == 1)
     return torch.where(last, scores.float().unsqueeze(-1), 0.0)
 
 
 class Reward(Operator):
-    """Score each response by a function of verl's signature, on the last token on the mask.
+    """Score each response by a function with verl's signature, on the last token on the mask.
 
     The function is called by keyword, ``fn(data_source=, solution_str=, ground_truth=, extra_info=)``, and returns a
     finite number, or a dict with one under ``"score"``; further numbers in that dict are logged as ``<log>/<key>``
-    (mean over the rows that have it), and entries that are not numbers are left out. It should depend on its arguments
-    alone. A row that is masked entirely has no token to put a score on; the function is not called for it.
+    (mean over the rows that have it), other entries are ignored. It should depend on its arguments only. It is not
+    called for fully masked rows, which get no score.
 
-    A function that a fresh process can import runs in worker processes, which get the arguments as JSON and import its
-    module themselves; a call that hangs is ended there, even in C code that holds the interpreter's lock. A lambda,
-    closure, `functools.partial` or callable object runs in threads of this process, and so does a function of a running
-    script without ``if __name__ == "__main__":`` (importing it would run the script again). There a call over its limit
-    is left behind in its thread, and one that holds the interpreter's lock cannot be interrupted; but a debugger can
-    step in.
+    An importable function runs in worker processes, which import its module and receive the arguments as JSON; a call
+    that times out is terminated there, even in C code that holds the GIL. A lambda, closure, `functools.partial` or
+    callable object runs in threads of the main process, and so does a function of a running script without
+    ``if __name__ == "__main__":`` (importing it would run the script again). There a call that times out continues in
+    its thread, and one that holds the GIL cannot be interrupted; but a debugger works.
 
     Args:
-        fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``. None keeps the
-            place for what an edit puts there, or drops, as where an environment gives the rewards; it cannot be run.
+        fn: a function, or a reference to one: ``"package.module:name"`` or ``"path/to/file.py:name"``. None is a
+            placeholder for an edit, which sets the function or drops the node (if an environment gives the rewards).
         timeout: seconds allowed for one call.
-        on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
-            rows are counted in ``<log>/errors``, and the first is logged.
-        workers: how many calls run at once; by default one per CPU, at most 4.
-        log: what metrics begin with: ``reward/accuracy`` where there are several rewards (`WeighRewards`).
+        on_error: ``"raise"``, or the score of a row whose call raised, timed out, crashed or returned no finite number;
+            ``<log>/errors`` counts such rows, and the first is logged.
+        workers: number of parallel calls; None is one per CPU, at most 4.
+        log: prefix of the metrics, such as ``reward/accuracy`` with several rewards (`WeighRewards`).
 
     Reads:
         rollout: `response_text` and `response_mask`.
@@ -117,11 +116,11 @@ class Reward(Operator):
         `token_level_scores`, float32 ``[batch response]``. Metrics: ``<log>/mean, <log>/min, <log>/max``.
 
     Raises:
-        ParameterError: on construction: there is no such function, or the one given is async or does not take those
-            arguments; before anything is loaded: there is none.
-        RewardError: before anything is loaded: a worker cannot import the function of this name, or it is async or does
-            not take those arguments. A call gave no score, named by row (unless `on_error` is a score).
-        DataError: a value cannot be handed to a process as JSON, named by row and column.
+        ParameterError: on construction: the function does not exist, is async or does not accept these arguments;
+            before anything is loaded: `fn` is None.
+        RewardError: before anything is loaded: a worker cannot import the function, or it is async or does not accept
+            these arguments. In a step: a call returned no score, and `on_error` is ``"raise"``; names the row.
+        DataError: a value cannot be sent to a process as JSON; names row and column.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -138,12 +137,12 @@ class Reward(Operator):
             return
         if isinstance(self.fn, str):
             functions.check(self.fn)
-        elif (what := misfit(self.fn, self._function_name)) is not None:
-            raise ParameterError(what)
-        self._source  # noqa: B018 (the file as it is now)
+        elif (message := why_invalid(self.fn, self._function_name)) is not None:
+            raise ParameterError(message, code="reward.invalid-function", function=self._function_name)
+        self._source  # noqa: B018 (the source file at this time)
 
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
-        """Refuse to score by nothing, or by a function of this name that cannot be imported or called."""
+        """Refuse to run without a function, or with one that cannot be imported or called."""
         if isinstance(self._function, str):
             worker = self._worker()
             worker.start()
@@ -161,7 +160,7 @@ class Reward(Operator):
                 if isinstance(scored, NoScore):
                     message = self._describe(scored, prompts, row)
                     if self.on_error == "raise":
-                        raise RewardError(message)
+                        raise RewardError(message, code=scored.code, node=self.name, row=prompts.row_id[row])
                     if errors == 0:
                         logger.warning("%s Its score is on_error=%s.", message, self.on_error)
                     errors += 1
@@ -178,20 +177,18 @@ class Reward(Operator):
 
     @cached_property
     def _source(self) -> FunctionSource | None:
-        """Where a worker process finds the function; None if it has to run in this process."""
+        """The importable function; None if it must run in this process."""
         return _source_of(self._function)
 
     @property
     def _function(self) -> Callable[..., Any] | str:
-        """What scores.
-
-        Raises:
-            ParameterError: nothing does.
-        """
+        """`fn`; refuses None."""
         if self.fn is None:
             raise ParameterError(
-                f"there is no function to score by; expected one, edit(set={{'{self.name}.fn': score}}), or, where a "
-                f"environment gives the rewards, no such node: edit(drop=[{self.name!r}])."
+                f"{self.name} has no reward function. Set one: edit(set={{'{self.name}.fn': score}}); if an "
+                f"environment gives the rewards, drop the node: edit(drop=[{self.name!r}]).",
+                code="reward.no-function",
+                node=self.name,
             )
         return self.fn
 
@@ -216,9 +213,13 @@ class Reward(Operator):
                 found = error if isinstance(error, TypeError) else "values that nest too deeply"
                 column_name = "response_text" if name == "solution_str" else name
                 raise DataError(
-                    f"{self.name}: {column_name} of row {prompts.row_id[row]!r} holds {found}, which is not JSON, but "
-                    f"the reward function {self._function_name} runs in other processes that get its arguments as "
-                    f"JSON; keep strings, numbers, booleans, None, lists and dicts with string keys in the data."
+                    f"{self.name}: {column_name} of row {prompts.row_id[row]!r} contains {found}, which cannot be sent "
+                    f"as JSON to the worker processes of the reward function {self._function_name}. Use strings, "
+                    f"numbers, booleans, None, lists and dicts with string keys only.",
+                    code="reward.not-json",
+                    node=self.name,
+                    row=prompts.row_id[row],
+                    column=column_name,
                 ) from None
         return arguments
 
@@ -241,23 +242,25 @@ class Reward(Operator):
 
     def _describe(self, failure: NoScore, prompts: Answerable, row: int) -> str:
         cls = type(self).__name__
-        more_time = f", or give it more time by {cls}(..., timeout=...)" if failure.what.startswith("did not") else ""
-        details = f"\n{failure.traceback}" if failure.traceback else ""
+        more_time = f", raise the limit by {cls}(..., timeout=...)" if failure.code == "reward.timeout" else ""
+        details = f"\n{failure.traceback}\n" if failure.traceback else ""
         return (
             f"{self.name}: the reward function {self._function_name} {failure.what}, for row {prompts.row_id[row]!r} "
             f"(data_source {prompts.data_source[row]!r}, number {row} of {len(prompts.row_id)}). Fix the "
-            f"function{more_time}, or choose the score of such rows by {cls}(..., on_error=0.0).{details}"
+            f"function{more_time}, or score such rows by {cls}(..., on_error=0.0).{details}"
         )
 
 
 def _checked(outcome: Outcome) -> Outcome:
-    """The outcome, or a failure in its place where it cannot be a score or cannot be logged."""
+    """The outcome, or a failure if the score is not finite or a metric has a reserved name."""
     if isinstance(outcome, NoScore):
         return outcome
     if not abs(outcome.score) <= MAX_SCORE:  # NaN compares false
-        return NoScore(f"returned the score {outcome.score}, expected a finite number in the range of float32")
+        what = f"returned the score {outcome.score}, expected a finite number in the range of float32"
+        return NoScore(what, "reward.invalid-score")
     if taken := TAKEN & outcome.extras.keys():
-        return NoScore(f"returned a number named {min(taken)!r}, but reward/{min(taken)} is logged already; rename it")
+        what = f"returned a number named {min(taken)!r}, a reserved name, since reward/{min(taken)} is logged already"
+        return NoScore(what, "reward.invalid-score")
     return outcome
 
 
@@ -277,11 +280,7 @@ def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in JSON's own types, NumPy's numbers and arrays converted.
-
-    Raises:
-        TypeError: naming what has no exact counterpart.
-    """
+    """`value` in JSON types, with NumPy numbers and arrays converted; raises `TypeError` for all others."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, np.generic | np.ndarray):

@@ -1,16 +1,16 @@
-"""Many calls of a reward function at once, each with a time limit.
+"""Pools of workers that call a reward function in parallel, with a timeout per call.
 
-A function that can be imported runs in worker processes (`worker`): a call that hangs, even in C code that holds the
-interpreter's lock, is terminated with its process and all that it has started, and a new process takes over. The
-processes are forked from one that has imported the function. They stay from step to step and end with the program. Any
-other callable runs in threads of this process.
+An importable function runs in worker processes (`worker`): if a call times out, even in C code that holds the GIL, its
+process and all subprocesses are terminated and replaced by a new one. The processes are forked from a server that has
+imported the function. They are reused from step to step and end with the program. Any other callable runs in threads of
+this process.
 """
 
-# Why not `concurrent.futures`, or `pebble` (version 5.2.3)? The former has no time limit for a call that runs, and one
-# dead worker breaks its pool. Pebble's workers are `multiprocessing` processes: they either fork a process that has
-# threads, or import `__main__` (running an unguarded script again) and, to find their own code, flowrl and torch. An
-# import that fails breaks the whole pool without saying why, a worker is ended without what it started, and one that
-# hangs outlives a program that was killed.
+# Why not `concurrent.futures`, or `pebble` (version 5.2.3)? The former has no timeout for a running call, and one dead
+# worker breaks its pool. Pebble's workers are `multiprocessing` processes: they either fork a process that has threads,
+# or import `__main__` (running an unguarded script again) and, to find their own code, flowrl and torch. A failed
+# import breaks the pool without an explanation, a terminated worker leaves its subprocesses running, and one that
+# hangs survives a killed program.
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ START_LIMIT = 300.0
 """Seconds allowed for importing the module of a reward function."""
 
 END_LIMIT = 10.0
-"""Seconds allowed for ending a worker and what it has started."""
+"""Seconds allowed for terminating a worker and its subprocesses."""
 
 MAX_REPLY = 1 << 24
-"""Bytes of a reply."""
+"""Maximum size of a reply in bytes."""
 
 Outcome = Scored | NoScore
 Arguments = Mapping[str, Any]
@@ -58,27 +58,27 @@ class FunctionSource(NamedTuple):
 
 
 class Worker(Protocol):
-    """One place where calls run, one after the other."""
+    """Runs calls one at a time."""
 
     def start(self) -> None:
-        """Get ready for calls, or raise a RewardError."""
+        """Prepare for calls, or raise a RewardError."""
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
         """Make a call of at most `timeout` seconds."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can take another call."""
+        """Whether it can make another call."""
 
     def kill(self) -> None:
-        """Interrupt whatever it is doing; may be called from any thread."""
+        """Interrupt it; may be called from any thread."""
 
     def end(self) -> object:
-        """Release what it holds; called by the thread that makes its calls."""
+        """Release its resources; called by the thread that makes its calls."""
 
 
 class ThreadWorker:
-    """Calls a function in this process. A call over its limit is left behind in its (daemon) thread."""
+    """Calls a function in this process. A call that times out continues in its (daemon) thread."""
 
     alive = True
 
@@ -87,8 +87,8 @@ class ThreadWorker:
 
     def start(self) -> None:
         """Refuse a function that cannot be called."""
-        if (what := reward_worker.misfit(self._fn, self._name)) is not None:
-            raise RewardError(what)
+        if (message := reward_worker.why_invalid(self._fn, self._name)) is not None:
+            raise RewardError(message, code="reward.invalid-function", function=self._name)
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
         """Make a call in a new thread."""
@@ -99,13 +99,13 @@ class ThreadWorker:
         try:
             return future.result(timeout)
         except TimeoutError:
-            return _over(timeout)
+            return _timed_out(timeout)
 
     def kill(self) -> None:
-        """Nothing: a thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be terminated."""
 
     def end(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
 
 class ProcessWorker:
@@ -118,11 +118,7 @@ class ProcessWorker:
         self._status, self._report = os.pipe()
 
     def start(self) -> None:
-        """Fork the process, and import the function.
-
-        Raises:
-            RewardError: the import raised, or took longer than `START_LIMIT`; or the function cannot be called.
-        """
+        """Fork the process and import the function."""
         try:
             fds = [self._theirs.fileno(), self._report]
             fork_server(self._source).fork(f"{reward_worker.__file__}:serve", supervisor.__file__, fds)
@@ -139,58 +135,54 @@ class ProcessWorker:
         job = {"path": sys.path, "source": module, "name": name, "digest": self._source.digest}
         reply = self._ask(job, START_LIMIT)
         if not isinstance(reply, NoScore):
-            if reply["misfit"] is None:
+            if reply["invalid"] is None:
                 return
             self.end()
-            raise RewardError(reply["misfit"])
+            raise RewardError(reply["invalid"], code="reward.invalid-function", function=self._source.reference)
         if self.alive:
             self.end()
-        details = f"\n{reply.traceback}" if reply.traceback else ""
+        details = f"\n{reply.traceback}\n" if reply.traceback else ""
         raise RewardError(
-            f"a worker process for the reward function {self._source.reference!r} could not be started: importing it "
-            f"{reply.what}. Expected a module that can be imported by itself: "
-            f"put what runs as a script under `if __name__ == '__main__':`.{details}"
+            f"A worker process for the reward function {self._source.reference!r} could not start: importing it "
+            f"{reply.what}. The module must be importable on its own: put code that runs as a script under "
+            f"`if __name__ == '__main__':`.{details}",
+            code="reward.worker-start",
+            function=self._source.reference,
         )
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call; the worker is dead after one that exceeded its limit, ended the process or wrote where it must
-        not."""
+        """Make a call; one that times out, ends the process or writes into the result socket terminates the worker."""
         reply = self._ask({"arguments": arguments}, timeout)
         return reply if isinstance(reply, NoScore) else Scored(**reply)
 
     def _ask(self, message: Mapping[str, Any], limit: float) -> dict[str, Any] | NoScore:
-        name = secrets.token_hex(8)  # which nothing else writes by accident
+        name = secrets.token_hex(8)  # which the function cannot write by accident
         request = json.dumps({"id": name, **message}).encode() + b"\n"
         try:
             line = self._exchange(request, time.monotonic() + limit)
         except TimeoutError:
             self.end()
-            return _over(limit)
+            return _timed_out(limit)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return NoScore(_how_it_ended(self.end()))
+            return NoScore(_exit_reason(self.end()), "reward.process-died")
         try:
             reply: dict[str, Any] = json.loads(line)
             if reply.pop("id") != name:
-                raise ValueError("an answer to another request")
+                raise ValueError("a reply to another request")
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
             self.end()
             shown = f"{line[:80]!r}{'...' if len(line) > 80 else ''}"
-            return NoScore(f"wrote into the socket that its process answers by ({shown})")
+            return NoScore(f"wrote into the result socket of its process ({shown})", "reward.process-died")
         return NoScore(**reply) if "what" in reply else reply
 
     def _exchange(self, line: bytes, deadline: float) -> bytes:
-        """Send a line and read one; neither direction blocks past the deadline.
-
-        Raises:
-            TimeoutError: the deadline came first.
-            EOFError: the other end is closed.
-        """
+        """Send a line and read one; raises `TimeoutError` at the deadline, and `EOFError` if the socket is closed."""
         rest, received = memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
             while not received.endswith(b"\n") and len(received) <= MAX_REPLY:
-                left = deadline - time.monotonic()
-                ready = selector.select(left) if left > 0 else []
+                remaining = deadline - time.monotonic()
+                ready = selector.select(remaining) if remaining > 0 else []
                 if not ready:
                     raise TimeoutError
                 _, events = ready[0]
@@ -206,15 +198,15 @@ class ProcessWorker:
         return bytes(received)
 
     def kill(self) -> None:
-        """End the process and all that it started; the thread that owns the worker sees the socket close."""
-        with contextlib.suppress(OSError):  # it is closed already
+        """Terminate the process and its subprocesses; the thread that owns the worker sees the socket close."""
+        with contextlib.suppress(OSError):  # already closed
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """Terminate the process and all that it started, and wait for it; returns its exit status.
+        """Terminate the process and its subprocesses, and wait for it; returns its exit status.
 
-        The supervisor writes its process id at its start and the worker's status at its end, so a status that is
-        missing is that of a supervisor that was killed, and the worker with it.
+        The supervisor writes its process id at its start and the worker's status at its end. A missing status means
+        that the supervisor was killed, and the worker with it.
         """
         self.kill()
         self.alive = False
@@ -236,20 +228,15 @@ class ProcessWorker:
         return os.waitstatus_to_exitcode(int(words[1])) if len(words) > 1 else -signal.SIGKILL
 
 
-def _how_it_ended(status: int) -> str:
+def _exit_reason(status: int) -> str:
     if status == CUT_OFF:
-        return "closed the socket that its process answers by"
+        return "closed the result socket of its process"
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"ended its process ({how})"
 
 
 class Pool:
-    """`workers` workers that take calls from one queue, first come first served.
-
-    Args:
-        make: makes a worker.
-        workers: how many run at once.
-    """
+    """`workers` workers, made by `make`, that serve calls from one queue in order."""
 
     def __init__(self, make: Callable[[], Worker], workers: int) -> None:
         self._make, self._workers = make, workers
@@ -260,15 +247,11 @@ class Pool:
         self._closed = False
 
     def results(self, calls: Sequence[Arguments], timeout: float) -> Iterator[Outcome]:
-        """The outcome of each call, in order; closing the iterator drops the calls that have not begun.
-
-        Raises:
-            RewardError: a worker could not be started, or the pool is closed.
-        """
+        """The outcome of each call, in order; closing the iterator cancels calls that have not started."""
         futures: list[Future[Outcome]] = [Future() for _ in calls]
         with self._lock:
             if self._closed:
-                raise RewardError("the pool of reward workers is closed, as the program is ending.")
+                raise _closed()
             while len(self._threads) < min(self._workers, len(calls)):
                 thread = threading.Thread(target=self._serve, name="flowrl-reward-pool", daemon=True)
                 thread.start()
@@ -283,7 +266,7 @@ class Pool:
                 future.cancel()
 
     def close(self) -> None:
-        """End all workers now; calls that wait or run end in an error."""
+        """Terminate all workers; pending and running calls fail."""
         with self._lock:
             self._closed = True
             for worker in self._live:
@@ -298,14 +281,14 @@ class Pool:
 
     def _serve(self) -> None:
         worker: Worker | None = None
-        trouble: RewardError | None = None
+        failure: RewardError | None = None
         while True:
-            # A worker is started before a call is taken, so a slow start keeps no call waiting that another could make.
-            if worker is None and trouble is None:
+            # Start a worker before taking a call, so that a slow start delays no call that another worker could make.
+            if worker is None and failure is None:
                 try:
                     worker = self._started()
                 except RewardError as error:
-                    trouble = error
+                    failure = error
             if (task := self._tasks.get()) is None:
                 if worker is not None:
                     worker.end()
@@ -314,14 +297,14 @@ class Pool:
             if not future.set_running_or_notify_cancel():
                 continue
             if worker is None:
-                future.set_exception(trouble)
-                trouble = None
+                future.set_exception(failure)
+                failure = None
                 continue
-            # Whatever goes wrong, the call that waits hears of it, and this thread goes on.
+            # Any error belongs to the pending call, and this thread continues.
             try:
                 future.set_result(worker.call(arguments, timeout))
             except Exception as error:
-                future.set_exception(_unforeseen("a call", error))
+                future.set_exception(_unexpected("a call", error))
                 worker.end()
             if not worker.alive:
                 with self._lock:
@@ -333,7 +316,7 @@ class Pool:
         try:
             with self._lock:
                 if self._closed:
-                    raise RewardError("the pool of reward workers was closed while it had work.")
+                    raise _closed()
                 worker = self._make()
                 self._live.add(worker)
             worker.start()
@@ -341,15 +324,25 @@ class Pool:
             if worker is not None:
                 with self._lock:
                     self._live.discard(worker)
-            raise error if isinstance(error, RewardError) else _unforeseen("the start", error) from error
+            raise error if isinstance(error, RewardError) else _unexpected("the start", error) from error
         return worker
 
 
-def _unforeseen(what: str, error: Exception) -> RewardError:
-    """The error of the pool's own side."""
+def _closed() -> RewardError:
+    return RewardError(
+        "The pool of reward workers is closed, since the program is ending. Wait for running steps before the program "
+        "ends.",
+        code="reward.worker-failed",
+    )
+
+
+def _unexpected(what: str, error: Exception) -> RewardError:
+    """An error of flowrl's side of a worker."""
     found = RewardError(
-        f"{what} of a reward worker failed on its own side, {type(error).__name__}: {error}; look for limits on "
-        f"processes, open files and memory (ulimit -a), or for arguments that cannot be sent."
+        f"Unexpected error in {what} of a reward worker, {type(error).__name__}: {error}. Check the limits on "
+        f"processes, open files and memory (ulimit -a), and the arguments.",
+        code="reward.worker-failed",
+        error=type(error).__name__,
     )
     found.__cause__ = error
     return found
@@ -360,19 +353,17 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(source: FunctionSource) -> ForkServer:
-    """The server that workers for a function are forked from, which has imported its module.
+    """The server from which workers are forked, after importing the module of the function.
 
-    A module that starts threads when it is imported would be without them in a fork, and one whose import ends the
-    process or raises is reported by a worker. Then the server imports nothing, and each worker does.
-
-    Raises:
-        RewardError: the import took longer than `START_LIMIT`; or called inside a worker, whose module would otherwise
-            start workers without end.
+    If the import starts threads (which a fork would lose), ends the process or raises, the server imports nothing: each
+    worker imports the module, and reports the error. A worker itself must not start workers, or there would be no end.
     """
-    if reward_worker.__file__ in sys.modules:  # by its path, as a fork server loads it
+    if reward_worker.__file__ in sys.modules:  # named by its path in a fork server
         raise RewardError(
-            "a Reward ran while a reward worker imported the module of the reward function; put what that module runs "
-            "under `if __name__ == '__main__':`, or move the function to a module of its own."
+            "A Reward ran while a reward worker imported the module of the reward function. Put code that runs as a "
+            "script under `if __name__ == '__main__':`, or move the function to another module.",
+            code="reward.worker-start",
+            function=source.reference,
         )
     with _servers_lock:
         if source in _servers and not _servers[source].alive:
@@ -387,7 +378,9 @@ def fork_server(source: FunctionSource) -> ForkServer:
         sound = False
     except TimeoutError as error:
         raise RewardError(
-            f"a worker process for the reward function {source.reference!r} could not be started: {error}."
+            f"A worker process for the reward function {source.reference!r} could not start: {error}.",
+            code="reward.worker-start",
+            function=source.reference,
         ) from None
     with _servers_lock:
         if not sound and _servers.get(source) is server:
@@ -401,7 +394,7 @@ _pools_lock = threading.Lock()
 
 
 def process_pool(source: FunctionSource, workers: int) -> Pool:
-    """The pool of processes for a function; it lives as long as the program, or until `close_pools`."""
+    """The pool of processes for a function, until `close_pools` or the end of the program."""
     with _pools_lock:
         key = (source, workers)
         if key not in _pools:
@@ -410,7 +403,7 @@ def process_pool(source: FunctionSource, workers: int) -> Pool:
 
 
 def _forget_pools() -> None:
-    """In a process that this one has forked: it has none of the threads, and must not end the workers."""
+    """Reset the state in a forked process, which has no pool threads and must not terminate the workers."""
     global _pools_lock, _servers_lock
     _pools_lock, _servers_lock = threading.Lock(), threading.Lock()
     _pools.clear()
@@ -428,7 +421,7 @@ def _close_servers() -> None:
 
 @atexit.register
 def close_pools() -> None:
-    """End all worker processes; later calls start fresh ones."""
+    """Terminate all worker processes; later calls start new ones."""
     with _pools_lock:
         pools = list(_pools.values())
         _pools.clear()
@@ -440,5 +433,5 @@ def close_pools() -> None:
     _close_servers()
 
 
-def _over(limit: float) -> NoScore:
-    return NoScore(f"did not return within {limit:g} s")
+def _timed_out(limit: float) -> NoScore:
+    return NoScore(f"did not return within {limit:g} s", "reward.timeout")

@@ -1,4 +1,4 @@
-"""Several rewards, each a node of its own: weighed and added up, as scores or as advantages."""
+"""Weighted sums of several rewards, each a separate node, as scores or as advantages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = frozenset({"response_mask", "uid", "metrics"})
 
 
 class _Terms:
-    """What the operators below share: a port for each term, under the name that it has in `weights`."""
+    """Mixin of operators with a port for each term in `weights`."""
 
     weights: Mapping[str, float]
     takes: ClassVar[Any]
@@ -35,40 +35,40 @@ class _Terms:
     @cached_property
     def more_ports(self) -> Signature:
         """A port for each term."""
-        wanted = parse(self.takes)
-        assert wanted is not None
-        return Signature({name: Port(name, {PortField(name): wanted}) for name in self.weights}, {}, {})
+        typed = parse(self.takes)
+        assert typed is not None
+        return Signature({name: Port(name, {PortField(name): typed}) for name in self.weights}, {}, {})
 
     @field_validator("weights", mode="after")
     @classmethod
     def _refuse_misnamed(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
         if not weights or (bad := [name for name in weights if not name.isidentifier() or name in OWN]):
             raise ValueError(
-                f"{bad[0]!r} cannot be the name of a term; expected identifiers other than {', '.join(sorted(OWN))}"
+                f"invalid name of a term {bad[0]!r}; use an identifier other than {', '.join(sorted(OWN))}"
                 if weights
-                else "there is no term; expected the weight of each by its name, such as {'accuracy': 1.0}"
+                else "no terms; pass the weight of each by its name, such as {'accuracy': 1.0}"
             )
         return weights
 
 
 class WeighRewards(_Terms, Operator):
-    """Rewards added up by weights: ``sum_k w_k * score_k``, token by token; each is a port under its name.
+    """The weighted sum of several rewards, ``sum_k w_k * score_k`` at each token; each term is a port.
 
     ``WeighRewards({"accuracy": 1.0, "format": 0.2}, gates={"format": "accuracy"})(response_mask=..., accuracy=...,
-    format=...)``: a term with a gate counts in those rows alone that passed another term, whose weight may be 0.
+    format=...)``: a gated term counts only in rows that passed another term, whose weight may be 0.
 
     Reports ``reward/<term>``, the mean of each term over rows with a token on the mask, before weights and gates; and
-    ``reward/mean``, ``reward/min`` and ``reward/max`` of what it writes. So a node that writes a term reports under
-    another name: ``Reward(fn, log="reward/accuracy")``.
+    ``reward/mean``, ``reward/min`` and ``reward/max`` of the sum. Give the nodes of the terms other prefixes:
+    ``Reward(fn, log="reward/accuracy")``.
 
     Args:
-        weights: of each term, by name.
-        gates: by term, the term that a row must have passed.
-        passed: a row passes a term where its score is above.
+        weights: weight of each term, by name.
+        gates: by gated term, the term that a row must pass.
+        passed: a row passes a term if its score is above this value.
 
     Raises:
-        ParameterError: a gate of or by a term that there is not, or names that ports cannot have.
-        DataError: a score off the mask.
+        ParameterError: a gate names an unknown term, or a name is not valid for a port.
+        DataError: a score is off the mask.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -82,8 +82,11 @@ class WeighRewards(_Terms, Operator):
         for term, gate in self.gates.items():
             if term == gate or not {term, gate} <= self.weights.keys():
                 raise ParameterError(
-                    f"gates={dict(self.gates)} lets {term!r} count where {gate!r} passed; expected two different terms "
-                    f"out of {', '.join(self.weights)}; a term that only opens gates has the weight 0."
+                    f"gates={dict(self.gates)} gates {term!r} by {gate!r}, expected two different terms of "
+                    f"{', '.join(self.weights)}. Add a term that is only a gate with weight 0.",
+                    code="reward.invalid-gate",
+                    term=term,
+                    given=gate,
                 )
 
     def __call__(
@@ -109,21 +112,21 @@ def gdpo_advantage(
     uid: np.ndarray,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages of several rewards, each normalised by itself (GDPO: Liu et al. 2026, arXiv:2601.05242).
+    """Advantages of several rewards, each normalized separately (GDPO: Liu et al. 2026, arXiv:2601.05242).
 
-    With the score s_k of a row by term k, ``a_k = (s_k - mean(s_k)) / (std(s_k) + eps)`` over the rows of its group,
-    ``a = sum_k w_k a_k``, and the advantage is ``(a - mean(a)) / (std(a) + eps)`` over all rows of the batch: so two
-    rows whose terms add up alike may differ, and the size does not grow with the number of terms. Standard deviations
-    are those of samples (``n - 1``).
+    With s_k the score of a row by term k, ``a_k = (s_k - mean(s_k)) / (std(s_k) + eps)`` over the rows of its group,
+    ``a = sum_k w_k a_k``, and the advantage is ``(a - mean(a)) / (std(a) + eps)`` over all rows of the batch. Rows with
+    the same sum of terms may have different advantages, and the scale does not grow with the number of terms. Standard
+    deviations are sample standard deviations (``n - 1``).
 
     Args:
-        terms: by name, float ``[batch response]``; zero off the mask.
-        weights: by name.
+        terms: rewards by name, float ``[batch response]``; zero off the mask.
+        weights: weights by name.
         response_mask, uid: see `Groups`.
         eps: added to each standard deviation.
 
     Returns:
-        float32 ``[batch response]``, 0 off the mask; exactly 0 where no group has scores that differ.
+        float32 ``[batch response]``, 0 off the mask; exactly 0 if the scores of every group are equal.
 
     Raises:
         DataError: as `Groups`.
@@ -132,22 +135,22 @@ def gdpo_advantage(
     live = response_mask.any(-1).double()
     for name, weight in weights.items():
         group = Groups(terms[name], response_mask, uid)
-        centred = live * (group.scores - group.mean(group.scores))
-        variance = group.sum(centred.square()) / (group.size - 1).clamp(min=1)
-        total += weight * centred / (variance.sqrt() + eps)
+        centered = live * (group.scores - group.mean(group.scores))
+        variance = group.sum(centered.square()) / (group.size - 1).clamp(min=1)
+        total += weight * centered / (variance.sqrt() + eps)
     rows = live.sum()
-    centred = live * (total - total.sum() / rows.clamp(min=1))
-    std = (centred.square().sum() / (rows - 1).clamp(min=1)).sqrt()
-    return select((centred / (std + eps)).unsqueeze(-1).expand(response_mask.shape), response_mask)
+    centered = live * (total - total.sum() / rows.clamp(min=1))
+    std = (centered.square().sum() / (rows - 1).clamp(min=1)).sqrt()
+    return select((centered / (std + eps)).unsqueeze(-1).expand(response_mask.shape), response_mask)
 
 
 class GDPOAdvantage(_Terms, Operator):
-    """Advantages of several rewards, each normalised in its group by itself, as in GDPO; see `gdpo_advantage`.
+    """Advantages of several rewards, each normalized separately in its group, as in GDPO; see `gdpo_advantage`.
 
-    Each term is a port under its name: ``GDPOAdvantage({"accuracy": 1.0, "format": 0.5})``.
+    Each term is a port: ``GDPOAdvantage({"accuracy": 1.0, "format": 0.5})``.
 
     Args:
-        weights: of each term, by name.
+        weights: weight of each term, by name.
         eps: added to each standard deviation.
     """
 
@@ -159,7 +162,7 @@ class GDPOAdvantage(_Terms, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"group baseline", "scaled"}``: it needs several rows per prompt, and divides by standard deviations."""
+        """``{"group baseline", "scaled"}``."""
         return frozenset({Effect.GROUP_BASELINE, Effect.SCALED})
 
     def __call__(self, response_mask: ResponseMask, uid: Uid, **terms: FromParameters) -> Advantages:
@@ -167,13 +170,13 @@ class GDPOAdvantage(_Terms, Operator):
 
 
 class Matches(Operator):
-    """1 where the text of the response matches a pattern as a whole, else 0: a reward for a format.
+    """A format reward: 1 if the full text of the response matches a pattern, else 0, on the last token on the mask.
 
     Args:
-        pattern: a regular expression (`re.fullmatch`, where ``.`` is any character).
+        pattern: a regular expression for `re.fullmatch`, with `re.DOTALL`.
 
     Raises:
-        ParameterError: it is none.
+        ParameterError: `pattern` is not a regular expression.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -183,7 +186,11 @@ class Matches(Operator):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ParameterError(f"the pattern {self.pattern!r} is no regular expression ({error}).") from None
+            raise ParameterError(
+                f"The pattern {self.pattern!r} is not a regular expression: {error}. See Python's re module.",
+                code="reward.invalid-pattern",
+                given=self.pattern,
+            ) from None
 
     def __call__(self, response_text: ResponseText, response_mask: ResponseMask) -> TokenLevelScores:
         compiled = re.compile(self.pattern, re.DOTALL)

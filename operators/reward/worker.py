@@ -1,9 +1,9 @@
-"""The process that a reward function runs in, and the outcome of a call.
+"""The process of a reward function, and the outcome of a call.
 
-A `ForkServer` loads this file by its path, so that neither flowrl nor torch is imported (only what the user's module
-imports); hence only the standard library is used here. Requests and replies are JSON, one per line, over a socket; a
-reply bears the name of its request. The function has no access to it: stdin is empty, what the function prints goes to
-stderr, and what it forks or starts does not inherit the socket.
+A `ForkServer` loads this file by its path, so that neither flowrl nor torch is imported (only the imports of the user's
+module); hence it uses the standard library only. Requests and replies are JSON lines over a socket; a reply has the id
+of its request. The function has no access to the socket: stdin is empty, stdout goes to stderr, and subprocesses do not
+inherit the socket.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CUT_OFF = 120
 """The exit status of a worker whose socket the function has closed."""
 
 _FIRST = 200
-"""The least number that the socket gets as a file descriptor: who closes or writes to some range of them rarely goes so
-far, and every system allows as many."""
+"""The smallest file descriptor of the socket: code that closes or writes to a range of descriptors rarely reaches it,
+and every system allows so many."""
 
 FRAMES = 3
-"""How many frames of a traceback are reported, counted from the innermost."""
+"""Number of innermost traceback frames in a report."""
 
 
 class Scored(NamedTuple):
@@ -41,26 +41,27 @@ class Scored(NamedTuple):
 
 
 class NoScore(NamedTuple):
-    """Why there is no score: what the function did (``"raised ValueError: ..."``), and the end of the traceback."""
+    """Why there is no score: what the function did (``"raised ValueError: ..."``), the code of the error, and the end
+    of the traceback."""
 
     what: str
+    code: str
     traceback: str = ""
 
 
 def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | NoScore:
-    """Call a reward function and read what it returned: a number, or a dict with a number under ``"score"``."""
+    """Call a reward function and read its result: a number, or a dict with a number under ``"score"``."""
     try:
         return _scored(fn(**arguments))
-    except BaseException as error:  # also SystemExit: it is this row's failure, not the process's
+    except BaseException as error:  # also SystemExit, which is a failure of this row only
         return failed(error)
 
 
 def _scored(result: Any) -> Scored | NoScore:
-    """What was returned; whatever its methods raise is raised."""
     score = number(result.get("score") if isinstance(result, dict) else result)
     if score is None:
-        wanted = "a number under 'score'" if isinstance(result, dict) else "a number or a dict with a 'score'"
-        return NoScore(f"returned {_short(repr(result))}, expected {wanted}")
+        expected = "a number under 'score'" if isinstance(result, dict) else "a number or a dict with a 'score'"
+        return NoScore(f"returned {_short(repr(result))}, expected {expected}", "reward.invalid-score")
     rest = result.items() if isinstance(result, dict) else ()
     return Scored(score, {str(k): x for k, v in rest if k != "score" and (x := number(v)) is not None})
 
@@ -70,13 +71,14 @@ def failed(error: BaseException) -> NoScore:
     try:
         lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-FRAMES:])
         text = str(error)
-    except BaseException as another:  # the user's own __str__, or no memory or stack is left
-        lines, text = [], f"(an exception whose text cannot be had: {type(another).__name__})"
-    return NoScore(f"raised {type(error).__name__}{': ' + _short(text) if text else ''}", "".join(lines).rstrip())
+    except BaseException as another:  # in the user's __str__, or out of memory or stack
+        lines, text = [], f"(its text cannot be read: {type(another).__name__})"
+    what = f"raised {type(error).__name__}{': ' + _short(text) if text else ''}"
+    return NoScore(what, "reward.raised", "".join(lines).rstrip())
 
 
 def number(value: Any) -> float | None:
-    """A real number (also a NumPy scalar, or an array or tensor of no axes) as a float; None for anything else."""
+    """A real number (also a NumPy scalar, or a 0-d array or tensor) as a float; None for anything else."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -88,7 +90,7 @@ def number(value: Any) -> float | None:
 
 
 def digest(content: bytes) -> str:
-    """A digest that differs between two states of a source file."""
+    """The digest of a source file."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -96,13 +98,13 @@ _loaded: dict[tuple[str, str, str | None], Callable[..., Any]] = {}
 
 
 def preload(source: str, name: str, expected: str | None) -> None:
-    """`load` a function in the server that workers are forked from. If that fails, the worker that loads it says so."""
+    """`load` a function in the fork server; if that fails, the worker that loads it reports the error."""
     with contextlib.suppress(Exception):
         _loaded[source, name, expected] = load(source, name, expected)
 
 
 def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
-    """Import the function from a module or ``.py`` file, after checking that its source is the one asked for."""
+    """Import the function from a module or ``.py`` file, and check the digest of its source."""
     if (source, name, expected) in _loaded:
         return _loaded[source, name, expected]
     if source.endswith(".py"):
@@ -118,7 +120,7 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     if expected is not None:
         with open(str(module.__file__), "rb") as stream:
             if digest(stream.read()) != expected:
-                raise ImportError(f"{module.__file__} has changed since the operator was made; make a new one")
+                raise ImportError(f"{module.__file__} has changed since the operator was created; create a new one")
     fn: Any = module
     for part in name.split("."):
         fn = getattr(fn, part)
@@ -126,20 +128,19 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     return found
 
 
-def misfit(fn: Any, name: str) -> str | None:
-    """Why a function cannot be called like a reward function, or its calls give no score; None where it can."""
-    what = f"the reward function {name}"
+def why_invalid(fn: Any, name: str) -> str | None:
+    """Why a function cannot be used as a reward function; None if it can."""
+    what = f"The reward function {name}"
     if not callable(fn):
         return f"{what} is a {type(fn).__name__}, expected a function."
     if isinstance(fn, type):
         return (
-            f"{what} is a class, so a call of it gives an object and no score; give a function, or an object of the "
-            f"class that has a __call__."
+            f"{what} is a class, which returns an object, not a score. Pass a function, or an instance with __call__."
         )
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         return (
-            f"{what} is async, so a call of it gives a coroutine and no score; define it by `def`, and await inside it "
-            f"with asyncio.run(...)."
+            f"{what} is async and returns a coroutine, not a score. Define it by `def`, and await in it by "
+            f"asyncio.run(...)."
         )
     try:
         signature = inspect.signature(fn)
@@ -150,20 +151,20 @@ def misfit(fn: Any, name: str) -> str | None:
     except TypeError as error:
         return (
             f"{what}{signature} cannot be called by keyword with data_source, solution_str, ground_truth and "
-            f"extra_info ({error}); define it as fn(data_source, solution_str, ground_truth, extra_info=None), or call "
-            f"it from a function of that signature: one response a call, text and not tokens."
+            f"extra_info ({error}). Define fn(data_source, solution_str, ground_truth, extra_info=None), which gets "
+            f"the text of one response, or call yours from such a function."
         )
     return None
 
 
 def _short(text: str, limit: int = 500) -> str:
-    """The start of a text, with half characters, which could not be printed, escaped."""
+    """The start of a text, with surrogates, which cannot be printed, escaped."""
     cut = text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
     return cut.encode("utf-8", "backslashreplace").decode()
 
 
 class _Channel:
-    """The socket to whoever asks, away from the file descriptors that the function deals with."""
+    """The socket to the pool, at a file descriptor that the function is unlikely to touch."""
 
     def __init__(self) -> None:
         self._socket = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -171,28 +172,28 @@ class _Channel:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
-        self._requests = open(self._socket, "rb", closefd=False)  # noqa: SIM115 (as long as the process)
+        self._requests = open(self._socket, "rb", closefd=False)  # noqa: SIM115 (open until the process ends)
         self._owner, self._id = os.getpid(), None
         self._open = True
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
-        """In a process that the function has forked."""
+        """Close the socket in a process forked by the function."""
         if self._open:
             self._open = False
             with contextlib.suppress(OSError):
                 os.close(self._socket)
 
-    def ask(self) -> Any:
+    def receive(self) -> Any:
         """The next request."""
         if not (line := self._requests.readline()):
-            os._exit(0)  # whoever asked is gone
+            os._exit(0)  # the pool closed the socket
         request = json.loads(line)
         self._id = request.pop("id")
         return request
 
     def reply(self, **message: Any) -> None:
-        """Answer it. A process that the function has forked, and that comes here too, ends."""
+        """Reply to it; a process forked by the function exits here instead."""
         if os.getpid() != self._owner:
             os._exit(0)
         rest = memoryview(json.dumps({"id": self._id, **message}).encode() + b"\n")
@@ -201,7 +202,7 @@ class _Channel:
 
 
 def serve(supervisor: str, fds: list[int]) -> None:
-    """Load the function that the first request names, then answer one call a request.
+    """Load the function that the first request names, then make one call per request.
 
     Args:
         supervisor: the file of `flowrl.workers.supervisor`.
@@ -220,15 +221,15 @@ def serve(supervisor: str, fds: list[int]) -> None:
 def _serve() -> None:
     channel = _Channel()
     try:
-        job = channel.ask()
+        job = channel.receive()
         sys.path[:] = job["path"]
         try:
             fn = load(job["source"], job["name"], job["digest"])
         except BaseException as error:
             channel.reply(**failed(error)._asdict())
             os._exit(1)
-        channel.reply(misfit=misfit(fn, f"{job['source']}:{job['name']}"))
+        channel.reply(invalid=why_invalid(fn, f"{job['source']}:{job['name']}"))
         while True:
-            channel.reply(**call(fn, channel.ask()["arguments"])._asdict())
+            channel.reply(**call(fn, channel.receive()["arguments"])._asdict())
     except OSError:
         os._exit(CUT_OFF)

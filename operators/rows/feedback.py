@@ -1,4 +1,4 @@
-"""`Feedback`: tells the data how what it gave was answered, for samplers that learn from it."""
+"""`Feedback`: reports scores to samplers that learn from them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from flowrl.data.proto.column_math import rows_of_groups
 
 
 class Feedback(Operator):
-    """Tells the source of the rows how each group scored; scores pass as they are.
+    """Report the scores of each group to the sampler of the data; returns the scores unchanged.
 
-    ``edit(insert={"feedback": After("reward", Feedback())})`` goes with ``PromptData(sampler=ByDifficulty())``. What
-    is told in a step is heard before the next one is drawn. In front of a `Collect` it tells of all that was offered,
-    so the sampler hears of the groups that teach nothing, too.
+    Use ``edit(insert={"feedback": After("reward", Feedback())})`` with ``PromptData(sampler=ByDifficulty())``. The
+    sampler learns the scores of a step before it samples the next one. Before a `Collect`, it also learns those of the
+    groups that `Collect` drops.
 
-    A row's score is the sum of its token-level scores. Rows that are masked entirely have none.
+    A row's score is the sum of its token-level scores. Fully masked rows have no score.
 
     Returns:
-        `token_level_scores`, as they are. Metrics: ``<node>/differ``, the share of groups whose answers do not all
-        score the same.
+        `token_level_scores`, unchanged. Metrics: ``<node>/differ``, the share of groups whose scores differ.
     """
 
     granularity: ClassVar[Granularity] = "group"
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"tells scores"``."""
+        """``{"tells scores"}``."""
         return frozenset({Effect.TELLS_SCORES})
 
     def __call__(
@@ -40,6 +39,6 @@ class Feedback(Operator):
     ) -> TokenLevelScores:
         scores = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64).tolist()
         live = response_mask.any(-1).tolist()
-        told = {group: [scores[row] for row in rows if live[row]] for group, rows in rows_of_groups(uid).items()}
-        metrics.groups(f"{self.name}/differ", {group: answers for group, answers in told.items() if answers})
+        by_group = {group: [scores[row] for row in rows if live[row]] for group, rows in rows_of_groups(uid).items()}
+        metrics.groups(f"{self.name}/differ", {group: found for group, found in by_group.items() if found})
         return token_level_scores

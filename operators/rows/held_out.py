@@ -1,7 +1,7 @@
-"""What several answers to a held-out prompt are worth: pass@k and maj@k, as metrics of a validation.
+"""Validation metrics over several responses per prompt: pass@k and maj@k.
 
-The functions are plain Python; the operators below them take them over the groups of a batch. A group is the rows that
-share a `uid`, in their order. A row that is masked entirely is an answer, too, with a score of 0.
+The functions are plain Python; the operators below them apply them to the groups of a batch, the rows that share a
+`uid`, in order. A fully masked row counts as a response with score 0.
 """
 
 from __future__ import annotations
@@ -26,39 +26,46 @@ from flowrl.operators.advantages.per_token import select_rewards
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """How likely one of k answers passes, from n of which `passed` did (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    """The probability that one of k responses passes, given that c = `passed` of n did (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1).
 
-    ``1 - C(n - c, k) / C(n, k)``, exactly: unbiased, which ``1 - (1 - c / n)^k`` is not.
+    ``1 - C(n - c, k) / C(n, k)``: unbiased, unlike ``1 - (1 - c / n)^k``.
 
     Raises:
-        DataError: there are fewer than k answers.
+        DataError: there are fewer than k responses.
     """
-    if n < k:
-        raise DataError(f"pass@{k} takes {k} answers at a time, and a prompt has {n}; sample more, as by Repeat({k}).")
+    _refuse_fewer(f"pass@{k}", n, k)
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def majority_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
-    """What the most frequent of k answers scores, over the disjoint sets of k answers in their order.
+    """The score of the most frequent of k answers, averaged over consecutive disjoint sets of k.
 
-    Among answers that are equally frequent one is drawn; this is what is expected of that. An answer's score is the
-    mean of its rows'. Whatever is None has no vote; where nothing has one, the score is 0. Further answers, too few for
-    a set, are left out.
+    Ties are broken at random, and the result is the expectation. The score of an answer is the mean of its responses.
+    None is not a vote; without votes the score is 0. A remainder of fewer than k answers is ignored.
 
     Args:
-        answers: as they were parsed.
-        scores: one an answer.
-        k: answers of a set.
+        answers: the parsed answer of each response.
+        scores: the score of each response.
+        k: answers per set.
 
     Raises:
         DataError: there are fewer than k answers.
     """
-    if len(answers) < k:
-        raise DataError(
-            f"maj@{k} takes {k} answers at a time, and a prompt has {len(answers)}; sample more, as by Repeat({k})."
-        )
+    _refuse_fewer(f"maj@{k}", len(answers), k)
     sets = len(answers) // k
     return sum(_elected(answers[i * k : i * k + k], scores[i * k : i * k + k]) for i in range(sets)) / sets
+
+
+def _refuse_fewer(metric: str, found: int, k: int) -> None:
+    if found < k:
+        raise DataError(
+            f"{metric} needs {k} responses per prompt, and a prompt has {found}. Sample more, for example with "
+            f"Repeat({k}).",
+            code="rows.small-group",
+            expected=k,
+            found=found,
+        )
 
 
 def _elected(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
@@ -69,22 +76,22 @@ def _elected(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
 
 
 class Estimated(NamedTuple):
-    """The mean over the prompts of a batch."""
+    """A mean over the prompts of a batch."""
 
     mean: float
 
 
 class PassAtK(Operator):
-    """pass@k: how often one of k answers to a prompt passes, without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    """pass@k: the unbiased probability that one of k responses passes (Chen et al. 2021, arXiv:2107.03374, eq. 1).
 
     Metrics: ``pass@<k>``, the mean over prompts; see `pass_at_k`.
 
     Args:
-        k: answers that are tried, at most as many as a prompt has.
-        passed: an answer passes where its score is above.
+        k: responses, at most as many as each prompt has.
+        passed: a response passes if its score is above this value.
 
     Raises:
-        DataError: a prompt has fewer than k answers.
+        DataError: a prompt has fewer than k responses.
     """
 
     granularity: ClassVar[Granularity] = "group"
@@ -113,17 +120,17 @@ class PassAtK(Operator):
 
 
 class MajorityAtK(Operator):
-    """maj@k: how often the most frequent of k answers to a prompt is right (Wang et al. 2022, arXiv:2203.11171).
+    """maj@k: the score of the most frequent of k answers to a prompt (Wang et al. 2022, arXiv:2203.11171).
 
     Metrics: ``maj@<k>``, the mean over prompts; see `majority_at_k`.
 
     Args:
-        k: answers of a vote, at most as many as a prompt has.
-        parse: a function of a response's text, or where to find one (``"package.module:name"``, ``"file.py:name"``):
-            what it votes for, or None for no vote. None is the text without the spaces around it.
+        k: responses per vote, at most as many as each prompt has.
+        parse: a function from a response's text to its answer (None for no vote), or a reference to one
+            (``"package.module:name"``, ``"file.py:name"``). None uses the stripped text.
 
     Raises:
-        DataError: a prompt has fewer than k answers.
+        DataError: a prompt has fewer than k responses.
     """
 
     granularity: ClassVar[Granularity] = "group"

@@ -1,5 +1,4 @@
-"""Answers that are too long: taken off the score softly, or left out of the loss (DAPO: Yu et al. 2025,
-arXiv:2503.14476, §3.4)."""
+"""Overlong responses: a soft penalty, or no loss (DAPO: Yu et al. 2025, arXiv:2503.14476, §3.4)."""
 
 from __future__ import annotations
 
@@ -17,22 +16,21 @@ from flowrl.operators.advantages.per_token import select_rewards
 
 
 class OverlongPenalty(Operator):
-    """Scores less a penalty that grows over the last tokens of the length that is allowed (DAPO: Yu et al. 2025,
-    arXiv:2503.14476, eq. 13).
+    """Subtract a penalty that grows linearly near the maximum length (DAPO: Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    With l tokens on the mask, the score of a row's last token changes by ``weight * clip((most - buffer - l) / buffer,
-    -1, 0)``: nothing up to ``most - buffer`` tokens, then a straight line, and ``-weight`` from `most` on.
+    For a row of l tokens on the mask, it adds ``weight * clip((most - buffer - l) / buffer, -1, 0)`` to the score of
+    the last token: 0 up to ``most - buffer`` tokens, then linear, and ``-weight`` from `most` tokens on.
 
     Reports ``overlong/penalty``, the mean over rows with a token on the mask.
 
     Args:
-        most: the length at which the penalty is whole, in tokens: ``max_new_tokens``.
-        buffer: over how many tokens it grows, at most `most`.
-        weight: the whole penalty.
+        most: length of the full penalty in tokens: ``max_new_tokens``.
+        buffer: tokens over which the penalty grows, at most `most`.
+        weight: the full penalty.
 
     Raises:
         ParameterError: `buffer` is larger than `most`.
-        DataError: a score off the mask.
+        DataError: a score is off the mask.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -44,8 +42,11 @@ class OverlongPenalty(Operator):
     def __post_init__(self) -> None:
         if self.buffer > self.most:
             raise ParameterError(
-                f"buffer={self.buffer} is more than most={self.most}, so an answer without tokens would be punished; "
-                f"expected a part of it, such as buffer={max(1, self.most // 5)}"
+                f"OverlongPenalty needs buffer <= most, given buffer={self.buffer}, most={self.most}, which penalizes "
+                f"even an empty response. Pass a part of most, such as buffer={max(1, self.most // 5)}.",
+                code="rows.invalid-settings",
+                buffer=self.buffer,
+                most=self.most,
             )
 
     def __call__(
@@ -60,16 +61,15 @@ class OverlongPenalty(Operator):
 
 
 class MaskOverlong(Operator):
-    """A mask without the rows of more tokens than `most`: overlong filtering (DAPO: Yu et al. 2025, arXiv:2503.14476,
-    §3.4).
+    """Mask rows of more than `most` tokens: overlong filtering (DAPO: Yu et al. 2025, arXiv:2503.14476, §3.4).
 
-    An update that reads it does not train on them; they stay where they are, so mini-batches and groups keep their
-    rows. ``wire={"update_actor.rollout.response_mask": "mask_overlong.response_mask"}``.
+    An update that reads this mask does not train on these rows. They remain in the batch, so mini-batches and groups do
+    not change. ``wire={"update_actor.rollout.response_mask": "mask_overlong.response_mask"}``.
 
-    Reports ``overlong/masked``, the share of rows that it takes out.
+    Reports ``overlong/masked``, the share of masked rows.
 
     Args:
-        most: tokens; ``max_new_tokens - 1`` takes out what was cut off.
+        most: maximum length in tokens; ``max_new_tokens - 1`` masks truncated responses.
     """
 
     granularity: ClassVar[Granularity] = "row"

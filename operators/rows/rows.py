@@ -1,4 +1,4 @@
-"""Which rows go on: `Filter` and `Collect`, and operators that decide, one bool a row."""
+"""Row filters: `Filter` and `Collect`, and the predicates that decide, one bool per row."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from flowrl.record_types import ValueType
 
 
 class Spread(Operator):
-    """Groups whose scores differ: in the others no answer teaches anything (DAPO: Yu et al. 2025, arXiv:2503.14476,
+    """Select groups whose scores differ, since equal scores give no gradient (DAPO: Yu et al. 2025, arXiv:2503.14476,
     eq. 11).
 
-    A row's score is the sum of its token-level scores. Rows that are masked entirely have none; they go with their
-    group, and do not count in it.
+    A row's score is the sum of its token-level scores. Fully masked rows have no score and do not count in their group,
+    but share its result.
 
     Args:
-        least: how far apart the best and the worst score of a group are at least; a group whose scores are all the same
-            never passes.
+        least: minimum difference between the best and the worst score of a group; a group of equal scores never passes.
 
     Returns:
         bool ``[batch]``, the same for all rows of a group.
@@ -48,19 +47,19 @@ class Spread(Operator):
         best = -worst
         worst.scatter_reduce_(0, group[live], scores[live], "amin")
         best.scatter_reduce_(0, group[live], scores[live], "amax")
-        apart = best - worst  # -inf for a group without a score
-        return ((apart > 0) & (apart >= self.least))[group]
+        difference = best - worst  # -inf for a group without a score
+        return ((difference > 0) & (difference >= self.least))[group]
 
 
 class Ranked(Operator):
-    """The best and the worst rows of each group, by score (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
+    """Select the best and the worst rows of each group, by score (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
-    A row's score is the sum of its token-level scores. ``Ranked(best=1)`` is best-of-n, and ``Ranked(best=1, worst=1)``
-    what PF-PPO filters by: near both ends a reward can be trusted most. Of equal scores the earlier row is the better
-    one. Rows that are masked entirely have no score and do not go on; of a group of fewer rows all others do.
+    A row's score is the sum of its token-level scores. ``Ranked(best=1)`` is best-of-n; ``Ranked(best=1, worst=1)`` is
+    the filter of PF-PPO, since rewards are most reliable at both ends. Among equal scores the earlier row ranks higher.
+    Fully masked rows have no score and never pass; smaller groups pass with all other rows.
 
     Args:
-        best, worst: how many rows of a group go on from either end.
+        best, worst: number of rows of a group to select from either end.
 
     Returns:
         bool ``[batch]``.
@@ -76,16 +75,26 @@ class Ranked(Operator):
 
     def __post_init__(self) -> None:
         if not self.best + self.worst:
-            raise ParameterError("best=0, worst=0 keep no row of a group; expected at least one, as in Ranked(best=1)")
+            raise ParameterError(
+                "Ranked(best=0, worst=0) would drop all rows. Select at least one per group, such as Ranked(best=1).",
+                code="rows.invalid-settings",
+                best=self.best,
+                worst=self.worst,
+            )
 
     def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
-        found = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64)
-        if found.isnan().any():
+        totals = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64)
+        if totals.isnan().any():
+            row = int(totals.isnan().nonzero()[0])
             raise DataError(
-                f"the score of row {int(found.isnan().nonzero()[0])} is not a number, so it has no rank; expected a "
-                f"number for each row: look at the reward function."
+                f"The score of row {row} is NaN, so the row has no rank. Check the node that writes "
+                f"token_level_scores.",
+                code="reward.not-finite",
+                node=self.name,
+                row=row,
+                found="nan",
             )
-        scores, live = found.tolist(), response_mask.any(-1).tolist()
+        scores, live = totals.tolist(), response_mask.any(-1).tolist()
         kept = torch.zeros(len(scores), dtype=torch.bool)
         for members in rows_of_groups(uid).values():
             ranked = sorted((row for row in members if live[row]), key=scores.__getitem__, reverse=True)
@@ -94,12 +103,12 @@ class Ranked(Operator):
 
 
 class Length(Operator):
-    """Rows whose response is of a length within bounds, in tokens on the mask.
+    """Select rows by the length of the response, in tokens on the mask.
 
-    ``Length(most=1023)`` leaves out what was cut off at 1024.
+    ``Length(most=1023)`` drops responses that were truncated at 1024 tokens.
 
     Args:
-        least, most: tokens, bounds included; None is no upper bound.
+        least, most: bounds in tokens, both inclusive; None is no upper bound.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -113,27 +122,28 @@ class Length(Operator):
 
 
 class Filter(Gate):
-    """Lets rows through: the same records out as in, on rows of their own.
+    """Drop rows by a predicate: returns the records that it reads, with the selected rows.
 
-    ``edit(insert={"filter": After("reward", Filter(Spread()))})`` leads all through it that is read behind ``reward``
-    and was made before. How many rows remain is known once it has run, so ``mini_batch`` behind it is refused (FR004);
-    a validation runs without it, on all rows.
+    ``edit(insert={"filter": After("reward", Filter(Spread()))})`` filters every column that a node downstream of
+    ``reward`` reads. The number of selected rows varies, so ``mini_batch`` downstream is refused (FR004). A validation
+    runs without filters, on all rows.
 
     Args:
-        predicate: an operator that writes one bool a row, such as `Spread` or one of your own.
+        predicate: an operator that writes one bool per row, such as `Spread` or your own.
 
     Reads:
-        what `predicate` reads, and all that passes.
+        The columns of `predicate`, and those that pass.
 
     Returns:
-        what passes. Metrics: ``<node>/offered`` and ``<node>/kept`` in rows; ``reward/kept_mean`` where scores pass.
+        The columns that pass. Metrics: ``<node>/offered`` and ``<node>/kept`` in rows; ``reward/kept_mean`` if scores
+        pass.
 
     Raises:
-        DataError: no row is kept.
+        DataError: no row passes.
     """
 
     def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
-        """The rows that `predicate` keeps."""
+        """The rows that `predicate` selects."""
         kept = self.kept(metrics, given)
         if not kept.any():
             refuse_none(self, len(kept), "rows")
@@ -145,30 +155,30 @@ class Filter(Gate):
 
 
 class Collect(Gate):
-    """Lets groups through, and refills: all that it depends on runs again, on further prompts, for what is missing.
+    """Drop groups by a predicate and refill: all nodes upstream run again on further prompts for the missing groups.
 
     ``edit(insert={"collect": After("reward", Collect(Spread(), groups=32))})`` turns GRPO into dynamic sampling (Yu et
-    al. 2025, arXiv:2503.14476). A group is the rows of one `uid`; it passes if `predicate` keeps all of them. Groups
-    are taken in the order in which they were drawn, so none is preferred because its answers are short. The first round
-    is on the prompts of the step, each later one on as many as are missing; what these draw counts for where the data
-    stands, in checkpoints too.
+    al. 2025, arXiv:2503.14476). A group, the rows of one `uid`, passes if `predicate` selects all its rows. Groups are
+    taken in the order of the data, so short responses are not preferred. The first round uses the prompts of the step,
+    each later one as many further prompts as groups are missing. They advance the position in the data, also in
+    checkpoints.
 
     Args:
-        predicate: an operator that writes one bool a row, such as `Spread` or one of your own.
-        groups: how many are wanted in every step.
-        rounds: how often it may run in a step.
+        predicate: an operator that writes one bool per row, such as `Spread` or your own.
+        groups: number of groups per step.
+        rounds: maximum number of rounds per step.
         on_underfill: what to do if groups are missing after the last round: ``"error"``; ``"train"`` on the groups
             that passed; or ``"repeat"`` them, in order, under new ids.
 
     Reads:
-        what `predicate` reads; `uid`; and all that passes.
+        The columns of `predicate`, `uid`, and those that pass.
 
     Returns:
-        what passes. Metrics, in groups: ``<node>/offered``, ``<node>/kept``, ``<node>/surplus`` (passed, and not needed
-        any more), ``<node>/repeated``; ``<node>/rounds``; and ``reward/kept_mean`` where scores pass.
+        The columns that pass. Metrics, in groups: ``<node>/offered``, ``<node>/kept``, ``<node>/surplus`` (passed but
+        not needed), ``<node>/repeated``; ``<node>/rounds``; and ``reward/kept_mean`` if scores pass.
 
     Raises:
-        NodeError: groups are missing after all rounds, and `on_underfill` is ``"error"``; or there is none at all.
+        NodeError: groups are missing after all rounds, and `on_underfill` is ``"error"``; or no group passed.
     """
 
     groups: int = Field(ge=1)
@@ -177,7 +187,7 @@ class Collect(Gate):
 
     @cached_property
     def reads(self) -> Mapping[str, Port]:
-        """The ports by which it decides: those of `predicate`, and `uid`."""
+        """The ports of `predicate`, and `uid`."""
         own = super().reads
         uid = lookup("uid")
         assert uid is not None
@@ -185,12 +195,12 @@ class Collect(Gate):
 
     @property
     def values(self) -> Mapping[str, ValueType]:
-        """Which groups it took."""
+        """The sizes of the groups that passed."""
         return {"collected": ValueType(Collected)}
 
     @property
     def target_groups(self) -> int | None:
-        """`groups`; 1 where it may be fewer."""
+        """`groups`; 1 with ``on_underfill="train"``, where there may be fewer."""
         return 1 if self.on_underfill == "train" else self.groups
 
     @property
@@ -199,7 +209,7 @@ class Collect(Gate):
         return self.rounds
 
     def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
-        """Those of this round that are wanted; or, once all are over, what was collected and its repetitions."""
+        """The groups of this round that are needed; after the last round, all groups with repetitions."""
         if now.round.sizes:
             return self._filled(rows, now.round.sizes, metrics)
         kept, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
@@ -214,19 +224,19 @@ class Collect(Gate):
         metrics.sum(f"{self.name}/rounds", 1)
         report_scores(picked, metrics)
         out = self.record(**picked, collected=Collected(sizes))
-        if now.round.wanted is None and self.underfill_action(sizes) == "repeat":  # by hand: nobody runs it again
+        if now.round.wanted is None and self.underfill_action(sizes) == "repeat":  # called directly: the only round
             return self._filled(out, sizes, metrics)
         return out
 
     def missing(self, sizes: Sequence[int]) -> int:
-        """How many groups are missing of those that are wanted."""
+        """How many of the `groups` are missing."""
         return self.groups - len(sizes)
 
     def underfill_action(self, sizes: Sequence[int]) -> str:
-        """What to do about groups that are missing once the rounds are over: ``""``, ``"train"`` or ``"repeat"``.
+        """What to do if groups are missing after the last round: ``""`` if none is, ``"train"`` or ``"repeat"``.
 
         Raises:
-            DataError: it is an error, or there is none at all.
+            DataError: groups are missing and `on_underfill` is ``"error"``, or no group passed.
         """
         if not self.missing(sizes):
             return ""
@@ -234,21 +244,25 @@ class Collect(Gate):
             refuse_none(self, self.groups, "groups that are wanted")
         if self.on_underfill == "error":
             raise DataError(
-                f"{self.name} has {len(sizes)} of {self.groups} groups after all its rounds ({self.rounds}); expected "
-                f"enough that {self.predicate!r} keeps: allow more rounds (rounds=), draw more prompts a step, or say "
-                f"what to do then: on_underfill='train' or on_underfill='repeat'."
+                f"{self.name} has {len(sizes)} of {self.groups} groups that {self.predicate!r} selects, after all "
+                f"{self.rounds} rounds. Allow more rounds (rounds=), sample more prompts per step, or pass "
+                f"on_underfill='train' or on_underfill='repeat'.",
+                code="rows.underfilled",
+                node=self.name,
+                expected=self.groups,
+                found=len(sizes),
             )
         return self.on_underfill
 
     def _filled(self, rows: Any, sizes: Sequence[int], metrics: Metrics) -> Any:
-        """All groups, and these again, in their order, until there are enough."""
+        """All groups, repeated in order until there are enough."""
         starts = [sum(sizes[:group]) for group in range(len(sizes))]
-        order = [(again % len(sizes), again // len(sizes)) for again in range(self.groups)]
+        order = [(number % len(sizes), number // len(sizes)) for number in range(self.groups)]
         index = torch.tensor([starts[g] + i for g, _ in order for i in range(sizes[g])], dtype=torch.int64)
         times = [time for group, time in order for _ in range(sizes[group])]
         picked = {name: pick(getattr(rows, name), index) for name in self.columns}
         for name, column in self.columns.items():
-            if column in ("uid", "row_id"):  # a group of its own, which is its own baseline
+            if column in ("uid", "row_id"):  # a repeated group is a separate group, with its own baseline
                 named = [f"{value}+{time}" if time else value for value, time in zip(picked[name], times, strict=True)]
                 picked[name] = np.array(named, dtype=object)
         metrics.sum(f"{self.name}/repeated", self.groups - len(sizes))
@@ -257,8 +271,7 @@ class Collect(Gate):
 
 
 def report_scores(rows: Mapping[str, Any], metrics: Metrics) -> None:
-    """Report ``reward/kept_mean`` of what passes, where it has scores: the mean over rows with a token on the mask, as
-    ``reward/mean`` is over those that were offered."""
+    """Report ``reward/kept_mean``, the mean score of the rows that pass (``reward/mean`` is that of all rows)."""
     if {"token_level_scores", "response_mask"} <= rows.keys():
         live = rows["response_mask"].any(-1)
         metrics.mean("reward/kept_mean", rows["token_level_scores"][live].double().sum(), live.sum())

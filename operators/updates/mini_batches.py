@@ -1,4 +1,4 @@
-"""The mini-batches of an update: which rows each has, and which part of them each rank computes."""
+"""The mini-batches of an update, and the rows of them that each rank computes."""
 
 from __future__ import annotations
 
@@ -21,55 +21,62 @@ from flowrl.protocols.protocols import MiniBatch, WholeMiniBatch
 def draw_rows(
     rows: int, mini_batch: int | None, epochs: int, key: Key, groups: np.ndarray | None = None
 ) -> list[Tensor]:
-    """The rows of each optimiser step of one update: per epoch, a seeded permutation that is cut into mini-batches.
+    """The rows of each optimizer step of an update: per epoch, a seeded permutation split into mini-batches.
 
     Args:
-        rows: how many there are.
-        mini_batch: rows of a mini-batch; None takes all rows at once, in their order.
+        rows: number of rows.
+        mini_batch: rows per mini-batch; None is a single mini-batch of all rows, in order.
         epochs: passes over the rows.
-        key: what the permutations are drawn from.
-        groups: ``[rows]``, the group of each row, where groups must stay together; they are permuted as wholes.
+        key: random key of the permutations.
+        groups: ``[rows]``, the group of each row, for losses over groups: groups are permuted as units.
 
     Raises:
-        DataError: there are no rows, or `mini_batch` does not divide them, or it cuts a group.
+        DataError: there are no rows, or `mini_batch` does not divide them or splits a group.
     """
     size = rows if mini_batch is None else mini_batch
     if rows == 0 or rows % size:
         raise DataError(
-            f"{rows} rows cannot be cut into equal mini-batches (mini_batch={mini_batch}); expected at least one row, "
-            f"and a divisor of prompts x n: change mini_batch, the prompts a step, or Repeat(n)."
+            f"{rows} rows cannot be split into equal mini-batches (mini_batch={mini_batch}), expected at least one row "
+            f"and a divisor of prompts x n. Change mini_batch, the prompts per step, or Repeat(n).",
+            code="update.invalid-mini-batch",
+            given=mini_batch,
+            rows=rows,
         )
-    drawn: list[Tensor] = []
+    mini_batches: list[Tensor] = []
     for epoch in range(epochs):
         generator = key.derive("epoch", epoch).generator()
         if size == rows:
-            # One mini-batch of all rows keeps their order, and so the micro-batches of OldLogProb: ratios are 1.
-            drawn.append(torch.arange(rows))
+            # Keep the order of the rows, and so the micro-batches of OldLogProb: ratios are exactly 1.
+            mini_batches.append(torch.arange(rows))
         elif groups is None:
-            drawn += torch.randperm(rows, generator=generator).split(size)
+            mini_batches += torch.randperm(rows, generator=generator).split(size)
         else:
-            drawn += _permuted(groups, size, generator).split(size)
-    return drawn
+            mini_batches += _permuted(groups, size, generator).split(size)
+    return mini_batches
 
 
 def _permuted(groups: np.ndarray, size: int, generator: torch.Generator) -> Tensor:
-    """All rows, group after group in drawn order, where no group stands on both sides of a cut."""
+    """All rows, by groups in random order; refuses a mini-batch size that splits a group."""
     members = rows_of_groups(groups)
     names = list(members)
     order = [row for index in torch.randperm(len(names), generator=generator).tolist() for row in members[names[index]]]
     for cut in range(size, len(order), size):
         if groups[order[cut - 1]] == groups[order[cut]]:
             group = groups[order[cut]]
+            multiple = -(-size // len(members[group])) * len(members[group])
             raise DataError(
-                f"mini_batch={size} cuts the group {str(group)!r} of {len(members[group])} rows, and the loss is over "
-                f"whole groups; expected a multiple of the rows that each group has: mini_batch="
-                f"{-(-size // len(members[group])) * len(members[group])}, or None for all rows."
+                f"mini_batch={size} splits the group {str(group)!r} of {len(members[group])} rows, and the loss needs "
+                f"complete groups. Pass a multiple of the group size, mini_batch={multiple}, or None for all rows.",
+                code="update.invalid-mini-batch",
+                given=size,
+                rows=len(order),
+                uid=str(group),
             )
     return torch.tensor(order)
 
 
 def rank_rows(rows: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """The rows that each rank computes on, given those of all mini-batches: int64, ascending, for each rank."""
+    """The rows of each rank, given those of all mini-batches: int64 in ascending order."""
     parts = [[index[own] for own in split_rows(tokens[index], ranks)] for index in rows]
     return [torch.cat([part[rank] for part in parts]).unique() for rank in range(ranks)]
 
@@ -82,18 +89,15 @@ def rank_parts(
     share: Share | None,
     whole: Mapping[str, Any] | None = None,
 ) -> list[MiniBatch]:
-    """The part that a rank has in each mini-batch; the weights of its tokens are those of the whole.
+    """The part of each mini-batch that a rank computes, by the row numbers of the rank.
 
     Args:
-        drawn: the rows of whole mini-batches, by the rows of the step.
-        weigh: the weights of the tokens of a whole mini-batch, given its mask.
+        drawn: row numbers of the mini-batches, in the step.
+        weigh: computes the token weights of a mini-batch from its mask.
         response_mask: bool ``[rows of the step, response]``.
-        attention_mask: bool ``[rows of the rank, sequence]``, or any that says how long rows are.
-        share: what the rank is given; None is everything.
-        whole: the columns of all rows of the step, of a loss that sees whole mini-batches.
-
-    Returns:
-        mini-batches by the rows of the rank.
+        attention_mask: bool ``[rows of the rank, sequence]``, or any mask with the lengths of the rows.
+        share: the share of the rank; None is everything.
+        whole: the columns of all rows of the step, for a loss that needs complete mini-batches.
     """
     if share is not None:
         tokens = attention_mask.sum(1) if share.tokens is None else share.tokens
@@ -113,18 +117,18 @@ def rank_parts(
 
 
 def own_rows(column: Any, share: Share | None) -> Any:
-    """The rows of a rank, of a column that it is given whole."""
+    """The rows of a rank, of a column with all rows."""
     return column if share is None or share.rows is None else _at(column, share.rows)
 
 
 def _at(column: Any, rows: Tensor) -> Any:
     if isinstance(column, Tensor):
         return column[rows]
-    return column[rows.numpy()] if isinstance(column, np.ndarray) else column  # a value is the same for all rows
+    return column[rows.numpy()] if isinstance(column, np.ndarray) else column  # a value for all rows
 
 
 def record(columns: Mapping[str, Any]) -> Any:
-    """The columns as a NamedTuple, which trainers cut into micro-batches."""
+    """The columns as a NamedTuple, which trainers split into micro-batches."""
     return _record_class(tuple(columns))(**columns)
 
 

@@ -1,4 +1,4 @@
-"""What writes weights: `UpdateActor` and `UpdateCritic`, PPO's epochs over mini-batches, and `Sync`."""
+"""Operators that write weights: `UpdateActor` and `UpdateCritic`, PPO's epochs over mini-batches, and `Sync`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flowrl.spec import parameters
 
 
 class _Update:
-    """What the updates below share: optimiser steps over mini-batches, on an objective that has a loss."""
+    """Base of updates: optimizer steps over mini-batches on an objective with a loss."""
 
     loss: Loss
     ppo_epochs: int
@@ -50,24 +50,28 @@ class _Update:
         check_norm(self.aggregation, self.norm)
         if not self.trains & self.loss.said.keys():
             raise ParameterError(
-                f"{self.loss!r} is of the {' and '.join(self.loss.said)} of what is trained, and this update trains "
-                f"{' or '.join(sorted(self.trains, reverse=True))}; expected a loss that reads these: PPOClip() for "
-                f"UpdateActor, ValueClip() for UpdateCritic."
+                f"{type(self).__name__} needs a loss of {' or '.join(sorted(self.trains, reverse=True))}, and "
+                f"{self.loss!r} reads {' and '.join(self.loss.said)}. Pass another loss, such as PPOClip() to "
+                f"UpdateActor or ValueClip() to UpdateCritic.",
+                code="update.wrong-loss",
+                loss=type(self.loss).__name__,
+                expected=sorted(self.trains, reverse=True),
+                found=tuple(self.loss.said),
             )
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
-        """What must divide the rows: the mini-batch, if there is one."""
+        """Parameters that must divide the rows of a step: `mini_batch`, if given."""
         return {} if self.mini_batch is None else {"mini_batch": self.mini_batch}
 
     @property
     def replicated_columns(self) -> frozenset[str]:
-        """`replicated`, and all columns of a loss over more than a row."""
-        seen = {"ref_log_prob", *self.loss.signature.ports} if self._beyond_rows else set()
-        return self.replicated | seen
+        """`replicated`, and the columns of a loss over groups or mini-batches."""
+        read = {"ref_log_prob", *self.loss.signature.ports} if self._beyond_rows else set()
+        return self.replicated | read
 
     def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
-        """The rows of each rank's parts in the mini-batches; all of them where these depend on groups."""
+        """The rows of each rank; None for all rows, if mini-batches depend on groups."""
         if self._groups is not None:
             return None
         return rank_rows(draw_rows(len(tokens), self.mini_batch, self.ppo_epochs, key), tokens, ranks)
@@ -78,12 +82,12 @@ class _Update:
 
     @property
     def _groups(self) -> str | None:
-        """The column that says which group a row is of, where the loss is over groups."""
+        """The column with the group of each row, for a loss over groups."""
         fields: Mapping[PortField, Any] = self.loss.signature.fields if self.loss.unit == "group" else {}
-        return next((field.name for field, wanted in fields.items() if getattr(wanted, "kind", "") == "group"), None)
+        return next((field.name for field, typed in fields.items() if getattr(typed, "kind", "") == "group"), None)
 
     def _of_rank(self, name: str, column: Any, share: Share | None) -> Any:
-        """The rows of this rank, of a column that it may be given whole."""
+        """The rows of this rank, of a column that may be replicated."""
         return own_rows(column, share) if name in self.replicated_columns else column
 
     def _train(
@@ -95,61 +99,52 @@ class _Update:
         key: Key,
         share: Share | None,
     ) -> Metrics:
-        """Update `engine` on the mini-batches of this rank's rows, and return what it reports.
-
-        Args:
-            engine: a trainer or critic.
-            rollout: the record of sequences.
-            columns: what else the objective reads.
-            objective: what is minimised.
-            key: what mini-batches are drawn from.
-            share: what this rank is given.
-        """
+        """Update `engine`, a trainer or critic, on this rank's rows of the mini-batches; returns its metrics."""
         sequences = rollout._asdict()
         read = {**{name: sequences[name] for name in self.loss.signature.ports if name in sequences}, **columns}
         groups = None if self._groups is None else read[self._groups]
-        drawn = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
+        mini_batches = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
         inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
-        seen, whole = ({}, read) if self._beyond_rows else (read, None)
+        by_row, whole = ({}, read) if self._beyond_rows else (read, None)
         attended = inputs.get("attention_mask", inputs["response_mask"])
-        parts = rank_parts(drawn, objective.weights, rollout.response_mask, attended, share, whole)
-        metrics: Metrics = engine.update(record({**seen, **inputs}), parts, objective)
+        parts = rank_parts(mini_batches, objective.weights, rollout.response_mask, attended, share, whole)
+        metrics: Metrics = engine.update(record({**by_row, **inputs}), parts, objective)
         return metrics
 
 
 class UpdateActor(_Update, AsksModel, Operator):
-    """Train the policy on rows that it sampled itself, or on demonstrations: one optimiser step per mini-batch.
+    """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
-    What the loss reads are ports of the update. Columns stay as they were taken at the start of the step, so
-    mini-batches and epochs after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347,
+    The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
+    and advantages stay constant over mini-batches and epochs, as in PPO (Schulman et al. 2017, arXiv:1707.06347,
     alg. 1).
 
     Args:
-        loss: the policy loss; ``PPOClip(ratio_to="rollout")`` wants the rollout's own log-probs as `old_log_probs`.
+        loss: the policy loss; ``PPOClip(ratio_to="rollout")`` needs the rollout's log-probs as `old_log_probs`.
         ppo_epochs: passes over the rows.
-        mini_batch: rows (not prompts) of an optimiser step; None for all at once. It must divide prompts x n, and hold
-            whole groups where the loss is over groups.
-        aggregation, norm: of tokens; see `token_weights`.
-        kl: a KL term, which wants `ref_log_prob`; or None.
-        entropy: the weight of the entropy bonus.
-        prior_updates: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
-            step, which runs after the first.
-        reads: what the policy is given of the rows; see `AsksModel`.
+        mini_batch: rows (not prompts) per optimizer step; None for all rows. It must divide prompts x n, and contain
+            complete groups if the loss is over groups.
+        aggregation, norm: how to aggregate tokens; see `token_weights`.
+        kl: a KL term, which needs `ref_log_prob`; or None.
+        entropy: coefficient of the entropy bonus.
+        prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
+            second update, which runs after the first.
+        reads: record of the policy's inputs; None for tokens. See `AsksModel`.
         actor: the trainer.
 
     Raises:
-        ParameterError: a loss of values, a KL term beside a loss of distributions, or a `norm` that does not belong to
-            `aggregation`.
-        StalePolicyError: rows, or by a `Lag` with spans tokens, were sampled by another version of the policy than the
-            one that is trained here; rows that no policy has sampled, as those of `DemoData`, have none.
-        DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
+        ParameterError: the loss is of values, a KL term is combined with a loss of distributions, or `norm` does not
+            match `aggregation`.
+        StalePolicyError: rows (or tokens, with ``Lag(spans=True)``) were sampled by another version of the policy than
+            the trainer has. Rows without a version, such as those of `DemoData`, are always accepted.
+        DataError: `mini_batch` does not divide the rows, or splits groups.
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
+    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # for weights, and to refuse
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"log-probs", "distributions"})
     scores: ClassVar[bool] = False
-    """Whether it also writes `old_log_probs`, of its first pass; see `ScoringUpdate`."""
+    """Whether the update also writes the `old_log_probs` of its first pass; see `ScoringUpdate`."""
     loss: Loss = PPOClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -164,25 +159,28 @@ class UpdateActor(_Update, AsksModel, Operator):
         super().__post_init__()
         if self.kl is not None and "distributions" in self.loss.said:
             raise ParameterError(
-                f"kl={self.kl!r} is of log-probs, and {self.loss!r} is of whole distributions, of which the model says "
-                f"the loss alone; expected kl=None, and a term within the loss, if any."
+                f"kl={self.kl!r} needs log-probs, and with {self.loss!r}, a loss of distributions, the model computes "
+                f"none. Pass kl=None, and add a KL term to the loss if needed.",
+                code="update.wrong-loss",
+                loss=type(self.loss).__name__,
+                kl=self.kl,
             )
 
     @property
     def replicated_columns(self) -> frozenset[str]:
-        """Also the versions of tokens, by which all refuse."""
+        """Those of all updates, and `token_version`, since all ranks check it."""
         return super().replicated_columns | {"token_version"}
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of the loss, and ``"kl"`` with a KL term: by k1, ``"kl without a gradient"``, too."""
+        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if its estimator is k1."""
         if self.kl is None:
             return self.loss.effects
         without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" else set()
         return self.loss.effects | {Effect.KL} | without_gradient
 
     def wants(self) -> Mapping[str, bool]:
-        by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term
+        by_loss = "ref_log_prob" in self.loss.signature.ports  # then the loss needs it, whatever the KL term
         return {} if by_loss else {"ref_log_prob": self.kl is not None}
 
     def __call__(
@@ -201,7 +199,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
         objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}
         if self.scores:
-            old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
+            old = torch.zeros(mask.shape, device=mask.device)  # stays 0 in empty rows, which are not computed
             objective, read[ROW] = FirstPass(*settings, old_log_probs=old), torch.arange(len(old))
         else:
             old = self._of_rank("old_log_probs", columns.get("old_log_probs"), now.share)
@@ -213,7 +211,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         return cast(Updated, Scored(updated, old)) if self.scores else updated
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
-        """This update as it also writes what `OldLogProb` does; see `flowrl.core.graphs.fusing.Fuses`."""
+        """This update fused with `OldLogProb`, or why it cannot be; see `flowrl.core.graphs.fusing.Fuses`."""
         if type(scorer) is not OldLogProb or scorer.actor != self.actor:
             return None
         if type(self) is not UpdateActor:
@@ -237,29 +235,28 @@ class UpdateActor(_Update, AsksModel, Operator):
     def _refuse_stale(
         self, rollout: VersionedSequences, token_version: Tensor | None, ahead: int, metrics: Metrics
     ) -> None:
-        """Refuse versions that may not be trained on; where they may be older, report how old they are.
-
-        Args:
-            rollout: the rows; -1 is the version of those that no policy sampled.
-            token_version: int64 ``[batch response]``, where tokens have versions of their own.
-            ahead: by how many versions generation may be ahead.
-            metrics: where to.
-        """
+        """Refuse rows (or tokens, if `token_version`, int64 ``[batch response]``, is given) that are newer than the
+        actor, or older than `ahead` and `prior_updates` allow; with a lag, report their age."""
         of_tokens = None if token_version is None else token_version.where(rollout.response_mask, -1)
         sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
-        sampled = sampled_by >= 0  # and not from a file
+        sampled = sampled_by >= 0  # -1 for rows from a file
         window = self.prior_updates + ahead
         stale = (sampled & ((age < 0) | (age > window))).nonzero()
         if len(stale):
-            place, version = stale[0].tolist(), self.actor.version
-            rows, found = len(stale[:, 0].unique()), int(sampled_by[tuple(place)])
-            carries = f"policy_version {found}" if len(place) == 1 else f"token_version {found} at token {place[1]}"
-            own = "from its own weights: run Sync after every update, then Generate"
+            index, version = stale[0].tolist(), self.actor.version
+            rows, found = len(stale[:, 0].unique()), int(sampled_by[tuple(index)])
+            column = f"policy_version {found}" if len(index) == 1 else f"token_version {found} at token {index[1]}"
+            expected = f"versions {version - window} to {version}" if window else "the actor's version"
             raise StalePolicyError(
-                f"{rows} of {len(sampled_by)} rows were not sampled by the policy that is trained: row {place[0]} "
-                f"carries {carries}, the actor is at {version}; expected all rows of this step "
-                f"{f'of the versions {version - window} to {version}, by the lag' if ahead else own}."
+                f"{rows} of {len(sampled_by)} rows come from another version of the policy: row {index[0]} has "
+                f"{column}, the actor is at {version}, expected {expected}. Run Sync after every update, then "
+                f"Generate; for rows of earlier steps, set edit(lag=...).",
+                code="update.stale-rows",
+                node=self.name,
+                row=index[0],
+                expected=version,
+                found=found,
             )
         if ahead:
             metrics.mean("queue/age_mean", age[sampled].sum(), int(sampled.sum()))
@@ -267,21 +264,15 @@ class UpdateActor(_Update, AsksModel, Operator):
 
 
 class Scored(NamedTuple):
-    """The policy was updated; and what it said of the rows before: what `OldLogProb` writes."""
+    """An update, and the `old_log_probs` before it."""
 
     updated: Updated
     old_log_probs: c.OldLogProbs
 
 
 class ScoringUpdate(UpdateActor):
-    """`UpdateActor` that also writes what `OldLogProb` does, of its one pass over all rows; it stands in plans alone
-    (`flowrl.core.graphs.fusing`), where it is the same, bit for bit.
-
-    Args:
-        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, prior_updates, reads, actor: of the
-            `UpdateActor` in whose place it is.
-        scorer: the name of the `OldLogProb`.
-    """
+    """`UpdateActor` fused with the `OldLogProb` named `scorer`, from its single pass over all rows; the result is the
+    same, bit for bit. It occurs in plans only (`flowrl.core.graphs.fusing`)."""
 
     _signature = replace(UpdateActor._signature, outputs=record_columns(Scored), output_record=Scored)
     scores = True
@@ -289,30 +280,30 @@ class ScoringUpdate(UpdateActor):
 
     @property
     def more_ports(self) -> Signature:
-        """Those of the loss but `old_log_probs`."""
+        """The ports of the loss except `old_log_probs`."""
         return _without_old(self.loss.signature)
 
 
 @functools.lru_cache(maxsize=256)
 def _without_old(loss: Signature) -> Signature:
-    """The same object each time, since calls are laid out by it."""
+    """Cached, since the layout of calls depends on the identity of the signature."""
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
 class UpdateCritic(_Update, AsksModel, Operator):
-    """Train the critic towards the returns: one optimiser step per mini-batch.
+    """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:
-        loss: the value loss; what it reads are ports of the update.
+        loss: the value loss; the update has a port for each column that it reads.
         ppo_epochs: passes over the rows.
-        mini_batch: rows of an optimiser step; None for all at once. It must divide prompts x n.
-        aggregation, norm: of tokens; see `token_weights`.
-        reads: what the critic is given of the rows; see `AsksModel`.
+        mini_batch: rows per optimizer step; None for all rows. It must divide prompts x n.
+        aggregation, norm: how to aggregate tokens; see `token_weights`.
+        reads: record of the critic's inputs; None for tokens. See `AsksModel`.
         critic: the critic.
 
     Raises:
-        ParameterError: a loss of log-probs, or a `norm` that does not belong to `aggregation`.
-        DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
+        ParameterError: the loss is of log-probs, or `norm` does not match `aggregation`.
+        DataError: `mini_batch` does not divide the rows, or splits groups.
     """
 
     granularity: ClassVar[Granularity] = "batch"
@@ -327,7 +318,7 @@ class UpdateCritic(_Update, AsksModel, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of the loss."""
+        """The effects of the loss."""
         return self.loss.effects
 
     def __call__(
@@ -345,10 +336,10 @@ class UpdateCritic(_Update, AsksModel, Operator):
 
 
 class Sync(Operator):
-    """Carry the updated weights to the rollout engine; the receipt that it returns proves that they arrived.
+    """Transfer the updated weights to the rollout engine, whose receipt proves that they arrived.
 
-    Every row that the engine generates from now on carries the receipt's version. A run also syncs once before its
-    first step.
+    All rows that the engine generates afterwards have the receipt's version. A run also syncs once before its first
+    step. Reports ``sync/bytes``, ``sync/version`` and ``sync/by/<transport>``.
 
     Raises:
         SyncError: the engine's receipt is for other weights than the trainer's.
@@ -361,11 +352,11 @@ class Sync(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"spans"`` where weights change under answers that are under way."""
+        """``"spans"`` if weights change while responses are in flight."""
         return frozenset() if self._caches is None else frozenset({Effect.SPANS})
 
     def swapping(self, caches: Caches) -> Self:
-        """The sync that runs where a `Lag` has spans; see `flowrl.core.graphs.spans`."""
+        """The sync of a graph with ``Lag(spans=True)``; see `flowrl.core.graphs.spans`."""
         made = copy.copy(self)
         made.__dict__["_caches"] = caches
         return made
@@ -381,11 +372,15 @@ class Sync(Operator):
             receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self._caches)
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
-                f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "
-                f"{receipt.version} and the engine holds {self.rollout_version()}; expected one version: sync once "
-                f"after each update, and let the engine refuse what it did not receive."
+                f"The update has version {updated.version}, the actor {self.actor.version}, the receipt "
+                f"{receipt.version} and the engine {self.rollout_version()}, expected one version. Sync once after "
+                f"each update; an engine must return a receipt for the weights that it loaded.",
+                code="update.version-mismatch",
+                node=self.name,
+                expected=updated.version,
+                found=self.rollout_version(),
             )
-        # Between processes the way from one to the other counts, and not the engine's own from there.
+        # Between processes, report the transport between them rather than the engine's own.
         transport = self.actor.transport if isinstance(self.actor, RemoteWeights) else receipt.transport
         metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
         metrics.sum("sync/bytes", receipt.bytes)
@@ -393,6 +388,6 @@ class Sync(Operator):
         return receipt
 
     def rollout_version(self) -> int | None:
-        """The version that the engine itself reports, or None if it holds no receipt."""
-        held = self.rollout.receipt
-        return held.version if held is not None else None
+        """The version that the engine itself reports; None without a receipt."""
+        receipt = self.rollout.receipt
+        return receipt.version if receipt is not None else None

@@ -156,7 +156,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:nothing"], "graphs.py:nothing is a NoneType"),
         (["show", "graphs.py:UpdateActor"], "graphs.py:UpdateActor is a type"),
         (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
-        (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. It takes ppo(reward_fn"),
+        (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),
         (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),
@@ -286,7 +286,7 @@ def test_check_finds_that_a_model_is_missing(command: Command, training: Path, t
     folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
     source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
     answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': the model folder {folder!r} {found}")
+    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': The model folder {folder!r} {found}")
 
 
 def test_check_finds_a_tokenizer_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
@@ -451,4 +451,4 @@ def test_the_demo_checks_its_options_first(command: Command) -> None:
     answer = command("demo", "--steps", "0")
     assert answer.code == 2 and "Invalid value for '--steps'" in answer.err and not list(Path().iterdir())
     answers = [command("demo", "--folder", write(Path("file"), ""), *more) for more in ((), ("--quick",))]
-    assert all(a.code == 2 and "cannot be written (Not a directory); name another" in a.err for a in answers)
+    assert all(a.code == 2 and "cannot be written (Not a directory). Pass another" in a.err for a in answers)

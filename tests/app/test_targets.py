@@ -86,11 +86,11 @@ def test_every_edit_says_of_which_algorithm_and_calls_that(name: str, monkeypatc
         (
             grpo,
             {"no_such": 1},
-            r"grpo\(...\) cannot be made: got an unexpected keyword argument 'no_such'; it takes rew",
+            r"grpo\(...\) cannot be called like this: got an unexpected keyword argument 'no_such'; it takes rew",
         ),
         (grpo, {"max_tokens": 1}, "mini_batch; did you mean 'max_new_tokens'"),
         (rloo, {"temprature": 1}, "did you mean 'temperature'"),
-        (remax, {"clp": 1}, r"remax\(...\) cannot be made: .* gamma, .* did you mean 'clip'"),
+        (remax, {"clp": 1}, r"remax\(...\) cannot be called like this: .* gamma, .* did you mean 'clip'"),
     ],
 )
 def test_a_setting_that_there_is_not_is_refused_with_those_there_are(

@@ -1,4 +1,4 @@
-"""What all rollout engines share: where a response ends, against the text of every prefix of it; finite log-probs."""
+"""Where a response ends, against the text of every prefix of it; finite log-probs; lengths of prompts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from flowrl.backends.rollout import Ending, RolloutEngine, check_prompts
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import DataError
 from flowrl.protocols.protocols import Sampled, Sampling
 from flowrl.records import Receipt
+from tests.support.errors import raises
 
 PIECES = ["ab", "ba", "abba", " a", "<think>", "</s", "é!"]
 SPECIALS = ["<pad>", "<eos>"]
@@ -98,34 +98,32 @@ class Fixed(RolloutEngine):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_log_probs_that_are_not_finite_are_refused_where_the_rows_are_made(
-    tokenizer: ChatTokenizer, bad: float
-) -> None:
+def test_log_probs_that_are_not_finite_are_refused(tokenizer: ChatTokenizer, bad: float) -> None:
     prompts, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
 
     def generate(log_probs: list[list[float]]) -> Sampled:
         return Fixed(tokenizer, log_probs).generate(prompts, mask, ["one", "two"], sampling(()), Key.of(0))
 
     assert generate([[-1.0, -2.0], [-3.0, bad]]).log_probs[0, 1] == -2  # off the mask it is nothing
-    words = rf"Fixed gave response token 1 of row 'one' the log-prob {bad} \(2 tokens in 2 of 2 rows.*speculative"
-    with pytest.raises(DataError, match=words):
+    with raises("engine.not-finite", engine="Fixed", row="one", token=1) as caught:
         generate([[-1.0, bad], [bad, 0.0]])
+    assert "2 tokens in 2 of 2 rows" in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "mend"),
+    ("prompt", "response", "fix"),
     [
-        (9, 1024, "raise that where the model allows it, or lower max_new_tokens to 247."),  # no prompt is short enough
+        (9, 1024, "Raise it if the model allows that, or lower max_new_tokens to 247."),  # no prompt is short enough
         (250, 28, "lower max_new_tokens to 6, or drop prompts of more than 228 tokens."),
-        (403, 28, "raise that where the model allows it, or drop prompts of more than 228 tokens."),
+        (403, 28, "Raise it if the model allows that, or drop prompts of more than 228 tokens."),
         (255, 255, "lower max_new_tokens to 1, or drop prompts of more than 1 tokens."),
-        (256, 256, "raise that where the model allows it."),
-        (300, 300, "raise that where the model allows it."),
+        (256, 256, "Raise it if the model allows that."),
+        (300, 300, "Raise it if the model allows that."),
     ],
 )
-def test_what_is_too_long_is_told_with_lengths_that_can_be(prompt: int, answer: int, mend: str) -> None:
+def test_prompts_that_are_too_long_are_refused_with_possible_lengths(prompt: int, response: int, fix: str) -> None:
     prompts, mask = torch.ones(1, prompt, dtype=torch.long), torch.ones(1, prompt, dtype=torch.bool)
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=answer)
-    with pytest.raises(DataError) as raised:
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=response)
+    with raises("model.too-long", row="a", found=prompt + response, expected=256) as caught:
         check_prompts(prompts, mask, ["a"], sampling, 10, 256, "model")
-    assert str(raised.value).endswith(mend)
+    assert caught.value.message.endswith(fix)

@@ -1,4 +1,4 @@
-"""`Now`: what it says in a job and in a call by hand, and that its parts are no longer injected by themselves."""
+"""`Now` in a job and in a call by hand; its parts cannot be injected on their own."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import flowrl
 from flowrl import INJECTED, Metrics, Now, Operator, operator
 from flowrl import columns as c
-from flowrl.core.operators.ports import Step
 from flowrl.core.operators.session import Session
 from flowrl.data.balance import Share
 from flowrl.data.now import ONLY, NowByHand, Round
-from flowrl.errors import BindError
 from tests.support.errors import raises
 
 ONES = torch.ones(1, 2)
 
 
-class Tells(Operator):
-    """Reports all that it knows of the moment but the step."""
+class Moment(Operator):
+    """Reports everything in `Now` but the step."""
 
     def __call__(self, values: c.Values, now: Now = INJECTED, metrics: Metrics = INJECTED) -> c.Values:
         metrics.max("round", now.round.number)
@@ -33,42 +30,43 @@ class Tells(Operator):
         return values
 
 
-class Later(Tells):
-    """Takes the step, and passes on nothing."""
+class Later(Moment):
+    """Multiplies by the step."""
 
     def __call__(self, values: c.Values, when: Now = INJECTED) -> c.Values:  # type: ignore[override]
         return super().__call__(values) * when.step
 
 
-def test_by_hand_all_but_the_step_is_known() -> None:
+def test_a_call_by_hand_knows_everything_but_the_step() -> None:
     metrics = Metrics()
-    Tells()(ONES, metrics=metrics)
+    Moment()(ONES, metrics=metrics)
     assert metrics.compute() == {"round": 0.0, "ahead": 0.0, "shared": 0.0}
-    with pytest.raises(BindError, match=r"^later asks which step it is, and no job is active; .* when=Now\(0\)\.$"):
+    with raises("step.no-job", node="later", parameter="when") as caught:
         Later()(ONES)
+    assert "when=Now(0)" in caught.value.message
     assert Later()(ONES, when=Now(3)).tolist() == [[3.0, 3.0]]
     assert "NowByHand" in repr(NowByHand("later", "when"))
 
 
-def test_in_a_session_it_is_that_of_its_step() -> None:
-    session, told = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), ahead=1)
+def test_a_session_injects_the_now_of_its_step() -> None:
+    session, now = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), ahead=1)
     with session.active():
         session.begin_step(4)
         assert Later()(ONES).tolist() == [[4.0, 4.0]] and session.now.round == ONLY
-        session.begin_step(4, told)
+        session.begin_step(4, now)
         assert Later()(ONES).tolist() == [[7.0, 7.0]]
     assert session.all_metrics().compute() == {"round": 2.0, "ahead": 1.0, "shared": 1.0}
     session.begin_step(4, Now(7))
     key = session.key("later")
     session.begin_step(4)
-    assert key == session.key("later")  # keys go by the step itself
-    assert pickle.loads(pickle.dumps(told)) == copy.deepcopy(told) == told
+    assert key == session.key("later")  # keys depend on the step of the session
+    assert pickle.loads(pickle.dumps(now)) == copy.deepcopy(now) == now
     assert Now(0).waits is not Now(0).waits
 
 
-@pytest.mark.parametrize(("cls", "part"), [(Step, "step"), (Share, "share"), (Round, "round")])
+@pytest.mark.parametrize(("cls", "part"), [(Share, "share"), (Round, "round")])
 @pytest.mark.parametrize("optional", [False, True])
-def test_its_parts_are_refused_where_the_class_is_defined(cls: Any, part: str, optional: bool) -> None:
+def test_a_part_of_now_cannot_be_injected(cls: Any, part: str, optional: bool) -> None:
     annotation = cls | None if optional else cls
     namespace: dict[str, Any] = {"c": c, "annotation": annotation, "INJECTED": INJECTED}
     exec(f"def call(self, values: c.Values, {part}: annotation = INJECTED) -> c.Values: ...", namespace)
@@ -78,7 +76,3 @@ def test_its_parts_are_refused_where_the_class_is_defined(cls: Any, part: str, o
     assert f"Old.__call__({part})" in str(error.value.facts["where"]) and f"now.{part}" in error.value.message
     with raises("operator.injected-parameter", found=cls.__name__):
         operator(namespace["old"])
-
-
-def test_step_is_still_found_but_in_no_list() -> None:
-    assert flowrl.Step is Step and "Step" not in flowrl.__all__  # type: ignore[attr-defined]

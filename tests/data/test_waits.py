@@ -1,4 +1,4 @@
-"""`WaitRecorder`: what overlaps is one stretch, and short ones are not told."""
+"""`WaitRecorder`: overlapping waits are merged, and short ones are dropped."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def told(clock: Clock, *changes: tuple[float, int]) -> WaitRecorder:
-    """Stretches of what begins (1) and ends (-1) at these times."""
-    stretches = WaitRecorder("environments")
+def recorded(clock: Clock, *changes: tuple[float, int]) -> WaitRecorder:
+    """A recorder of waits that begin (1) and end (-1) at these times."""
+    recorder = WaitRecorder("environments")
     for clock.now, change in changes:
-        (stretches.begin if change == 1 else stretches.end)()
-    return stretches
+        (recorder.begin if change == 1 else recorder.end)()
+    return recorder
 
 
-def test_what_overlaps_is_one(clock: Clock) -> None:
-    found = told(clock, (1.0, 1), (2.0, 1), (3.0, -1), (4.0, -1), (6.0, 1), (7.0, -1), (8.0, 1))
+def test_overlapping_waits_are_merged(clock: Clock) -> None:
+    found = recorded(clock, (1.0, 1), (2.0, 1), (3.0, -1), (4.0, -1), (6.0, 1), (7.0, -1), (8.0, 1))
     assert found.told() == [Wait("environments", 1.0, 4.0), Wait("environments", 6.0, 7.0)]  # the last one is not over
     assert found.seconds == 4.0
 
 
-def test_short_ones_are_not_told_and_short_gaps_close(clock: Clock) -> None:
-    found = told(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
+def test_short_waits_are_dropped_and_short_gaps_closed(clock: Clock) -> None:
+    found = recorded(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
     assert found.told() == [Wait("environments", 2.0, 4.0)]
     assert found.seconds == pytest.approx(2.0)

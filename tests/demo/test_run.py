@@ -13,8 +13,8 @@ from rich.console import Console
 from flowrl.demo import run as demo
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
-from flowrl.errors import ParameterError
 from flowrl.run.training.training import Run
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.runs
 
@@ -103,7 +103,7 @@ def test_the_quick_demo_uses_the_model_of_the_demo(tmp_path: Path, small: pytest
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ParameterError, match=r"file cannot be written \(Not a directory\); name another"):
+    with raises("run.folder-unwritable", path=str(tmp_path / "file")):
         demo.run_demo(Console(file=io.StringIO()), tmp_path / "file", steps=1, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""The same job in one process and on Ray: the rest of what there is to say is in `on_ray`, by ``make test-ray``."""
+"""The same job in one process and on Ray; other tests are in `on_ray`, see ``make test-ray``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.jobs import job_of
 
 
 @pytest.fixture(autouse=True)
-def no_cluster_is_left() -> Iterator[None]:
+def shut_ray_down() -> Iterator[None]:
     yield
     ray.shutdown()
 
 
 def test_two_jobs_on_ray_have_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """GRPO on one shared slot, of a cluster that the first job starts and the second finds."""
+    """GRPO on one shared slot, on a cluster that the first job starts and the second reuses."""
     job = job_of("grpo", tiny)
     runs, addresses = [], []
     for where, place in (("local", None), ("first", Colocate(1)), ("second", Colocate(1))):

@@ -1,4 +1,4 @@
-"""`Graph.diff`: what changes, told by node, parameter and port."""
+"""`Graph.diff`: the changes by node, parameter and port."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.references import load_object
-from flowrl.errors import GraphError
 from flowrl.files.graph_io import save
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Interact, Reward
+from tests.support.errors import raises
 from tests.support.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
 
 PPO = ppo(exact)
@@ -112,7 +112,7 @@ def test_what_is_renamed_and_changed_is_another_node() -> None:
     assert (wired.added, wired.removed, wired.renamed) == (("clip", "white"), ("whiten",), {})
 
 
-def test_a_rename_beside_a_change_of_its_reader() -> None:
+def test_a_rename_with_a_change_of_its_reader() -> None:
     edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
     assert str(PPO.diff(edited)).splitlines()[1:] == [
         "- whiten: Whiten()  (in its place: adv)",
@@ -128,7 +128,7 @@ class ClipAdvantages(Operator):
         return advantages.clamp(-1, 1)
 
 
-def test_what_was_supplanted_is_said() -> None:
+def test_removed_nodes_name_their_replacements() -> None:
     graph = PPO.edit(
         insert={"judge": After("reward", Reward(exact, timeout=1.0))},
         wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
@@ -196,13 +196,15 @@ def made(number: float) -> Any:
     return score
 
 
-def test_what_is_no_graph_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"a str is not a graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
-        ppo(exact).diff("ppo.yaml")  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match=r"is not a graph; expected a Graph: ppo\(\.\.\.\)"):
-        PPO.diff(ppo)  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match=r"a Job is not a graph; expected a Graph: job\.graph"):
-        save(PPO.bind(), "ppo.yaml")  # type: ignore[arg-type]
+def test_other_objects_than_graphs_are_refused() -> None:
+    for call, fix in (
+        (lambda: ppo(exact).diff("ppo.yaml"), "Pass flowrl.load('ppo.yaml')."),  # type: ignore[arg-type]
+        (lambda: PPO.diff(ppo), "Pass ppo(...)."),  # type: ignore[arg-type]
+        (lambda: save(PPO.bind(), "ppo.yaml"), "Pass job.graph."),  # type: ignore[arg-type]
+    ):
+        with raises("graph.not-a-graph") as error:
+            call()
+        assert error.value.message.endswith(fix)
 
 
 def test_jupyter_gets_text_and_a_picture() -> None:

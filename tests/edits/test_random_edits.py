@@ -57,7 +57,7 @@ REPLACEMENTS: list[tuple[str, Operator]] = [
 
 @st.composite
 def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
-    """Verbs that name nodes which the graph has; whether they make sense is for `edit` to say."""
+    """Verbs that name nodes of the graph; `edit` decides whether they are valid."""
     names = st.sampled_from(sorted(graph.nodes))
     chosen: dict[str, Any] = {}
     fitting = [(n, op) for n, op in REPLACEMENTS if n in graph]
@@ -109,7 +109,7 @@ def test_random_edits_keep_a_graph_a_graph(data: st.DataObject) -> None:
         try:
             edited = graph.edit(**chosen)
         except FlowrlError as error:
-            assert str(error).endswith((".", "?")), f"{error} is no sentence"
+            assert error.message.endswith((".", "?")), f"{error} is not a sentence"
             assert "\n" not in str(error)
             assert graph.fingerprint() == before
             continue

@@ -19,12 +19,12 @@ from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import LoRATrainerEngine, TorchTrainerEngine
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import assemble
-from flowrl.errors import AsleepError, DataError, SyncError
 from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Sleeper
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, Batch, Crooked
+from tests.support.errors import raises
 from tests.support.hashes import hashes
 from tests.support.models import EOS, SPECIALS, VOCAB
 
@@ -207,14 +207,14 @@ class AnswerTests:
         expected = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         long, long_mask = ragged(engine, [240])
         faults = [
-            (long, long_mask, "more than the 256 tokens"),
-            (prompts.index_fill(1, torch.tensor([3]), VOCAB), mask, "vocabulary"),
-            (prompts.index_fill(1, torch.tensor([3]), -2), mask, "vocabulary"),
-            (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "padded on the left"),
-            (prompts, mask.long(), "mask a bool"),
+            (long, long_mask, "model.too-long"),
+            (prompts.index_fill(1, torch.tensor([3]), VOCAB), mask, "model.unknown-token"),
+            (prompts.index_fill(1, torch.tensor([3]), -2), mask, "model.unknown-token"),
+            (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "engine.invalid-prompts"),
+            (prompts, mask.long(), "engine.invalid-prompts"),
         ]
-        for ids, kept, words in faults:
-            with pytest.raises(DataError, match=words):
+        for ids, kept, code in faults:
+            with raises(code):
                 engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
         assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
 
@@ -251,9 +251,9 @@ class AdapterTests:
     def test_without_an_adapter_over_the_same_weights_it_is_refused(
         self, adapted: Any, folder: str, trainer: Any
     ) -> None:
-        with pytest.raises(SyncError, match="at version 0 has none; expected the same"):
+        with raises("lora.other-base", found=None):
             adapted.sync(trainer)
-        with pytest.raises(SyncError, match=r"takes an adapter over .*scaled by 2.0, and .* has one over .* 4.0"):
+        with raises("lora.other-base"):
             adapted.sync(adapted_trainer(folder, alpha=24.0))
         assert adapted.receipt is None
 
@@ -316,11 +316,11 @@ class SyncTests:
         self, engine: Any, trainer: Any, other: Any, folder: str
     ) -> None:
         prompts, mask = ragged(engine, [4, 9])
-        with pytest.raises(SyncError, match="the link broke"):
+        with raises("engine.sync-failed", engine=engine.name):
             engine.sync(Altered(other, fault="raises"))
         engine.close()  # again, which is nothing
         assert engine.receipt is None
-        with pytest.raises(SyncError, match="no receipt"):
+        with raises("engine.no-receipt"):
             engine.generate(prompts, mask, names(2), GREEDY, KEY)
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
@@ -329,14 +329,14 @@ class SyncTests:
     def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
         self, surviving: Any, other: Any, trainer: Any
     ) -> None:
-        with pytest.raises(SyncError, match=f"{surviving.name} .* score the same 64 tokens differently"):
+        with raises("sync.scores-differ", engine=surviving.name):
             surviving.sync(Crooked(other, trainer.weights()))
         assert surviving.receipt is None
 
     def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4])
         self.bear(engine, "13")
-        with pytest.raises(SyncError, match=f"{engine.name} says that it sampled from weights of version 13"):
+        with raises("engine.version-mismatch", engine=engine.name, found=("13",)):
             engine.generate(prompts, mask, names(1), GREEDY, KEY)
         assert engine.receipt is None
 
@@ -345,9 +345,9 @@ class SyncTests:
         before = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         engine.sleep()
         engine.sleep()
-        with pytest.raises(AsleepError, match="generate"):
+        with raises("engine.asleep", call="generate"):
             engine.generate(prompts, mask, names(2), GREEDY, KEY)
-        with pytest.raises(AsleepError, match="sync"):
+        with raises("engine.asleep", call="sync"):
             engine.sync(trainer)
         engine.wake()
         engine.wake()

@@ -79,5 +79,5 @@ def vllm(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
 @pytest.fixture
 def surviving(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine, which no error ends within the test. Other tests prove that errors do; a restart takes seconds."""
-    monkeypatch.setattr(engine, "_at_stake", nullcontext)
+    monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)
     return engine

@@ -15,12 +15,12 @@ import torch
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
-from flowrl.errors import SyncError
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, StreamingRollout
 from tests.engines.answers import GREEDY, KEY, logits_of, names, ragged, refuse_other_log_probs, rows
 from tests.engines.sources import Altered
 from tests.operators.engines.test_interact import prompts_of
+from tests.support.errors import raises
 from tests.support.models import EOS, VOCAB
 
 FREE = Sampling(1.0, 0, 1.0, max_new_tokens=12, ignore_eos=True)
@@ -99,7 +99,7 @@ def refuse_stale_turns(engine: Any, held: Any, other: Any, own_draws: bool = Tru
     assert 128 <= known < len(two.ids)
     engine.submit(two)
     if engine.step() == []:
-        with pytest.raises(SyncError, match=r"1 requests are under way \('a' is one\)"):
+        with raises("engine.requests-in-flight", requests=1, request="a"):
             engine.sync(other)
         assert finished(engine, 1)["a"].ids == second.ids or not own_draws
     engine.drop("a")

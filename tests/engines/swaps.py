@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
-from flowrl.errors import SwapError, SyncError
 from flowrl.protocols.protocols import Request, Response
 from tests.engines.answers import KEY, logits_of, names, ragged, rows
 from tests.engines.requests import FREE, LONG, alone, finished, tokens
 from tests.engines.sources import Altered, Crooked
+from tests.support.errors import raises
 
 MANY = 40
 """Requests of `LONG` tokens, which are more than vLLM reads in one step on a CPU."""
@@ -178,10 +178,10 @@ class SwapTests:
         """By the probe, which is computed beside them; the engine ends, and names the swap to what was under way."""
         engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
         engine.step()
-        with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
+        with raises("sync.scores-differ", engine=engine.name):
             engine.swap(Crooked(other, trainer.weights(), version=5), "recompute")
         assert engine.receipt is None
-        with pytest.raises(SwapError, match=f"the weights of {engine.name} were to change under .* differently"):
+        with raises("engine.swap-failed", engine=engine.name, error="SyncError"):
             engine.step()
         engine.sync(trainer)
         assert engine.step() == []

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
-from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Sampling
 from tests.engines.answers import CONTEXT, KEY, to_score
 from tests.engines.real import PACKAGE, smollm2
 from tests.engines.sources import Altered, Crooked
 from tests.engines.vllm_slot import VLLMSlot
+from tests.support.errors import raises
 
 pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]
 
@@ -93,9 +93,8 @@ def test_other_weights_are_found_in_bfloat16(
 ) -> None:
     weights = dict(trainer.weights())
     change(weights)
-    monkeypatch.setattr(engine, "_at_stake", nullcontext)  # it need not start anew each time
-    words = rf"{engine.name} \(bfloat16\) and the trainer \(bfloat16\) score the same 64 tokens differently"
-    with pytest.raises(SyncError, match=words):
+    monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)  # it need not start anew each time
+    with raises("sync.scores-differ", engine=engine.name, dtypes=("bfloat16", "bfloat16")):
         engine.sync(Crooked(trainer, sorted(weights.items())))
     assert engine.receipt is None
 
@@ -112,7 +111,7 @@ def test_old_weights_are_found_in_bfloat16(
             pass
         return "nowhere"
 
-    monkeypatch.setattr(engine, "_at_stake", nullcontext)
+    monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)
     held = {name: tensor.detach().clone() for name, tensor in trainer.weights()}
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -122,7 +121,7 @@ def test_old_weights_are_found_in_bfloat16(
     try:
         monkeypatch.setattr(engine, "_halt", lambda caches: [])
         monkeypatch.setattr(engine, "_take_over", idle)
-        with pytest.raises(SyncError, match=f"{engine.name} scores 64 tokens exactly as it did before, bit by bit"):
+        with raises("sync.old-weights", engine=engine.name, followed=0.0):
             engine.sync(Altered(trainer, version=4))
         monkeypatch.setattr(engine, "_halt", halt)
         monkeypatch.setattr(engine, "_take_over", take)

@@ -25,7 +25,6 @@ from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
-from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
 from flowrl.protocols.protocols import Sampling
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
@@ -46,6 +45,7 @@ from tests.engines.answers import (
 from tests.engines.leftovers import eventually, left_by_sglang
 from tests.engines.sources import shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
+from tests.support.errors import raises
 from tests.support.models import tiny_folder
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
@@ -98,7 +98,7 @@ class TestAnswers(AnswerTests):
         sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
         long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
         sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))
-        lengths = [len(answer.ids) for answer in engine._answers(requests, sampling)]
+        lengths = [len(answer.ids) for answer in engine._respond(requests, sampling)]
         assert 8 <= lengths[0] < 100
         assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
 
@@ -107,7 +107,7 @@ class TestAnswers(AnswerTests):
     ) -> None:
         monkeypatch.setitem(engine._about, "support", 50)
         prompts, mask = ragged(engine, [4])
-        with pytest.raises(DataError, match=r"top_k=0, top_p=0.9 may leave any of 85 tokens.*Generate\(top_k=50\)"):
+        with raises("engine.unsupported-sampling", found=85, expected=50):
             engine.generate(prompts, mask, names(1), Sampling(1.0, 0, 0.9, 4), KEY)
         engine.generate(prompts, mask, names(1), Sampling(1.0, 50, 0.9, 4), KEY)
 
@@ -183,12 +183,12 @@ class TestSync(SyncTests):
         def damaged(bucket: dict[str, torch.Tensor]) -> bytes:
             return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
 
-        with monkeypatch.context() as patch, pytest.raises(SyncError, match="have the digest"):
+        with monkeypatch.context() as patch, raises("sync.damaged"):
             patch.setattr("flowrl.backends.sglang.engine.save", damaged)
             engine.sync(trainer)
         assert engine.receipt is None
         prompts, mask = ragged(engine, [4, 9])
-        with pytest.raises(SyncError, match="no receipt"):
+        with raises("engine.no-receipt"):
             engine.generate(prompts, mask, names(2), GREEDY, KEY)
         engine.sync(trainer)
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
@@ -222,11 +222,11 @@ def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(process, "reply", killed)
     prompts, mask = ragged(engine, [4] * 64)
-    with pytest.raises(EngineError, match=r"the process of SGLang .* (during|before) generate"):
+    with raises("engine.process-died", engine="SGLang"):
         engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
     assert not members(group)
     assert not any(path.exists() for path in segments)
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt"):
         engine.generate(prompts, mask, names(64), GREEDY, KEY)
 
 
@@ -260,7 +260,7 @@ class TestProcess:
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
     ) -> None:
         os.kill(process_of(engine).pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="the process of SGLang was killed by SIGKILL"):
+        with raises("engine.process-died", how="was killed by SIGKILL"):
             engine.sync(trainer)
         assert engine.receipt is None
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
@@ -308,14 +308,18 @@ class TestOthers:
         engine.close()
 
     @pytest.mark.parametrize(
-        ("settings", "words"),
-        [({"engine_args": {"no_such_argument": 1}}, "no_such_argument"), ({"cache_tokens": 100}, "room for")],
+        ("settings", "code", "words"),
+        [
+            ({"engine_args": {"no_such_argument": 1}}, "engine.does-not-start", "no_such_argument"),
+            ({"cache_tokens": 100}, "sglang.cache-too-small", "room for"),
+        ],
     )
     def test_a_start_that_fails_says_why_and_leaves_nothing(
-        self, folder: str, settings: dict[str, Any], words: str, left: Callable[[], set[str]]
+        self, folder: str, settings: dict[str, Any], code: str, words: str, left: Callable[[], set[str]]
     ) -> None:
-        with pytest.raises(BindError, match=words):
+        with raises(code) as caught:
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
+        assert words in caught.value.message
         eventually(lambda: not left())
 
 
@@ -342,14 +346,14 @@ class TestAdapters(AdapterTests):
 class TestWithoutTheEngine:
     def test_it_says_how_to_get_it(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(BindError, match=r"flowrl\[sglang\]"):
+        with raises("backend.not-installed", package="sglang", extra="sglang"):
             SGLang(folder).build(CONTEXT)
 
     def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:
-        with pytest.raises(ParameterError, match=r"max_model_len=300\), and the model has 256 positions"):
+        with raises("sglang.max-model-len", found=300, expected=256):
             SGLang(folder, max_model_len=300).build(CONTEXT)
 
     @pytest.mark.parametrize("name", ["tp_size", "context_length", "skip_tokenizer_init"])
     def test_it_refuses_arguments_that_are_fields_or_not_open(self, folder: str, name: str) -> None:
-        with pytest.raises(ParameterError, match=name):
+        with raises("engine.reserved-argument", argument=name):
             SGLang(folder, engine_args={name: 1})

@@ -23,7 +23,7 @@ from flowrl.backends.hosted.arrival import due_weights
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.data.keys import Key
-from flowrl.errors import BindError, DataError, ParameterError, SyncError
+from flowrl.errors import BindError, DataError
 from flowrl.protocols.protocols import Request, Sampling
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
@@ -47,6 +47,7 @@ from tests.engines.requests import FREE, RequestTests, refuse_stale_turns, token
 from tests.engines.sources import Altered
 from tests.engines.swaps import SwapTests, refuse_tokens_of_other_versions
 from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
+from tests.support.errors import raises
 from tests.support.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
@@ -196,7 +197,7 @@ def test_a_small_update_that_is_not_delivered_is_refused(surviving: VLLMEngine, 
     before = torch.tensor(engine.probe.score(trainer))
     nudge(trainer)
     assert 1e-5 < (torch.tensor(engine.probe.score(trainer)) - before).abs().mean() < 1e-3
-    with delivering_nothing(engine), pytest.raises(SyncError, match="vLLM scores 64 tokens exactly as it did"):
+    with delivering_nothing(engine), raises("sync.old-weights", engine="vLLM", followed=0.0):
         engine.sync(trainer)
     assert engine.receipt is None
     assert engine.sync(trainer).digest == weights_digest(trainer.weights())
@@ -215,7 +216,7 @@ def test_an_engine_that_was_interrupted_starts_anew(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine._llm.llm_engine, "step", interrupted)
         engine.generate(prompts, mask, names(2), GREEDY, KEY)
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt"):
         engine.generate(prompts, mask, names(2), GREEDY, KEY)
     engine.sync(trainer)
     assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == by_torch(trainer, folder, prompts, mask)
@@ -232,7 +233,7 @@ def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEn
     nudge(trainer)
     engine.swap(Altered(trainer, version=1), "reuse")
     nudge(trainer)
-    with delivering_nothing(engine), pytest.raises(SyncError, match="vLLM scores 64 tokens as it did before"):
+    with delivering_nothing(engine), raises("sync.old-weights", engine="vLLM"):
         engine.swap(Altered(trainer, version=2), "reuse")
     assert engine.receipt is None
 
@@ -253,7 +254,7 @@ def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(vllm
     assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == by_torch(trainer, folder, prompts, mask)
     engine.sleep()
     engine.wake()
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt"):
         engine.generate(prompts, mask, names(3), GREEDY, KEY)
 
 
@@ -352,23 +353,23 @@ class TestAdapters(AdapterTests):
 
 def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(BindError, match=r"flowrl\[vllm\]"):
+    with raises("backend.not-installed", package="vllm", extra="vllm"):
         VLLM(folder).build(CONTEXT)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "facts"),
     [
-        ("dtype", "set the field dtype"),
-        ("max_num_seqs", "set the field max_num_seqs"),
-        ("logprobs_mode", "leave it out"),
-        ("worker_extension_cls", "leave it out"),
-        ("weight_transfer_config", "leave it out"),
-        ("distributed_executor_backend", "leave it out"),
+        ("dtype", {"field": "dtype"}),
+        ("gpu_memory_utilization", {"field": "memory_fraction"}),
+        ("logprobs_mode", {}),
+        ("worker_extension_cls", {}),
+        ("weight_transfer_config", {}),
+        ("distributed_executor_backend", {}),
     ],
 )
-def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
-    with pytest.raises(ParameterError, match=words):
+def test_arguments_that_flowrl_sets_are_refused(name: str, facts: dict[str, str]) -> None:
+    with raises("engine.reserved-argument", argument=name, **facts):
         VLLM("somewhere", engine_args={name: 1})
 
 
@@ -378,15 +379,15 @@ def test_the_deeper_sleep_forgets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "names"),
     [
-        ({"lora": ADAPTER, "sleep_level": 2}, "sleep_level=2 drops the weights"),
-        ({"frozen": True, "sleep_level": 2}, "sleep_level=2 drops the weights"),
-        ({"frozen": True, "lora": ADAPTER}, "drop lora or frozen"),
+        ({"lora": ADAPTER, "sleep_level": 2}, ("lora", "sleep_level")),
+        ({"frozen": True, "sleep_level": 2}, ("frozen", "sleep_level")),
+        ({"frozen": True, "lora": ADAPTER}, ("frozen", "lora")),
     ],
 )
-def test_weights_that_no_sync_brings_back_are_not_dropped(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ParameterError, match=words):
+def test_settings_that_conflict_are_refused(settings: dict[str, Any], names: tuple[str, str]) -> None:
+    with raises("engine.conflicting-settings", settings=names):
         VLLM("somewhere", **settings)
 
 

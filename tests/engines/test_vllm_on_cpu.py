@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLM, VLLMEngine
-from flowrl.errors import BindError
 from flowrl.protocols.protocols import Sampling
 from tests.engines.answers import KEY, names, ragged, rows, to_score
 from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
+from tests.support.errors import raises
 from tests.support.models import char_tokenizer, tiny_config
 
 pytestmark = pytest.mark.engines("vllm")
@@ -38,5 +38,6 @@ def test_a_head_size_that_it_lacks_is_named_when_it_starts(vllm_slot: VLLMSlot, 
     config.head_dim = 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(BindError, match=r"answers no question .*head_dim=16"):
+    with raises("engine.does-not-start", engine="vLLM") as caught:
         vllm_slot.start(VLLM(str(tmp_path), **VLLM_SETTINGS))
+    assert "head_dim=16" in caught.value.message

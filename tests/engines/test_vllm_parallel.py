@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from flowrl.backends import VLLM, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.data.keys import Key
-from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.protocols.protocols import Sampled, Sampling
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
@@ -28,6 +28,7 @@ from tests.engines.requests import refuse_stale_turns
 from tests.engines.sources import Altered, shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
 from tests.engines.vllm_slot import VLLMSlot
+from tests.support.errors import raises
 from tests.support.hashes import hashes
 from tests.support.models import tiny_folder
 
@@ -167,7 +168,7 @@ def test_workers_open_what_is_shared_with_them(
 def test_an_update_that_fails_is_mended_by_the_next(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
-    with pytest.raises(SyncError, match="did not arrive"):
+    with raises("engine.weights-mismatch"):
         engine.sync(Altered(other, fault="missing"))
     assert engine.receipt is None
     assert not children()
@@ -192,11 +193,9 @@ def test_a_worker_killed_while_it_generates_is_named_and_nothing_is_left(
 
     monkeypatch.setattr(engine._llm.llm_engine, "step", killing)
     started = time.monotonic()
-    with pytest.raises(
-        EngineError,
-        match=r"vLLM failed while it answered 3 prompts \(worker \d of vLLM's, of 2, was killed by SIGKILL; ",
-    ):
+    with raises("engine.process-died", engine="vLLM") as caught:
         engine.generate(*prompts(engine), NAMES, GREEDY, KEY)
+    assert re.search(r"3 requests in flight \(Worker \d of 2 of vLLM was killed by SIGKILL; ", caught.value.message)
     assert time.monotonic() - started < 60
     assert steps == 5
     assert engine.receipt is None
@@ -230,11 +229,11 @@ def on_worker(engine: VLLMEngine, act: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("act", "error", "words"),
+    ("act", "code", "facts"),
     [
-        ("fail", SyncError, "vLLM failed with the weights of version 1 .*error 'planted'"),
-        ("die", EngineError, "worker 1 of vLLM's, of 2, exited with 7 while vLLM took over the weights of version 1 "),
-        ("killed", EngineError, "worker 1 of vLLM's, of 2, was killed by SIGKILL while vLLM took over the weights"),
+        ("fail", "engine.sync-failed", {"version": 1}),
+        ("die", "engine.process-died", {"how": "Worker 1 of 2 of vLLM exited with 7"}),
+        ("killed", "engine.process-died", {"how": "Worker 1 of 2 of vLLM was killed by SIGKILL"}),
     ],
 )
 def test_one_worker_that_fails_in_an_update_is_not_waited_for(
@@ -243,14 +242,14 @@ def test_one_worker_that_fails_in_an_update_is_not_waited_for(
     other: TorchTrainerEngine,
     folder: str,
     act: str,
-    error: type[Exception],
-    words: str,
+    code: str,
+    facts: dict[str, Any],
 ) -> None:
     """A process that is gone is started anew by `restart="role"`, weights that it cannot take are not."""
     engine.sync(trainer)
     on_worker(engine, act)
     started = time.monotonic()
-    with pytest.raises(error, match=words):
+    with raises(code, **facts):
         engine.sync(Altered(other))
     assert time.monotonic() - started < 100  # and not until gloo has lost its patience, 120 s
     assert engine.receipt is None
@@ -282,7 +281,7 @@ def test_a_start_that_fails_late_leaves_nothing(
             raise ConnectionError("no meeting")
 
     monkeypatch.setattr("flowrl.backends.vllm.worker.Sender", Failing)
-    with pytest.raises(BindError, match=r"vLLM does not start with .*ConnectionError: no meeting") as caught:
+    with raises("engine.does-not-start", engine="vLLM", error="ConnectionError") as caught:
         VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
     assert caught.value.__cause__ is not None
     assert caught.value.__cause__.__notes__ == ["Ending it failed too (OSError: no end)."]

@@ -201,7 +201,6 @@ def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: 
 
 
 def test_what_a_class_has_is_there_once_for_each_episode(file: Path) -> None:
-    """So neither FR035 nor FR036 is found of it; see tests/rules/test_episodes.py."""
     for one in apart(file, "Shares", count=3):
         assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
 
@@ -292,5 +291,5 @@ class TestInteract:
     def test_an_agent_alone_is_refused(self) -> None:
         async def agent(chat: Any, row: Any) -> None: ...
 
-        with pytest.raises(ParameterError, match=r"processes=True, and nothing would run in one"):
+        with raises("episode.nothing-isolated"):
             Interact(agent, processes=True)

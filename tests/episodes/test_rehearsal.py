@@ -58,7 +58,7 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
     [said] = caplog.messages
     assert "test episode" in said and "as long as the policy does not think" in said
-    before, _, after = "".join(said.split()).partition("anditwrites")
+    before, _, after = "".join(said.split()).partition("thetemplatewrites")
     assert there in before and written in after
 
 
@@ -75,7 +75,7 @@ def test_what_is_written_otherwise_is_shown_with_both_texts(
 ) -> None:
     with pytest.raises(EpisodeError, match="The test episode before loading") as error:
         rehearse(tokenizer_of(name), "loose", toolbox, toolbox is None, arguments)
-    before, _, after = "".join(str(error.value).split()).partition("anditwrites")
+    before, _, after = "".join(str(error.value).split()).partition("thetemplatewrites")
     assert there in before and (written in after or name == "qwen3")
 
 

@@ -11,7 +11,6 @@ import pytest
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.references import resolve
 from flowrl.demo.verifier import compute_score
-from flowrl.errors import GraphError
 from flowrl.files.graph_io import not_imported, save
 from flowrl.files.values import NotImported, decode
 from flowrl.graph import Graph, load
@@ -80,7 +79,7 @@ def test_a_reward_is_shown_and_compared_by_its_name(make: Any) -> None:
     assert not Path("ran").exists()
     edited = read.edit(set={"repeat.n": 4})
     assert str(read.diff(edited)).splitlines()[1:] == ["~ repeat.n: 1 -> 4"]
-    with pytest.raises(GraphError, match=r"ppo was read without importing mine\.py:score, so it cannot run;"):
+    with raises("file.not-imported", path="mine.py:score"):
         read.bind(**BINDINGS)
     with raises("file.not-imported", path="mine.py:score"):
         read["reward"].operator.fn()  # type: ignore[attr-defined]

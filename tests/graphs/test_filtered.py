@@ -7,18 +7,18 @@ import torch
 
 from flowrl import graphs
 from flowrl.core.operators.when import When
-from flowrl.errors import ParameterError
 from flowrl.operators import NLL, DecoupledGAE, Filter, PPOClip, PPOClipNLL, Ranked
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.rewards import digits
 from tests.support.runs import walk
 
 
-def test_a_filter_that_leaves_nothing_out_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"raft\(n=4\) keeps 4 of a prompt's answers.*: n=16"):
+def test_a_filter_that_drops_nothing_is_refused() -> None:
+    with raises("algorithm.too-few-responses", algorithm="raft", n=4, expected=5):
         graphs.raft(exact, best=4, n=4)
-    with pytest.raises(ParameterError, match=r"pf_ppo\(n=2\) keeps 2"):
+    with raises("algorithm.too-few-responses", algorithm="pf_ppo", n=2, expected=3):
         graphs.pf_ppo(exact, n=2)
 
 

@@ -13,12 +13,13 @@ from flowrl import DemoData, Key, PreferenceData, Training
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import RuleError, StalePolicyError
+from flowrl.errors import RuleError
 from flowrl.graph import Graph
 from flowrl.graphs import dpo, grpo_sft, sft
 from flowrl.operators import DPO, NLL, UpdateActor
 from flowrl.records import DemoBatch
 from flowrl.run.training.job import Job
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.prompt_files import write_jsonl
@@ -104,12 +105,12 @@ def test_a_second_update_that_does_not_say_so_is_refused(tiny: str) -> None:
 
 
 def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_path: Path) -> None:
-    """Only what nobody has sampled is free of that."""
+    """Rows without a version are always accepted."""
     actor = bound(sft(), tiny).build(0)["actor"]
     batch = demos(tmp_path, tiny).to_record(DemoBatch)
     UpdateActor(NLL(), actor=actor)(batch, key=KEY)
     mixed = torch.tensor([-1, 1, 0, -1])
-    with pytest.raises(StalePolicyError, match=r"1 of 4 rows .*row 2 carries policy_version 0, the actor is at 1"):
+    with raises("update.stale-rows", row=2, expected=1, found=0):
         UpdateActor(NLL(), actor=actor)(batch._replace(policy_version=mixed), key=KEY)
     UpdateActor(NLL(), prior_updates=1, actor=actor)(batch._replace(policy_version=mixed), key=KEY)
 

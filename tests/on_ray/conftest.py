@@ -19,7 +19,7 @@ CPUS = 12
 
 @pytest.fixture(scope="session")
 def warm_workers() -> Iterator[dict[str, Any]]:
-    """The parameters of a Ray node whose workers are forks of a process that has imported what hosts need."""
+    """The parameters of a Ray node whose workers are forks of a process that has imported the modules of hosts."""
     server = start_fork_server({"actor": TorchTrainer("any")})
     assert server is not None
     yield node_options(server)
@@ -30,8 +30,8 @@ def warm_workers() -> Iterator[dict[str, Any]]:
 def cluster(warm_workers: dict[str, Any]) -> Iterator[Cluster]:
     """One Ray for the session, with more logical CPUs than there are.
 
-    In a folder of its own (whose path must be short), since Ray enters the cluster in the common one, and whoever then
-    starts a Ray would join this; and on a machine where no Ray ever ran, there is no common one.
+    In a separate folder (with a short path), because Ray registers the cluster in the common one, and any Ray that is
+    started later would join it; and on a machine where Ray never ran, there is no common folder.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20}
@@ -46,7 +46,7 @@ def cluster(warm_workers: dict[str, Any]) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def three_nodes(cluster: Cluster, warm_workers: dict[str, Any]) -> Iterator[None]:
-    """Three nodes on this machine with one free CPU each, so that every slot is on a node of its own."""
+    """Three nodes on this machine with one free CPU each, so that every slot is on a different node."""
     taken = placement_group([{"CPU": CPUS - 1}], strategy="STRICT_PACK")
     assert taken.wait(60)
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20, **warm_workers) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Ray itself: started, joined and left alone, in processes of their own; what is refused before a model loads."""
+"""Starting and joining Ray clusters, in separate processes; jobs that are refused before a model loads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import ray
 from flowrl.distributed.cluster.cluster import connected
 from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.place import Colocate, Split
-from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
 from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 
@@ -52,7 +52,7 @@ JOB = """
 
 
 def script(code: str, *arguments: str, **environment: str) -> str:
-    """Run a script in a process of its own; what it printed, on both channels."""
+    """Run a script in a separate process; returns its stdout and stderr."""
     source = textwrap.dedent(JOB) + textwrap.dedent(code)
     done = subprocess.run(
         [sys.executable, "-c", source, *arguments],
@@ -67,7 +67,7 @@ def script(code: str, *arguments: str, **environment: str) -> str:
 
 
 def listening(root: int) -> set[str]:
-    """The addresses at which a process and all that it has started accept connections, as the kernel writes them."""
+    """The addresses at which a process and its descendants listen, in the kernel's notation."""
     sockets = set()
     for process in family(root):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -78,7 +78,7 @@ def listening(root: int) -> set[str]:
     return {line[1].partition(":")[0] for line in lines if line[3] == listens and line[9] in sockets}
 
 
-KEPT = """
+REUSED = """
     import os, sys
     from flowrl.distributed.cluster.cluster import connected
     from tests.on_ray.test_cluster import listening
@@ -91,7 +91,7 @@ KEPT = """
         print("at", *sorted(listening(os.getpid())))
     first = address()
     step(sys.argv[1], sys.argv[2])
-    print("kept", address() == first)
+    print("reused", address() == first)
     with connected(Colocate(1)), connected(Colocate(1)):
         print("nested", address() == first)
     cpus = int(ray.cluster_resources()["CPU"])
@@ -99,7 +99,7 @@ KEPT = """
         print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
     second = address()
     step(sys.argv[1], sys.argv[2])
-    print("kept", address() == second)
+    print("reused", address() == second)
     os.environ["PLANTED"] = "seen"
     step(sys.argv[1], sys.argv[2])
     print("environment", address() != second, ray.get(variable.remote()))
@@ -111,33 +111,33 @@ KEPT = """
     with connected(Colocate(1)):
         print("after a shutdown", ray.get(variable.remote()))
 """
-"""Several jobs in one process, and between them what makes a new cluster necessary."""
+"""Several jobs in one process, with events between them that need a new cluster."""
 
 
 @pytest.mark.timeout(600)
-def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_path: Path) -> None:
-    """It starts quietly, listens on the loopback alone, ignores RAY_ADDRESS, and serves the next job too.
+def test_the_cluster_of_a_process_is_reused_until_it_is_shut_down(tiny: str, tmp_path: Path) -> None:
+    """It starts without output, listens only on the loopback, ignores RAY_ADDRESS, and serves later jobs.
 
-    A job gets another cluster where this one has too few CPUs, was shut down, or has a process that died, and where the
-    environment, which workers inherit, has changed.
+    A job gets a new cluster if this one has too few CPUs, was shut down, or has a dead process, or if the environment,
+    which workers inherit, has changed.
     """
-    said = script(
-        KEPT,
+    printed = script(
+        REUSED,
         str(tmp_path / "desk"),
         tiny,
         RAY_ADDRESS=nothing_there(),
     )
-    lines = [line for line in said.splitlines() if "Loading weights" not in line]
+    lines = [line for line in printed.splitlines() if "Loading weights" not in line]
     loopback = "0100007F"
     assert lines == [
         "CPUs True",
         f"at 0000000000000000FFFF0000{loopback} {loopback}",
         "trained 4.0",
-        "kept True",
+        "reused True",
         "nested True",
         "larger True True",
         "trained 4.0",
-        "kept True",
+        "reused True",
         "trained 4.0",
         "environment True seen",
         "after a death True seen",
@@ -147,13 +147,13 @@ def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_p
 
 @pytest.fixture
 def token() -> dict[str, str]:
-    """What processes need to join each other's cluster: a token of this test's own making."""
+    """The environment variables with the token of a cluster, which this test creates."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @pytest.fixture
 def head(token: dict[str, str]) -> Iterator[str]:
-    """A cluster of another process, by its address; it has GPUs as far as Ray knows."""
+    """The address of a cluster of another process; it has GPUs as far as Ray knows."""
     source = """if True:
         import ray, sys
         quiet = {"include_dashboard": False, "log_to_driver": False}
@@ -169,7 +169,7 @@ def head(token: dict[str, str]) -> Iterator[str]:
 
 
 def joining(address: str, token: dict[str, str]) -> str:
-    """What a process says that joins the cluster at `address` with `token`."""
+    """The output of a process that joins the cluster at `address` with `token`."""
     return script(
         """
         import sys
@@ -187,12 +187,12 @@ def joining(address: str, token: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
-    """Refused are too small a cluster, another address than the one connected to, and a wrong token.
+def test_a_joined_cluster_keeps_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
+    """A job is refused if the cluster is too small, the address is another one, or the token is wrong.
 
-    An engine over several slots sees the GPUs of all, an engine over one that of its own.
+    An engine with several slots sees the GPUs of all of them, an engine with one slot sees one GPU.
     """
-    said = script(
+    printed = script(
         """
         import sys
         from flowrl.errors import BindError
@@ -222,10 +222,10 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
         head,
         **token,
     )
-    assert said.count("trained 4.0") == 2
-    assert "opened" not in said
-    assert "Colocate wants 7 slot(s), and the Ray cluster has 3 GPU(s)" in said
-    seen = [line.split()[1:] for line in said.splitlines() if line.startswith("slots ")]
+    assert printed.count("trained 4.0") == 2
+    assert "opened" not in printed
+    assert "Colocate needs 7 slot(s), but the Ray cluster has only 3 GPU(s)" in printed
+    seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("slots ")]
     assert sorted(len(words) for words in seen) == [3, 3, 4]
     gpu = {slots[0]: gpus for *slots, _, gpus in seen if len(slots) == 1}
     [[slots, gpus]] = [[slots, gpus.split(",")] for *slots, _, gpus in seen if len(slots) == 2]
@@ -233,59 +233,58 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
         assert gpu.setdefault(slot, number) == number
     assert len(gpu) == len(set(gpu.values())), "each slot has a GPU of its own"
     refused = joining(head, token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-    assert f"the Ray cluster at '{head}' does not accept this process" in refused
-    assert "RAY_AUTH_TOKEN" in refused
-    assert "Colocate(address='127.0.0.1:1'), but this process is connected to the Ray cluster at" in said
+    assert f"The Ray cluster at '{head}' rejected this process's token" in refused
+    assert "RAY_AUTH_TOKEN" in refused and "[cluster.authentication]" in refused
+    assert "Colocate has address='127.0.0.1:1', but this process is connected to the Ray cluster at" in printed
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this process were connected to no cluster, whatever tests came before."""
+def disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this process is not connected to a cluster, as it is after other tests."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 def nothing_there() -> str:
-    """An address that nobody listens at."""
+    """An address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.usefixtures("apart")
+@pytest.mark.usefixtures("disconnected")
 @pytest.mark.parametrize("mute", [False, True])
-def test_an_address_that_does_not_answer(mute: bool, tiny: str) -> None:
+def test_an_address_that_does_not_respond(mute: bool, tiny: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         address = f"127.0.0.1:{server.getsockname()[1]}" if mute else nothing_there()
         job = Job(job_of("grpo", tiny).graph, Colocate(1, address=address))
         started = time.monotonic()
-        with pytest.raises(BindError, match=f"no Ray cluster answers at '{address}'.*ray start --head"), job.open():
+        with raises("cluster.no-response", address=address), job.open():
             raise AssertionError("opened")
-        assert time.monotonic() - started < 100  # Ray itself would wait for minutes
+        assert time.monotonic() - started < 100  # Ray would wait for minutes
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:port", "ray://host:1"])
-def test_what_is_no_address(address: str) -> None:
-    said = f"'{address}' is no address of a Ray cluster; expected host:port"
-    with pytest.raises(BindError, match=said), connected(Colocate(1, address=address)):
+def test_an_invalid_address(address: str) -> None:
+    with raises("cluster.bad-address", address=address), connected(Colocate(1, address=address)):
         raise AssertionError("connected")
 
 
-@pytest.mark.usefixtures("apart")
-def test_a_ray_that_does_not_start_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("disconnected")
+def test_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise Exception("The current node timed out during startup. This could happen because of much.")
 
     monkeypatch.setattr(ray, "init", refuse)
-    said = r"Ray could not be started on this machine \(Exception: The current node timed out during startup\); look"
-    with pytest.raises(BindError, match=said), connected(Colocate(1)):
+    reason = "Exception: The current node timed out during startup"
+    with raises("cluster.start-failed", reason=reason), connected(Colocate(1)):
         raise AssertionError("connected")
 
 
-@pytest.mark.usefixtures("apart")
-def test_something_else_at_the_address() -> None:
-    """A server that speaks, but not Ray's protocol."""
+@pytest.mark.usefixtures("disconnected")
+def test_another_service_at_the_address() -> None:
+    """A server that responds, but does not use Ray's protocol."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
         stdout=subprocess.PIPE,
@@ -296,47 +295,46 @@ def test_something_else_at_the_address() -> None:
         port = server.stdout.readline().split(" port ")[1].split()[0]
         place = Colocate(1, address=f"127.0.0.1:{port}")
         try:
-            with pytest.raises(BindError, match=r"something is there, but it is not Ray"), connected(place):
+            reason = "another service responds there"
+            with raises("cluster.no-response", reason=reason), connected(place):
                 raise AssertionError("connected")
         finally:
             server.terminate()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "place", "said"),
+    ("ranks", "place", "code"),
     [
-        ({"actor": 3}, Colocate(2), "'actor' has 3 ranks, but Colocate"),
-        ({"rollout": 2}, Split(3, 1), "'rollout' has 2 ranks, but Split"),
-        ({"actor": 2}, None, "'actor' has 2 ranks, but without a place"),
+        ({"actor": 3}, Colocate(2), "place.too-few-slots"),
+        ({"rollout": 2}, Split(3, 1), "place.too-few-slots"),
+        ({"actor": 2}, None, "job.no-place"),
     ],
 )
-def test_ranks_that_have_no_place(
-    ranks: dict[str, int], place: Place | None, said: str, tiny: str, tmp_path: Path
-) -> None:
+def test_ranks_without_slots(ranks: dict[str, int], place: Place | None, code: str, tiny: str, tmp_path: Path) -> None:
     job = toy_job(grpo(digits), tmp_path / "desk", tiny, ranks, place)
-    with pytest.raises(BindError, match=said), job.open():
+    [(role, count)] = ranks.items()
+    with raises(code, role=role, ranks=count), job.open():
         raise AssertionError("opened")
     assert not Desk(str(tmp_path / "desk")).events()
 
 
-def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
-    """Roles that live apart; groups that nobody can tell; state that ranks would each have of their own."""
+def test_nodes_that_no_process_can_run(tiny: str, tmp_path: Path) -> None:
+    """Roles of different processes; groups without a port for them; and state that each rank would have."""
     graph = grpo(digits, n=2)
-    apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
-    said = "both uses the roles 'ref', 'judge', but 'judge' runs in another process than 'ref'"
-    with pytest.raises(BindError, match=said), apart.open():
+    separate = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
+    with raises("place.separate-roles", node="both"), separate.open():
         raise AssertionError("opened")
     blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
-    with pytest.raises(GraphError, match=r"blind needs whole groups and its role 'ref' has 2 ranks"), blind.open():
+    with raises("place.no-group-port", node="blind", role="ref", ranks=2), blind.open():
         raise AssertionError("opened")
     counting = toy_job(graph.edit(replace={"ref_log_prob": Counting()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
-    with pytest.raises(GraphError, match=r"counting keeps rows over .* 'ref' has 2 ranks"), counting.open():
+    with raises("place.ranked-state", node="counting", role="ref", ranks=2), counting.open():
         raise AssertionError("opened")
 
 
-def test_slots_want_a_cpu_each_beside_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_slot_needs_a_cpu_in_addition_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 4.0, "CPU": 2.0})
-    with pytest.raises(BindError, match=r"Colocate wants 3 slot\(s\), and the Ray cluster has 2 CPU\(s\)"):
+    with raises("cluster.too-small", slots=3, resource="CPU", found=2.0):
         Slots(Colocate(3), [])
 
 
@@ -344,14 +342,13 @@ def test_a_role_that_is_not_bound(tiny: str) -> None:
     graph = job_of("grpo", tiny).graph
     bound = {role: backend for role, backend in graph.bindings.items() if role != "ref"}
     job = grpo(digits).bind(place=Colocate(1), **bound)
-    with pytest.raises(BindError, match="leaves 'ref' unbound"), job.open():
+    with raises("job.unbound-role", role="ref"), job.open():
         raise AssertionError("opened")
 
 
-def test_stated_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
+def test_declared_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
     job = toy_job(grpo(digits), tmp_path / "desk", tiny, place=Colocate(1, memory=10))
     actor = job.graph.bindings["actor"]
     job = job.edit(bind={"actor": type(actor)(desk=actor.desk, folder=actor.folder, memory=16.0)})
-    said = r"slot 0 of Colocate\(memory=10.0\) has 10 GiB, and its roles state actor"
-    with pytest.raises(BindError, match=said), job.open():
+    with raises("place.too-large", slot=0, expected=10.0, found=16.0), job.open():
         raise AssertionError("opened")

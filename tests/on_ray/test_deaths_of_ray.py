@@ -1,4 +1,4 @@
-"""The deaths of Ray's own processes, and signals to the driver: each is named, and the job unwinds."""
+"""Deaths of Ray's processes, and signals to the driver: the error names them, and the job unwinds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("process", "named"), [("raylet", "the raylet"), ("gcs_server", "the GCS")])
-def test_a_death_of_rays_own_is_said_and_unwinds(process: str, named: str, tiny: str, tmp_path: Path) -> None:
-    """In the middle of a node; Ray itself would end the driver without a word, at its next look into the store."""
-    said = script(
+def test_a_death_of_a_process_of_ray_is_named(process: str, named: str, tiny: str, tmp_path: Path) -> None:
+    """During a node; Ray itself would end the driver without a message at its next use of the object store."""
+    printed = script(
         """
         import logging, os, signal, sys, threading
         from flowrl.errors import NodeError
@@ -42,18 +42,18 @@ def test_a_death_of_rays_own_is_said_and_unwinds(process: str, named: str, tiny:
         tiny,
         process,
     )
-    expected = f"a process of Ray's own on this machine has died ({named}, process "
-    assert f"caught {expected}" in said
-    assert f"ERROR:flowrl.distributed.faults.ray_processes:{expected}" in said
+    expected = f"A process of Ray on this machine died ({named}, process "
+    assert f"caught {expected}" in printed and "[cluster.ray-died]" in printed
+    assert f"ERROR:flowrl.distributed.faults.ray_processes:{expected}" in printed
 
 
 @pytest.mark.timeout(600)
-def test_a_signal_ends_a_run_of_ranks_in_order_and_they_listen_on_the_loopback(tiny: str, tmp_path: Path) -> None:
-    """What the program's own handler raises arrives as it is, without a stack of C++; afterwards the handler is there.
+def test_a_signal_ends_a_run_and_its_ranks_listen_on_the_loopback(tiny: str, tmp_path: Path) -> None:
+    """The exception of the program's handler is raised unchanged, without a C++ stack, and the handler stays installed.
 
-    Two ranks on one machine open no socket on another interface, neither their store nor gloo.
+    Neither the store nor gloo of two ranks on one machine opens a socket on another interface.
     """
-    said = script(
+    printed = script(
         """
         import os, signal, sys, threading
         from tests.on_ray.test_cluster import listening
@@ -86,5 +86,5 @@ def test_a_signal_ends_a_run_of_ranks_in_order_and_they_listen_on_the_loopback(t
         str(tmp_path / "desk"),
         tiny,
     )
-    lines = [line for line in said.splitlines() if "Loading weights" not in line]
+    lines = [line for line in printed.splitlines() if "Loading weights" not in line]
     assert lines == ["at 0000000000000000FFFF00000100007F 0100007F", "caught Ended 143 True"]

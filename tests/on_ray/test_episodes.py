@@ -1,4 +1,4 @@
-"""On Ray: episodes as in one process, also where ranks share the rows out."""
+"""Episodes on Ray equal those in one process, also if several ranks split the rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 
 class Longer(Environment):
-    """Three turns, each worth its length. To close takes long enough to be seen in a trace; a reply that took its time
-    would change which rows are decoded together, and so the last bits."""
+    """Three turns, each rewarded by its length. Closing takes long enough to appear in a trace; a slow reply would
+    change which rows are decoded together, and so the last bits."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
@@ -36,8 +36,8 @@ class Longer(Environment):
         await asyncio.sleep(2 * SHORT)
 
 
-def settled(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """`numbers`, without how long environments were waited for."""
+def deterministic(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """`numbers` without the waiting times for environments."""
     return [{key: value for key, value in one.items() if key != "episodes/waiting"} for one in numbers(records)]
 
 
@@ -49,7 +49,7 @@ def settled(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
         (2, Colocate(2), TurnGroupAdvantage()),
     ],
 )
-def test_episodes_are_those_of_one_process(
+def test_episodes_equal_those_of_one_process(
     ranks: int, place: Place, advantage: Operator, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     operator = Interact(Longer, max_turns=3, context=150, max_new_tokens=8)
@@ -59,9 +59,9 @@ def test_episodes_are_those_of_one_process(
     job = job.edit(replace={"group_advantage": advantage})
     settings = {"steps": 2, "prompts": 4, "rollouts_every": 2}
     training = Training(job, PromptData(prompts_file), folder=str(tmp_path / "local"), **settings)
-    local = settled(training.run().metrics)
+    local = deterministic(training.run().metrics)
     remote_job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=ranks)})
-    remote = settled(
+    remote = deterministic(
         replace(training, job=replace(remote_job, place=place), folder=str(tmp_path / "ray")).run().metrics
     )
     if ranks == 1:
@@ -81,7 +81,7 @@ def test_episodes_are_those_of_one_process(
 
 
 def lane_of_environments(trace: Timeline) -> int:
-    """At how many places a trace shows that environments were waited for, which is beside each rank of the node."""
+    """The number of places with waits for environments in a trace, one for each rank of the node."""
     environments = [span for span in trace.spans if span.kind == "environment"]
     places = {span.place for span in trace.spans if span.name == "interact"}
     assert {span.place for span in environments} == {f"{place}: environments" for place in places}

@@ -1,4 +1,4 @@
-"""Processes that die, hang or raise in the middle of a step: what is said, what is left behind, and going on."""
+"""Processes that die, hang or raise during a step: the errors, the cleanup, and the recovery."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, cha
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
-from flowrl.run.placement.place import Place
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, assert_same_numbers, kill_blocked, toy_job
+from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto
 from tests.support.rewards import digits
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
 GRAPH = ppo(digits, n=2, max_new_tokens=6)
-# Which process a node's death is that of; None is the general host.
+# The role in whose process each node runs; None is the general host.
 HOME = {
     "repeat": None,
     "generate": "rollout",
@@ -57,7 +57,7 @@ def process_of(executor: Any, role: str | None, rank: int = 0) -> int:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What flowrl has said; Ray says, some time later, what nobody has asked for."""
+    """flowrl's warnings, without those that Ray logs at any time."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("flowrl.")]
 
 
@@ -86,7 +86,7 @@ def uninterrupted(folder: Path, tiny: str, steps: int, graph: Any = GRAPH) -> tu
 def test_every_role_is_rebuilt_and_no_row_trained_twice(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each node loses its process in turn, as it starts; then in the middle, between steps, twice, and all at once."""
+    """Each node loses its process as it starts; then during calls, between steps, twice, and all at once."""
     caplog.set_level(logging.WARNING, "flowrl")
     desk = Desk(str(tmp_path / "ray"))
     calls = ["rollout.generate", "actor.log_probs", "critic.update", "actor.update", "rollout.sync", "actor.weights"]
@@ -99,19 +99,19 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
         for node, role in HOME.items():
             caplog.clear()
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
-            [said] = warnings_of(caplog)
+            [warning] = warnings_of(caplog)
             host = "the general host" if role is None else f"{role} rank 0"
-            named = said.removesuffix(said[said.index(f" in step {len(found)}") :])
-            assert named == node or role is HOME.get(named) is None  # several at once are on the general host
-            assert f"lost {host}, whose process died" in said
+            named = warning.removesuffix(warning[warning.index(f" in step {len(found)}") :])
+            assert named == node or role is HOME.get(named) is None  # the general host runs several concurrently
+            assert f"lost {host}, whose process died" in warning
         for call in calls:
             caplog.clear()
             thread = kill_blocked(desk, call)
             found.append(executor.step(batch(), len(found)))
             thread.join()
-            [said] = warnings_of(caplog)
-            assert f"in step {len(found)}" in said
-            assert f"lost {call.partition('.')[0]} rank 0" in said
+            [warning] = warnings_of(caplog)
+            assert f"in step {len(found)}" in warning
+            assert f"lost {call.partition('.')[0]} rank 0" in warning
         os.kill(pid := process_of(executor, "actor"), signal.SIGKILL)  # between steps
         assert ends(pid)
         found.append(executor.step(batch(), len(found)))
@@ -138,14 +138,14 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "task", "host"),
     [
-        ("rollout.generate", "generate in step 2 lost rollout rank 0"),
-        ("actor.update", "update_actor in step 2 lost actor rank 0"),
-        ("ref.wake", "ref_log_prob in step 2, waking, lost ref rank 0"),
+        ("rollout.generate", "generate in step 2", "rollout rank 0"),
+        ("actor.update", "update_actor in step 2", "actor rank 0"),
+        ("ref.wake", "ref_log_prob in step 2, waking,", "ref rank 0"),
     ],
 )
-def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tmp_path: Path) -> None:
+def test_a_death_is_named_and_cleaned_up(call: str, task: str, host: str, tiny: str, tmp_path: Path) -> None:
     desk = Desk(str(tmp_path / "desk"))
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
@@ -153,35 +153,39 @@ def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tm
         executor.sync()
         executor.step(batch(), 0)
         thread = kill_blocked(desk, call)
-        with pytest.raises(HostDiedError, match=said) as caught:
+        with raises("host.died", task=task, host=host) as caught:
             executor.step(batch(), 1)
         thread.join()
-        assert "Colocate(restart='role')" in str(caught.value)
+        assert "Colocate(restart='role')" in caught.value.message
 
 
 def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
-    """Also where it is only noticed by who reads what it has written."""
+    """Also if only the readers of its columns notice it."""
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        with pytest.raises(HostDiedError, match=r"(update_actor in step 1|repeat in step 2) lost the general host"):
-            # Its columns may outlive it for a moment.
+        with raises("host.died", host="the general host") as caught:
+            # Its columns may outlive it briefly.
             executor.step(batch(), 0, on_node=kill_at(executor, "update_actor", None))
             executor.step(batch(), 1)
+        assert caught.value.facts["task"] in ("update_actor in step 1", "repeat in step 2")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("call", "place", "said"),
+    ("call", "task", "host"),
     [
-        ("actor.update", Colocate(1, deadline=12), "update_actor in step 1 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=12), "sync in step 1, waking, is stuck on rollout rank 0"),
+        ("actor.update", "update_actor in step 1", "actor rank 0"),
+        ("rollout.wake", "sync in step 1, waking,", "rollout rank 0"),
     ],
 )
-def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_named_within_the_deadline(
+    call: str, task: str, host: str, tiny: str, tmp_path: Path
+) -> None:
     desk = Desk(str(tmp_path / "desk"))
     with leaves_nothing() as processes:
+        place = Colocate(1, deadline=12)
         job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=place)
         with job.open() as executor:
             processes += process_ids(executor).values()
@@ -190,16 +194,16 @@ def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: 
             thread = threading.Thread(target=desk.blocked, args=(call,))
             thread.start()
             started = time.monotonic()
-            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 12 s"):
+            with raises("host.stuck", task=task, host=host, seconds=12.0):
                 executor.step(batch(), 0)
-            assert time.monotonic() - started < 12 + 150  # the deadline of one node, and the nodes before it
+            assert time.monotonic() - started < 12 + 150  # the deadline of one node, and the earlier nodes
             thread.join()
 
 
 def test_an_engine_that_ended_is_synced_and_the_step_repeated(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the process that it lives in, which goes on; by default the error is the run's end."""
+    """In the same process, which continues; without restart="role", the error ends the run."""
     caplog.set_level(logging.WARNING, "flowrl")
     graph = grpo(digits, n=2, max_new_tokens=4)
     metrics, digest = uninterrupted(tmp_path / "local", tiny, 3, graph)
@@ -211,11 +215,11 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
             if step == 1:
                 desk.fail("rollout.generate", EngineError)
             found.append(executor.step(batch(), step))
-        [said] = warnings_of(caplog)
-        assert said.startswith("generate failed in step 2 on rollout rank 0: EngineError")
+        [warning] = warnings_of(caplog)
+        assert warning.startswith("generate failed in step 2 on rollout rank 0: EngineError")
         assert sum(event["what"] == "build" for event in desk.events()) == 3
         desk.fail("rollout.generate")
-        with pytest.raises(NodeError, match=r"rollout\.generate was told to fail"):
+        with pytest.raises(NodeError, match=r"rollout\.generate was set to fail"):
             executor.step(batch(), 3)
     for one, expected in zip(found, metrics, strict=True):
         assert_same_numbers(one.metrics.compute(), expected)
@@ -224,7 +228,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
 
 @pytest.mark.timeout(900)
 def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
-    """The others end too, and are rebuilt with it."""
+    """The other ranks end too, and are rebuilt with it."""
     graph = grpo(digits, n=2, max_new_tokens=4)
     metrics, digest = uninterrupted(tmp_path / "local", tiny, 2, graph)
     place = Colocate(3, restart="role")
@@ -249,7 +253,7 @@ def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
 
 
 class TogetherEngine(ToyTrainerEngine):
-    """Its ranks wait for each other as sharded ones do; rank 1 dies in a call of which the desk has a file."""
+    """Its ranks wait for each other as sharded ones do; rank 1 dies in a call for which the desk has a file."""
 
     def _enter(self, method: str, **more: Any) -> None:
         super()._enter(method, **more)
@@ -265,15 +269,15 @@ class Together(ToyTrainer):
     def build(self, context: Any) -> TogetherEngine:
         if (due := Path(self.desk) / "build.die").exists() and context.rank == 1:
             due.unlink()
-            raise BindError("this rank was told to refuse")
+            raise BindError("this rank refuses", code="backend.made-up", rank=1)
         return TogetherEngine("actor", self, context)
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
+def test_a_rank_that_dies_in_a_collective_call_is_named(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 fails for it, often before its death is known: in an export, while saving, and while loading."""
+    """Rank 0 fails because of it, often before its death is known: in an export, a save, and a load."""
     caplog.set_level(logging.WARNING, "flowrl")
     graph = grpo(digits, n=2, max_new_tokens=4)
     metrics, digest = uninterrupted(tmp_path / "local", tiny, 4, graph)
@@ -288,21 +292,22 @@ def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
             for call in calls:
                 (desk / f"{call}.die").touch()
             found.append(executor.step(batch(), len(found)))
-            said = warnings_of(caplog)
-            assert len(said) == len(calls)
-            assert all("lost actor rank 1, whose process died" in one for one in said)
+            warnings = warnings_of(caplog)
+            assert len(warnings) == len(calls)
+            assert all("lost actor rank 1, whose process died" in warning for warning in warnings)
         processes += process_ids(executor).values()
         (desk / "weights.die").touch()
-        (desk / "build.die").touch()  # no death, so it is told as it would be without Ray
-        with pytest.raises(BindError, match="this rank was told to refuse"):
+        (desk / "build.die").touch()  # not a death, so the error is that of the backend, as without Ray
+        with raises("backend.made-up", rank=1) as caught:
             executor.step(batch(), 4)
+        assert isinstance(caught.value, BindError) and caught.value.message == "this rank refuses"
     for one, expected in zip(found, metrics, strict=True):
         assert_same_numbers(one.metrics.compute(), expected)
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
 @pytest.mark.parametrize("call", ["rollout.wake", "rollout.sleep"])
-def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
+def test_an_engine_that_fails_in_sleep_or_wake_is_named_and_recovered(
     call: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "flowrl")
@@ -316,33 +321,34 @@ def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
         found = [executor.step(batch(), 0)]
         desk.fail(call, EngineError)
         found.append(executor.step(batch(), 1))
-        [said] = warnings_of(caplog)
+        [warning] = warnings_of(caplog)
         turn = "waking" if call == "rollout.wake" else "putting to sleep"
-        assert f" in step 2, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
+        assert f" in step 2, {turn}, failed on rollout rank 0: EngineError: {call} was set to fail" in warning
         desk.fail(call)
-        with pytest.raises(NodeError, match=f"in step 3, {turn}, failed on rollout rank 0: ValueError") as caught:
+        with raises("step.node-failed", host="rollout rank 0", error="ValueError") as caught:
             executor.step(batch(), 2)
+        assert f" in step 3, {turn}," in caught.value.facts["task"]
         assert isinstance(caught.value.__cause__, ValueError)
     for one, expected in zip(found, metrics, strict=True):
         assert_same_numbers(one.metrics.compute(), expected)
 
 
-def test_a_failure_keeps_all_its_causes_but_those_that_cannot_travel() -> None:
+def test_a_failure_keeps_its_causes_except_those_that_cannot_be_pickled() -> None:
     class Local(Exception):
-        """Pickle does not find it."""
+        """A local class, which cannot be pickled."""
 
     outer = SyncError("not synced")
     outer.__cause__ = Local()
     outer.__cause__.__cause__ = EngineError("ended itself")
-    travelled = pickle.loads(pickle.dumps(Failure.of(outer, "sync failed")))
-    told = [(type(error), str(error)) for error in chain(travelled.error())]
-    assert told == [(NodeError, "sync failed"), (SyncError, "not synced"), (EngineError, "ended itself")]
-    assert not travelled.lost
+    received = pickle.loads(pickle.dumps(Failure.of(outer, "sync failed")))
+    found = [(type(error), getattr(error, "message", None)) for error in chain(received.error())]
+    assert found == [(NodeError, "sync failed"), (SyncError, "not synced"), (EngineError, "ended itself")]
+    assert not received.lost
     outer.__cause__.__cause__ = ObjectLostError("ab" * 28, "somebody", "somewhere")
     assert Failure.of(outer, "sync failed").lost
 
 
-def test_a_process_that_cannot_start_is_not_taken_for_a_death() -> None:
+def test_a_process_that_cannot_start_is_not_dead() -> None:
     class Broken:
         def __init__(self) -> None:
             raise ImportError("no module of that name on this machine")
@@ -351,7 +357,7 @@ def test_a_process_that_cannot_start_is_not_taken_for_a_death() -> None:
             return os.getpid()
 
     actor: Any = ray.remote(Broken).options(num_cpus=0).remote()
-    with pytest.raises(NodeError, match=r"(?s)loading actor could not start .*no module of that name") as caught:
+    with raises("host.start-failed", task="loading actor", host="the general host") as caught:
         answer(actor.pid.remote(), None, "loading actor", Colocate(1))
     assert not isinstance(caught.value, HostDiedError)
-    assert "out-of-memory" not in str(caught.value)
+    assert "no module of that name" in caught.value.message and "out-of-memory" not in caught.value.message

@@ -1,4 +1,4 @@
-"""On Ray: validations with an engine of their own, frozen engines, and two updates of a role, as in one process."""
+"""On Ray: validations with a separate engine, frozen engines, and two updates of a role, as in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def bound(graph: Graph, folder: str, place: Any) -> Any:
-    """The trainer's weights go to an engine of another process."""
+    """A job whose rollout engine is in another process than the trainer."""
     backends: dict[str, Any] = {
         "actor": TorchTrainer(folder, optimizer=SGD(lr=0.05), device="cpu"),
         "ref": TorchScorer(folder, device="cpu"),
@@ -32,16 +32,16 @@ def bound(graph: Graph, folder: str, place: Any) -> Any:
 
 
 def close(here: list[dict[str, Any]], there: list[dict[str, Any]]) -> bool:
-    """The same numbers but for rounding, and but for how weights travel."""
-    kept = [{k: v for k, v in line.items() if not k.startswith("sync/by/")} for line in here]
-    return len(kept) == len(there) and all(
+    """The same numbers up to rounding, without the transport of weights."""
+    compared = [{k: v for k, v in line.items() if not k.startswith("sync/by/")} for line in here]
+    return len(compared) == len(there) and all(
         one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5)
-        for one, other in zip(kept, there, strict=True)
+        for one, other in zip(compared, there, strict=True)
         for key in one
     )
 
 
-def test_a_validation_s_own_engine_gets_the_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_the_engine_of_a_validation_gets_the_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     own = TorchRollout(tiny, device="cpu", max_rows=5)
     validation = Validation(PromptData(prompts_file), every=2, name="own", bind={"rollout": own})
     settings = {"steps": 2, "validation": validation}
@@ -55,7 +55,7 @@ def test_a_validation_s_own_engine_gets_the_weights(tiny: str, prompts_file: str
 
 
 @pytest.mark.parametrize("graph", [judged(), twice()], ids=["judged", "twice"])
-def test_others_answer_and_update(graph: Graph, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_judge_and_two_updates(graph: Graph, tiny: str, prompts_file: str, tmp_path: Path) -> None:
     here = train(bound(graph, tiny, None), prompts_file, tmp_path / "here", steps=2)
     there = train(bound(graph, tiny, Colocate(gpus=1)), prompts_file, tmp_path / "there", steps=2)
     assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))

@@ -1,4 +1,4 @@
-"""Generation that runs ahead on Ray: the numbers of one process, overlap, and processes that die under way."""
+"""Generation with a lag on Ray: the numbers of one process, overlap, and processes that die with steps in flight."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CORRECTION = RolloutCorrection("token", "truncate", high=2.0)
 TOY = ppo(digits, n=2, max_new_tokens=6).edit(lag=2, insert={"correction": After("whiten", CORRECTION)})
 
 
-def settled(run: Any) -> list[dict[str, float]]:
-    """`numbers`, without how many batches waited, which the clock says."""
+def deterministic(run: Any) -> list[dict[str, float]]:
+    """`numbers` without the number of waiting batches, which depends on timing."""
     return [{key: n for key, n in one.items() if key != "queue/filled"} for one in numbers(run.metrics)]
 
 
@@ -53,14 +53,14 @@ def test_ray_computes_what_one_process_does_and_overlaps(
     local = training.run()
     with leaves_nothing():
         there = replace(training, job=replace(job, place=Split(1, 1)), folder=str(tmp_path / "ray")).run()
-    assert settled(local) == settled(there)
+    assert deterministic(local) == deterministic(there)
     assert [line["queue/age_max"] for line in local.metrics] == [0, 1, 2, 2, 2]
     spans = Timeline.load(there.folder / "trace.json").spans
     assert any(overlap(sampled, trained) for sampled, trained in pairs(spans))
 
 
 def pairs(spans: list[Span]) -> Iterator[tuple[Span, Span]]:
-    """What is sampled for a later step, and what trains."""
+    """Pairs of generation for a later step, and training."""
     for trained in (span for span in spans if span.name in ("update_actor", "old_log_prob", "reward")):
         for sampled in (span for span in spans if span.name == "generate"):
             assert sampled.step is not None and trained.step is not None
@@ -78,7 +78,7 @@ def run_toy(graph: Graph, steps: int, executor: Any, on_node: Any = lambda name:
     return [result.metrics.compute() for result in results]
 
 
-def test_what_dies_under_way_is_rebuilt_and_no_row_is_sampled_by_other_weights(tiny: str, tmp_path: Path) -> None:
+def test_dead_processes_are_rebuilt_and_each_row_is_sampled_with_the_same_weights(tiny: str, tmp_path: Path) -> None:
     steps, roles = 8, ["actor", "rollout", "critic", None]
     with toy_job(TOY, tmp_path / "local", tiny).open(seed=5) as executor:
         expected = run_toy(TOY, steps, executor)
@@ -103,7 +103,7 @@ def test_what_dies_under_way_is_rebuilt_and_no_row_is_sampled_by_other_weights(t
 
 
 class CountingEngine(ToyRolloutEngine):
-    """Its receipts say which of its syncs they are of, in place of seconds."""
+    """Its receipts have the number of its sync in place of seconds."""
 
     syncs = 0
 
@@ -118,13 +118,13 @@ class Counting(ToyRollout):
         return CountingEngine("rollout", self, context)
 
 
-def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a receipt nor a column of a host that lives on: each is held until what was lost is rebuilt.
+def test_results_before_a_failover_are_discarded(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts and columns of surviving hosts, which are delayed until the lost process is rebuilt.
 
-    First the reference is lost while the engine receives weights; then the engine, which has just answered, as the
-    driver fetches that while others run.
+    First the reference is lost while the engine receives weights; then the engine, which has just generated, as the
+    driver fetches its columns while others run.
     """
-    monkeypatch.setattr(hosts, "GRACE_SECONDS", 2)  # whoever is held does not answer
+    monkeypatch.setattr(hosts, "GRACE_SECONDS", 2)  # a delayed host does not respond
     graph, steps = TOY.edit(lag=1), 5
     with toy_job(graph, tmp_path / "local", tiny).open(seed=5) as executor:
         expected = run_toy(graph, steps, executor)
@@ -139,7 +139,7 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
         def lose(host: Any) -> None:
             os.kill(ids[host], signal.SIGKILL)
             assert ends(ids[host])
-            raise HostDiedError("its answer is lost", host)
+            raise HostDiedError("its result is lost", host)
 
         def launched(task: Any) -> None:
             held_before = len(held)
@@ -155,12 +155,12 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
                 lose(engine)
             return secure(node, outputs)
 
-        def mended(error: Any) -> None:
+        def recovered(error: Any) -> None:
             recover(error)
             desk.release(held[-1])
 
         executor.sync()
-        for name, patch in {"recover": mended, "secure": secured, "launch": launched}.items():
+        for name, patch in {"recover": recovered, "secure": secured, "launch": launched}.items():
             monkeypatch.setattr(runner, name, patch)
         found = list(executor.run(lambda step: batch(), range(steps), lag=1))
         processes += [*ids.values(), *process_ids(executor).values()]
@@ -169,5 +169,5 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
         assert_same_numbers(one.metrics.compute(), other)
     syncs = [event["what"] for event in desk.events() if event["what"] == "sync"]
     receipt = found[0].values["sync"]["receipt"]
-    assert receipt.seconds == 4, "the engine's own, the one that was held, the one that mends, and the step's"
+    assert receipt.seconds == 4, "the first sync, the delayed one, that of the recovery, and the step's"
     assert len(syncs) >= 4 + steps

@@ -1,4 +1,4 @@
-"""Trainer and engine on different nodes: weights stream between them, and whatever goes wrong is named."""
+"""Trainer and engine on different nodes: weights are streamed, and errors name what failed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed import delivery
-from flowrl.distributed.faults.faults import HostDiedError
 from flowrl.distributed.place import Split
-from flowrl.errors import NodeError, SyncError
+from flowrl.errors import SyncError
 from flowrl.graphs import grpo
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.carriers import GlooCarrier
@@ -22,6 +21,7 @@ from flowrl.sync.probe import Probe
 from flowrl.sync.wanted import WeightSelection
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
+from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto
 from tests.support.rewards import digits
 
@@ -36,7 +36,7 @@ def batch() -> Any:
 
 
 def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two FSDP ranks and an engine, each on a node of its own, in many buckets; one job goes both ways."""
+    """Two FSDP ranks and an engine on three nodes, with many buckets; one job uses both transports."""
     monkeypatch.setattr(delivery, "BUCKET_BYTES", 20_000)
     bindings = {
         "actor": TorchTrainer(tiny, SGD(lr=0.05), device="cpu", ranks=2),
@@ -67,7 +67,7 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
 
 
 class CrookedEngine(ToyTrainerEngine):
-    """Its weights go wrong on their way, once, as the file ``mischief`` of its desk says."""
+    """Damages its weights during the transfer, once, as the file ``mischief`` of its desk says."""
 
     def mischief(self) -> str:
         file = self.desk.folder / "mischief"
@@ -84,7 +84,7 @@ class Crooked(ToyTrainer):
         engine = CrookedEngine("actor", self, context)
         tell, carry = TransferGroup.tell, GlooCarrier.send
 
-        def told(group: TransferGroup, message: Any) -> None:
+        def damaged_tell(group: TransferGroup, message: Any) -> None:
             match engine.mischief():
                 case "missing" if "tensors" in message:
                     message = message | {"tensors": message["tensors"][:-1]}
@@ -94,40 +94,40 @@ class Crooked(ToyTrainer):
                     message = message | {"version": message["version"] - 1}
             tell(group, message)
 
-        def carried(carrier: GlooCarrier, flat: Tensor) -> None:
+        def damaged_send(carrier: GlooCarrier, flat: Tensor) -> None:
             if engine.mischief() == "flip":
                 flat = flat.clone()
                 flat[3] ^= 1
             carry(carrier, flat)
 
-        TransferGroup.tell, GlooCarrier.send = told, carried  # type: ignore[method-assign]  # in this process alone
+        TransferGroup.tell, GlooCarrier.send = damaged_tell, damaged_send  # type: ignore[method-assign]
         return engine
 
 
-def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: Path) -> None:
-    """Damage of each kind, a side that raises; at last the trainer is killed while it sends."""
+def test_errors_of_a_stream_are_named_and_the_next_sync_works(tiny: str, tmp_path: Path) -> None:
+    """Each kind of damage, an error on each side, and a trainer that is killed while it sends."""
     desk = Desk(str(tmp_path))
     job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1))
     job = job.edit(bind={"actor": Crooked(desk=str(tmp_path), folder=tiny)})
-    refused = "sync failed in step {} on rollout rank 0: SyncError: the weights of actor at version {} .*{}"
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        for step, (what, said) in enumerate(
+        for step, (what, (code, host)) in enumerate(
             {
-                "flip": refused.format(1, 1, "damaged: first is not what was sent"),
-                "missing": refused.format(2, 2, "incomplete: second did not arrive"),
-                "stale": refused.format(3, 3, "mixed with others: a bucket has version 2"),
-                "old": refused.format(4, 3, "mixed with others: a bucket has version 4"),
-                "raise": "sync in step 5 failed on actor rank 0, which sends: ValueError: out of memory",
-                "fail": "sync failed in step 6 on rollout rank 0: ValueError: rollout.sync was told to fail",
+                "flip": ("sync.damaged", "rollout rank 0"),
+                "missing": ("sync.incomplete", "rollout rank 0"),
+                "stale": ("sync.mixed-versions", "rollout rank 0"),
+                "old": ("sync.mixed-versions", "rollout rank 0"),
+                "raise": ("step.node-failed", "actor rank 0"),
+                "fail": ("step.node-failed", "rollout rank 0"),
             }.items()
         ):
             (tmp_path / "mischief").write_text(what)
             if what == "fail":
                 desk.fail("rollout.sync")
-            with pytest.raises(NodeError, match=said) as caught:
+            with raises(code, host=host) as caught:
                 executor.step(batch(), step)
+            assert f"in step {step + 1}" in caught.value.message
             assert isinstance(caught.value.__cause__, SyncError if step < 4 else ValueError), what
             (tmp_path / "mischief").unlink()
             executor.sync()
@@ -137,14 +137,14 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
         assert [(span.place, span.bytes) for span in spans[-1:]] == [("actor rank 0", receipt.bytes)]
 
         thread = kill_blocked(desk, "actor.weights")
-        with pytest.raises(HostDiedError, match="sync in step 8 lost actor rank 0, whose process died"):
+        with raises("host.died", task="sync in step 8", host="actor rank 0"):
             executor.step(batch(), 7)
         thread.join()
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp_path: Path) -> None:
-    """The trainer, which waits for it, is not blamed, and waits no longer than the deadline."""
+    """The error does not name the trainer, which waits no longer than the deadline."""
     desk = Desk(str(tmp_path))
     job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1, deadline=12.0 if how == "hangs" else 3600.0))
     with leaves_nothing() as processes, job.open() as executor:
@@ -152,13 +152,13 @@ def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp
         executor.sync()
         if how == "dies":
             thread = kill_blocked(desk, "rollout.sync")
-            with pytest.raises(HostDiedError, match="sync in step 1 lost rollout rank 0, whose process died"):
+            with raises("host.died", task="sync in step 1", host="rollout rank 0"):
                 executor.step(batch(), 0)
             thread.join()
         else:
             desk.block("rollout.sync")
             thread = threading.Thread(target=desk.blocked, args=("rollout.sync",))
             thread.start()
-            with pytest.raises(NodeError, match="sync in step 1 is stuck on rollout rank 0: nothing was heard for"):
+            with raises("host.stuck", task="sync in step 1", host="rollout rank 0"):
                 executor.step(batch(), 0)
             thread.join()

@@ -1,6 +1,6 @@
-"""Trainer and engine that share devices: the engine maps the trainer's memory, so both are awake, and then one sleeps.
+"""Trainer and engine on shared devices: the engine maps the trainer's memory while both are awake, then one sleeps.
 
-The device is the CPU here, whose memory is handed over as a GPU's would be: by handles.
+The device is the CPU here, whose memory is passed by handles like that of a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRAPH = grpo(digits, n=2, max_new_tokens=4)
 
 
 def share_the_cpu() -> None:
-    """In the process of a role, which ends with the job."""
+    """Use the CPU as the shared device, in a role's process, which ends with the job."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     ipc.shared_device = lambda: torch.device("cpu")  # type: ignore[assignment]
 
@@ -66,8 +66,8 @@ class Rollout(ToyRollout):
 
 
 @pytest.mark.timeout(900)
-def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of one process; also where a side is killed in the middle of a sync and rebuilt."""
+def test_handles_have_the_numbers_of_one_process(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of one process, also if a side is killed during a sync and rebuilt."""
     monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (0,)))
     batch, here, there = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
     with toy_job(GRAPH, here, tiny).open(seed=5) as executor:
@@ -83,7 +83,7 @@ def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: py
         turns = [f"{e['role']}.{e['what']}" for e in desk.events() if e["what"] in ("sleep", "wake", "sync", "weights")]
         last = len(turns) - 1 - turns[::-1].index("rollout.sync")
         woken = last - 1 - turns[:last][::-1].index("rollout.wake")
-        one, *both, other = turns[woken : woken + 4]  # the two sides of the transfer work at the same time
+        one, *both, other = turns[woken : woken + 4]  # both sides of the transfer run concurrently
         assert (one, {*both}, other) == ("rollout.wake", {"actor.weights", "rollout.sync"}, "actor.sleep")
         for step, call in enumerate(("actor.weights", "rollout.sync"), 1):
             thread = kill_blocked(desk, call)
@@ -91,7 +91,7 @@ def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: py
             thread.join()
         remote.append(executor.step(batch, 3))
         processes += process_ids(executor).values()
-    assert desk.events()[-1]["what"] == "close"  # an engine is let end what it has started
+    assert desk.events()[-1]["what"] == "close"  # engines are closed
     for a, b in zip(local, remote, strict=True):
         receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
         assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
@@ -99,8 +99,8 @@ def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: py
         assert wherever(a.metrics.compute()) == wherever(b.metrics.compute())
 
 
-def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two, on two devices: all ranks of the engine receive, each from another rank of the trainer."""
+def test_each_rank_sends_to_the_rank_on_its_device(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on two devices: each rank of the engine receives from a different rank of the trainer."""
     monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (1, 0)))
     desk = Desk(str(tmp_path))
     specs = {"actor": Trainer(str(tmp_path), tiny, ranks=2), "rollout": Rollout(str(tmp_path), tiny, ranks=2)}
@@ -118,8 +118,8 @@ def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("memory", "transport"), [(None, "cuda ipc"), (24.0, "cuda ipc"), (23.0, "object store")])
-def test_both_are_awake_only_where_they_fit_together(memory: float | None, transport: str) -> None:
-    """By the sizes that they state; a scorer in the trainer's process counts too."""
+def test_both_are_awake_only_if_they_fit_together(memory: float | None, transport: str) -> None:
+    """By their declared sizes, including that of a scorer in the trainer's process."""
     actor, rollout = ProcessSpec(("actor", "ref"), 0, 1, (0,)), ProcessSpec(("rollout",), 0, 1, (0,))
     sizes = {"actor": 8.0, "ref": 4.0, "rollout": 12.0}
     hosts: Any = SimpleNamespace(

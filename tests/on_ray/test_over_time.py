@@ -1,4 +1,4 @@
-"""Functions, numbers over time and nodes that wait have on Ray the bits that they have in one process."""
+"""Function operators, scheduled parameters and conditional nodes have the same bits on Ray as in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 
 
 def local_operator() -> Any:
-    """One that no other process could import."""
+    """A local class, which other processes cannot import."""
 
     @operator
     def local(advantages: c.Advantages, *, factor: float = 1.0) -> c.Advantages:

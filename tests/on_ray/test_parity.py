@@ -34,7 +34,7 @@ PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
 
 
 def numbers(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """What depends neither on the clock nor on where engines are."""
+    """The metrics that depend neither on timing nor on placement."""
     return [
         {key: value for key, value in record.items() if not key.startswith(("timing", "throughput", "sync/by/"))}
         for record in records
@@ -77,8 +77,8 @@ def test_one_rank_has_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fused_update_has_its_bits_here_too(ranks: int, tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """Its ranks write a column, each its own rows, which a node without a slot reads."""
+def test_a_fused_update_has_the_same_bits(ranks: int, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """Each rank writes the column for its rows, and a node without a slot reads it."""
     job = job_of("grpo", tiny, optimizer=AdamW(lr=1e-3), trainer={"max_tokens": 60, "ranks": ranks})
     if ranks > 1:
         job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
@@ -101,7 +101,7 @@ def test_a_fused_update_has_its_bits_here_too(ranks: int, tiny: str, prompts_fil
 def test_a_checkpoint_is_resumed_anywhere(
     first: Place | None, second: Place | None, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
-    """Written in one process and resumed on Ray, and the other way about; each as if nothing had been between."""
+    """Written in one process and resumed on Ray, and vice versa, with the numbers of an uninterrupted run."""
     job = job_of("ppo", tiny, optimizer=AdamW(lr=1e-3)).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
     training = Training(
         replace(job, place=first),
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_resumed_anywhere(
 
 
 class Mortal(TorchTrainer):
-    """A trainer whose rank 1 dies amid an update, as the others wait in a collective, if there is a file `fate`."""
+    """A trainer whose rank 1 dies during an update, as the others wait in a collective, if the file `fate` exists."""
 
     fate: str = ""
 
@@ -140,7 +140,7 @@ class Mortal(TorchTrainer):
 
 
 def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place | None, fate: Path) -> Job:
-    """Actor, critic and reference on so many ranks; the rollout has a model of its own."""
+    """Actor, critic and reference on so many ranks; the rollout has a separate model."""
     job = job_of(algorithm, tiny, optimizer=optimizer, n=3, max_new_tokens=6, ppo_epochs=2)
     backends = {
         role: replace(job.graph.bindings[role], ranks=ranks) for role in job.graph.bindings if role != "rollout"
@@ -150,12 +150,12 @@ def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The distance of two tensors, against the size of the first."""
+    """The distance of two tensors relative to the norm of the first."""
     return float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
 
 
 def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, DataProto]) -> None:
-    """By node: floats up to rounding, all else equal."""
+    """Per node: floats equal up to rounding, everything else exactly."""
     for node, columns in expected.items():
         for name, column in columns.columns.items():
             other = found[node][name]
@@ -178,7 +178,8 @@ def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, 
 def test_two_fsdp_ranks_agree_with_one_process(
     algorithm: str, optimizer: Any, place: Place, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nine rows for two ranks. Then a rank is killed amid an update: both end, and the step is repeated to the bit."""
+    """Nine rows for two ranks. Then a rank is killed during an update: both end, and the repeated step has the same
+    bits."""
     batch, fate = proto(prompt_batch(PROMPTS)), tmp_path / "fate"
     caplog.set_level(logging.WARNING, "flowrl")
     with fsdp_job(algorithm, tiny, 1, optimizer, None, fate).open(seed=1) as executor:
@@ -219,7 +220,7 @@ def test_two_fsdp_ranks_agree_with_one_process(
     for name in one:
         assert relative(one[name] - started[name], two[name] - started[name]) < 1e-3, name
         assert relative(one[name], two[name]) < 1e-6, name
-    # What arrived at the engine is what the ranks hold together.
+    # The engine received the joined weights of the ranks.
     assert receipt.digest == weights_digest(two.items())
     assert (receipt.transport, receipt.version) == ("object store", 1)
     assert first.metrics.compute() == there.compute()

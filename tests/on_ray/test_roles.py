@@ -1,4 +1,4 @@
-"""Reward models, judges and teachers on Ray: over several ranks they say what one process does."""
+"""Reward models, judges and teachers on Ray: several ranks give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 
 def length(text: str) -> float:
-    """How much the judge has to say."""
+    """The length of the judge's response."""
     return float(len(text))
 
 
-JUDGE = Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4, log="reward/said")
+JUDGE = Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4, log="reward/judge")
 
 
 def modelled() -> Graph:
-    """The same answers scored by tokens, by text and by a judge, one node each."""
+    """The same responses scored by tokens, by text and by a judge, with one node each."""
     others = {"by_text": TextModelReward(log="reward/text"), "judge": JUDGE}
     return grpo(digits, n=2, max_new_tokens=6, kl_coef=0.0).edit(
         replace={"reward": ModelReward(log="reward/tokens").named("by_tokens")},
         insert={name: After("generate", operator) for name, operator in others.items()}
-        | {"weigh": After("reward", WeighRewards({"tokens": 1.0, "text": 0.5, "said": 0.1}))},
+        | {"weigh": After("reward", WeighRewards({"tokens": 1.0, "text": 0.5, "judge": 0.1}))},
         wire={
             "weigh.tokens": "by_tokens.token_level_scores",
             "weigh.text": "by_text.token_level_scores",
-            "weigh.said": "judge.token_level_scores",
+            "weigh.judge": "judge.token_level_scores",
         },
     )
 
@@ -55,7 +55,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_two_ranks_say_what_one_process_does(name: str, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_two_ranks_have_the_numbers_of_one_process(name: str, tiny: str, prompts_file: str, tmp_path: Path) -> None:
     graph: Graph = GRAPHS[name]
     reward_model, teacher = reward_folder(tmp_path), tiny_folder(tmp_path, seed=9)
 

@@ -1,4 +1,4 @@
-"""Rows and axes that operators make anew, on Ray: what several ranks compute is what one process does, bit for bit."""
+"""New rows and axes of operators, on Ray: several ranks compute the bits of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 class Longer(Operator):
-    """Of two answers to a prompt, the longer."""
+    """The longer of two responses to a prompt."""
 
     new_axes: ClassVar[tuple[str, ...]] = ("response",)
 
@@ -52,7 +52,7 @@ class Longer(Operator):
 
 
 class Demos(Operator):
-    """Two rows that are wider than any answer."""
+    """Two rows that are wider than any response."""
 
     new_axes: ClassVar[tuple[str, ...]] = ("batch", "prompt")
 
@@ -60,8 +60,8 @@ class Demos(Operator):
         return rollout_batch(prompt_batch([[7, 8, 9], [7]]), [[8] * 9, [30] * 4])
 
 
-class Beside(Operator):
-    """Reference log-probs, each less the mean of the demonstrations', which every rank has to see whole."""
+class Compared(Operator):
+    """Reference log-probs minus the mean of the demonstrations', all of which every rank needs."""
 
     granularity = "row"
     ref: Reads[Scorer] = Role("ref")
@@ -76,12 +76,12 @@ def axes(batch: PromptBatch) -> Any:
     prompts = Repeat(3)(batch)
     second = Generate(max_new_tokens=9).named("second")(prompts)
     rollout = Longer()(Generate(max_new_tokens=4)(prompts), second)
-    beside = Beside()(rollout, Demos()(batch.prompts))
+    compared = Compared()(rollout, Demos()(batch.prompts))
     advantages = GroupAdvantage()(Reward(digits)(rollout, prompts), rollout.response_mask, prompts.uid)
-    return Sync()(UpdateActor(mini_batch=3)(rollout, OldLogProb()(rollout), advantages)), beside
+    return Sync()(UpdateActor(mini_batch=3)(rollout, OldLogProb()(rollout), advantages)), compared
 
 
-def test_axes_that_are_made_anew_give_the_bits_of_one_process(tiny: str, tmp_path: Path) -> None:
+def test_new_axes_have_the_bits_of_one_process(tiny: str, tmp_path: Path) -> None:
     graph = axes()
     keep = tuple(graph.nodes)
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
@@ -92,8 +92,8 @@ def test_axes_that_are_made_anew_give_the_bits_of_one_process(tiny: str, tmp_pat
         refuse_difference(local, run(executor, 4, 2, keep))
 
 
-def test_what_passes_a_filter_is_the_same_and_shared_out_unevenly(tiny: str, tmp_path: Path) -> None:
-    """Groups of one score go, and short rows of the others; ranks share what is left."""
+def test_a_filter_passes_the_same_rows_which_ranks_split_unevenly(tiny: str, tmp_path: Path) -> None:
+    """Groups with equal scores are dropped, and short rows of the others; ranks split the rest."""
     graph = grpo(digits, n=3, max_new_tokens=6).edit(
         insert={"long": After("generate", Filter(Length(least=3))), "spread": After("reward", Filter(Spread(0.1)))}
     )
@@ -116,8 +116,8 @@ def collected(executor: Any, stream: Any, steps: int, keep: tuple[str, ...]) -> 
 
 
 def test_groups_are_collected_in_the_same_rounds_from_the_same_prompts(tiny: str, tmp_path: Path) -> None:
-    """Pieces of several rounds on several ranks are the rows that one process joins; a rank that dies in a later round
-    is started anew, and the step is done again on the prompts that it had drawn."""
+    """Pieces of several rounds on several ranks are joined as in one process. If a rank dies in a later round, it is
+    restarted, and the step repeats with the same prompts."""
     gate = Collect(Spread(0.1), groups=5, rounds=20)
     graph = grpo(digits, n=3, max_new_tokens=6).edit(insert={"collect": After("reward", gate)})
     prompts = PromptData(write_prompts(tmp_path / "prompts.jsonl", 30))
@@ -134,11 +134,11 @@ def test_groups_are_collected_in_the_same_rounds_from_the_same_prompts(tiny: str
     place = Split(1, 1, restart="role")
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "lost", tiny, place=place).open(3) as executor:
         processes += process_ids(executor).values()
-        desk, asked = Desk(str(tmp_path / "lost")), list[int]()
+        desk, requests = Desk(str(tmp_path / "lost")), list[int]()
 
         def more(number: int) -> Any:
-            asked.append(number)
-            if len(asked) == 1:
+            requests.append(number)
+            if len(requests) == 1:
                 killers.append(kill_blocked(desk, "rollout.generate"))
             return streams[2].next(number)
 

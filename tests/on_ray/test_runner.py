@@ -1,4 +1,4 @@
-"""Steps on Ray with engines that load nothing: how rows are shared out, what travels, what runs at once, turns."""
+"""Steps on Ray with toy engines: distribution of rows, traffic, concurrency, and turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.hosts.wire import pack
 from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.runner import Traffic
-from flowrl.errors import DataError, GraphError, NodeError
+from flowrl.errors import DataError, NodeError
 from flowrl.graphs import grpo, ppo
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span
@@ -33,6 +33,7 @@ from tests.on_ray.toys import (
     toy_job,
     wherever,
 )
+from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto
 from tests.support.paper import fixed
 from tests.support.rewards import digits
@@ -54,7 +55,7 @@ def run(executor: Any, rows: int, steps: int, keep: tuple[str, ...] = ()) -> lis
 
 
 def same(a: DataProto, b: DataProto) -> None:
-    """Bit for bit, but for the positions of padding, which say nothing."""
+    """Equal bit for bit, without the positions of padding, which have no meaning."""
     assert a.columns.keys() == b.columns.keys()
     assert attended(a).digest() == attended(b).digest()
 
@@ -66,8 +67,7 @@ def attended(data: DataProto) -> DataProto:
 
 
 def refuse_difference(local: list[Any], remote: list[Any]) -> None:
-    """Every column of every node, every value but how weights travelled, and every metric: those that ranks report in
-    parts, and those that each reports whole."""
+    """Compare all columns, values (without the transport of weights) and metrics of all nodes."""
     for a, b in zip(local, remote, strict=True):
         assert a.columns.keys() == b.columns.keys()
         for node in a.columns:
@@ -92,7 +92,7 @@ def refuse_difference(local: list[Any], remote: list[Any]) -> None:
 def test_any_ranks_give_the_bits_of_one_process(
     algorithm: str, rows: int, ranks: dict[str, int], place: Any, tiny: str, tmp_path: Path
 ) -> None:
-    """Rows that the ranks do not divide, and fewer rows than ranks."""
+    """Numbers of rows that the ranks do not divide, and fewer rows than ranks."""
     graph = graph_of(algorithm)
     keep = tuple(graph.nodes)
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
@@ -101,7 +101,7 @@ def test_any_ranks_give_the_bits_of_one_process(
         processes += process_ids(executor).values()
         remote = run(executor, rows, 3, keep)
         refuse_difference(local, remote)
-        # Nothing asked for, so no tensor in the driver; the prompts went in once.
+        # Without returned nodes, no tensor reaches the driver, and the prompts are put once.
         executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:rows])), 3)
         assert executor.runner.traffic.driver == 0
@@ -112,11 +112,11 @@ def test_any_ranks_give_the_bits_of_one_process(
     total = rows * (3 if algorithm == "grpo" else 1)
     assert sum(event["rows"] for event in shares) == 4 * total
     updates = [event for event in events if (event["role"], event["what"]) == ("actor", "update")]
-    assert sum(event["rows"] for event in updates) == 4 * total  # each rank has rows of its own
+    assert sum(event["rows"] for event in updates) == 4 * total  # ranks have disjoint rows
 
 
-def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One rank each: the bytes that hosts fetched are those of the columns that their nodes read, packed."""
+def test_traffic_is_the_size_of_the_inputs(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With one rank each, hosts fetch the packed size of the columns that their nodes read."""
     graph = graph_of("grpo")
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
@@ -133,36 +133,37 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
         reads = [(edge.node, edge.output) for node in graph.nodes.values() for edge in node.inputs.values()]
         assert fetched == sum(made[edge] for edge in reads if edge in made)
         assert driver == sum(size for size in made.values())
-        # Padding does not travel: a batch twice as wide costs what the narrow one does.
+        # Padding is not sent: a batch twice as wide costs as much as the narrow one.
         executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:4])), 0)
         narrow = executor.runner.traffic.hosts
         executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:4], width=100)), 0)
         assert abs(executor.runner.traffic.hosts - narrow) < 0.35 * narrow
-        # What raises is named, and the executor goes on afterwards.
-        with pytest.raises(GraphError, match="the batch lacks prompt_mask"):
+        # Errors name the node, and the executor can continue.
+        with raises("step.missing-columns", node="batch", missing=("prompt_mask",)):
             executor.step(proto(prompt_batch(PROMPTS[:4])).drop("prompt_mask"), 1)
         desk = Desk(str(tmp_path / "desk"))
         desk.fail("ref.log_probs")
-        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 8 on ref rank 0: ValueError") as caught:
+        facts = {"node": "ref_log_prob", "step": 8, "host": "ref rank 0", "error": "ValueError"}
+        with raises("step.node-failed", **facts) as caught:
             executor.step(proto(prompt_batch(PROMPTS[:4])), 7)
-        assert "ref.log_probs was told to fail" in str(caught.value)
-        assert "it was given rollout.input_ids: int64[12, " in str(caught.value)
+        assert "ref.log_probs was set to fail" in caught.value.message
+        assert "inputs: rollout.input_ids: int64[12, " in caught.value.message
         assert isinstance(caught.value.__cause__, ValueError)
         assert "toys.py" in caught.value.__notes__[0]
         executor.sync()
-        # What a node warns of in its own process is heard here.
+        # Warnings of a node in its process are logged in the driver.
         executor.state.update({"mismatch.seen": {"steps": 10, "largest": 0.0, "alarm": False}})
         again = executor.step(proto(prompt_batch(PROMPTS[:4])), 8)
         assert again.metrics["actor/trained"].compute() == 12
-        [said] = [record for record in caplog.records if record.name.endswith("corrections")]
-        assert said.getMessage().startswith("mismatch, step 11: the engine's log-probs differ from the trainer's by")
+        [warning] = [record for record in caplog.records if record.name.endswith("corrections")]
+        assert warning.getMessage().startswith("mismatch, step 11: the engine's log-probs differ from the trainer's by")
         assert executor.state["mismatch.seen"] == {"steps": 11, "largest": 0.0, "alarm": True}
 
 
-def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
-    """Old log-prob, reference and value get through a barrier that only concurrent nodes can pass."""
+def test_independent_nodes_run_concurrently(tiny: str, tmp_path: Path) -> None:
+    """Old log-prob, reference and value pass a barrier that only concurrent nodes can pass."""
     desk = tmp_path / "desk"
     job = toy_job(graph_of("ppo"), desk, tiny, place=Split(3, 1))
     Desk(str(desk)).meet(["actor.log_probs", "ref.log_probs", "critic.values"])
@@ -170,20 +171,20 @@ def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
         assert len({plan.slots for plan in executor.runner.hosts.processes}) == 4
-    # Updates of actor and critic do not wait for each other either; nobody had to sleep.
+    # Updates of actor and critic do not wait for each other either, and no engine sleeps.
     assert not [event for event in Desk(str(desk)).events() if event["what"] in ("sleep", "wake")]
 
 
 def turns_of(spans: list[Span]) -> list[str]:
-    """What happens on the slots, and for whom they are cleared, in order, from the second step on."""
+    """The nodes on the slots, and the sleeps and wakes between them, in order, from the second step on."""
     shown = [span for span in spans if span.kind == "wait" or (span.kind == "node" and "general" not in span.place)]
     names = [span.name for span in sorted(shown, key=lambda span: span.start)]
     return names[len(names) - names[::-1].index("generate") :]
 
 
-def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
-    """On a shared slot the one who works is awake, and alone; so are both sides of a sync, one after the other. The
-    pretend runner takes the same turns."""
+def test_processes_take_turns_on_one_slot(tiny: str, tmp_path: Path) -> None:
+    """On a shared slot only the working process is awake, in a sync both sides in turn. The pretend runner takes the
+    same turns."""
     desk = tmp_path / "desk"
     job = toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1))
     with leaves_nothing() as processes, job.open() as executor:
@@ -217,8 +218,8 @@ def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
     assert worked["actor.weights"] == worked["rollout.sync"] == 3
 
 
-def test_whole_groups_go_to_one_rank(tiny: str, tmp_path: Path) -> None:
-    """A node with a role that wants whole groups: no rank sees a part of one."""
+def test_groups_are_not_split_over_ranks(tiny: str, tmp_path: Path) -> None:
+    """With ``granularity = "group"``, no rank gets a part of a group."""
     graph = graph_of("grpo").edit(replace={"ref_log_prob": GroupScore()})
     desk = tmp_path / "desk"
     with toy_job(graph, tmp_path / "local", tiny).open() as executor:
@@ -234,23 +235,24 @@ def test_whole_groups_go_to_one_rank(tiny: str, tmp_path: Path) -> None:
     assert sum(rows) == 30
 
 
-def test_an_error_of_one_rank_is_its_own(tiny: str, tmp_path: Path) -> None:
-    """One of two ranks raises: it is named, and not taken for a death."""
+def test_an_error_of_one_rank_is_not_a_death(tiny: str, tmp_path: Path) -> None:
+    """One of two ranks raises: the error names it."""
     job: Job = toy_job(graph_of("grpo"), tmp_path / "desk", tiny, {"ref": 2}, Colocate(2, restart="role"))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 2, 1)
         Desk(str(tmp_path / "desk")).fail("ref.log_probs")
-        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 2 on ref rank [01]: ValueError"):
+        with raises("step.node-failed", node="ref_log_prob", step=2, error="ValueError") as one:
             executor.step(proto(prompt_batch(PROMPTS[:2])), 1)
+        assert one.value.facts["host"] in ("ref rank 0", "ref rank 1")
         with pytest.raises(NodeError) as caught:
             executor.step(proto(prompt_batch(PROMPTS[:2]))[:0], 1)
         assert isinstance(caught.value.__cause__, DataError)
 
 
 @pytest.mark.parametrize("restart", ["never", "role"])
-def test_an_engine_that_forgets_asleep_is_synced_before_it_generates(restart: Any, tiny: str, tmp_path: Path) -> None:
-    """On one slot with a trainer, which takes its turn for a save after a step, or for what a restart goes back to."""
+def test_an_engine_that_loses_weights_asleep_is_synced(restart: Any, tiny: str, tmp_path: Path) -> None:
+    """On one slot with a trainer, which wakes for a save after a step, or for the snapshot of a restart."""
     graph = graph_of("grpo")
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
         local = run(executor, 3, 3)
@@ -265,12 +267,12 @@ def test_an_engine_that_forgets_asleep_is_synced_before_it_generates(restart: An
             remote.append(executor.step(proto(prompt_batch(PROMPTS[:3])), step))
             executor.save(tmp_path / f"saved-{step}")
     refuse_difference(local, remote)
-    if restart == "never":  # the sync of a step is good for the next, unless a save has come between
+    if restart == "never":  # a sync serves the next step too, unless a save comes between
         assert sum(event["what"] == "sync" for event in Desk(str(desk)).events()) == 1 + 3 + 2
 
 
-def test_paths_are_those_of_the_driver(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes work in its folder, whichever one Ray was started in."""
+def test_hosts_work_in_the_folder_of_the_driver(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths are the same there, wherever Ray was started."""
     monkeypatch.chdir(tmp_path)
     job = toy_job(graph_of("grpo"), Path("desk"), tiny, {"actor": 2}, Colocate(2))
     with leaves_nothing() as processes, job.open() as executor:
@@ -285,23 +287,23 @@ def test_paths_are_those_of_the_driver(tiny: str, tmp_path: Path, monkeypatch: p
 
 
 class Elsewhere(ToyTrainer):
-    """Its rank 1 is as if it were on a machine with other files."""
+    """Its rank 1 behaves as if it were on a machine with other files."""
 
     def build(self, context: Any) -> ToyTrainerEngine:
         if context.rank == 1:
             exists = os.path.exists
-            os.path.exists = lambda path: "saved" not in str(path) and exists(path)  # in this process alone
+            os.path.exists = lambda path: "saved" not in str(path) and exists(path)  # only in this process
         return super().build(context)
 
 
-def test_a_folder_that_a_rank_does_not_share_gets_no_checkpoint(tiny: str, tmp_path: Path) -> None:
+def test_a_checkpoint_needs_a_shared_folder(tiny: str, tmp_path: Path) -> None:
     desk = tmp_path / "desk"
     job = toy_job(graph_of("grpo"), desk, tiny, place=Colocate(2))
     job = job.edit(bind={"actor": Elsewhere(desk=str(desk), folder=tiny, ranks=2)})
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 2, 1)
-        with pytest.raises(DataError, match=r"actor rank 1 is on a machine that does not share .*saved"):
+        with raises("cluster.folder-not-shared", host="actor rank 1", path=str(tmp_path / "saved")):
             executor.save(tmp_path / "saved")
     assert not [*(tmp_path / "saved").rglob("*")]
     assert all(event["what"] != "save_checkpoint" for event in Desk(str(desk)).events())

@@ -1,4 +1,4 @@
-"""Engines over several slots each: whose turn it is, what each process is given, and deaths."""
+"""Engines with several slots each: turns, the rows of each process, and deaths."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STEPS = 4
 
 
 def job_at(desk: Path, tiny: str, place: Colocate) -> Job:
-    """An actor of three ranks and a rollout of two, each over two slots and without a group."""
+    """An actor of three ranks, and a rollout of two, each with two slots and without a process group."""
     desk.mkdir()
     rollout = ToyRollout(desk=str(desk), folder=tiny, ranks=2, slots_per_rank=2, collective=False)
     return replace(toy_job(GRAPH, desk, tiny, {"actor": 3}), place=place).edit(bind={"rollout": rollout})
 
 
 def run(executor: Any, on_step: Any = lambda step: lambda node: None) -> list[dict[str, float]]:
-    """The metrics of some steps, but for how often weights were received."""
+    """The metrics of some steps, without the numbers of syncs by transport."""
     executor.sync()
     found = []
     for step in range(STEPS):
@@ -44,7 +44,7 @@ def run(executor: Any, on_step: Any = lambda step: lambda node: None) -> list[di
 
 
 def refuse_two_at_once(events: list[dict[str, Any]], plans: list[ProcessSpec]) -> None:
-    """On each slot at most one process is awake, at any time."""
+    """On each slot at most one process is awake at any time."""
     of = {(role, plan.rank): plan for plan in plans for role in plan.roles}
     awake: dict[tuple[str, int], ProcessSpec] = {}
     for event in events:
@@ -59,7 +59,7 @@ def refuse_two_at_once(events: list[dict[str, Any]], plans: list[ProcessSpec]) -
 
 @pytest.mark.timeout(900)
 def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
-    """One rank of two dies, and a rank of another role, whose slot one of them has too."""
+    """One rank of two dies, and a rank of another role on the same slot."""
     with toy_job(GRAPH, tmp_path / "local", tiny).open(seed=5) as executor:
         expected = run(executor)
     job = job_at(tmp_path / "ray", tiny, Colocate(4, restart="role"))
@@ -84,7 +84,7 @@ def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
                 os.kill(ids[due[1]], signal.SIGKILL)
                 assert ends(ids[due[1]])
                 role = due[1].partition("[")[0]
-                for plan in executor.runner.hosts.ranks(role):  # which all end with it
+                for plan in executor.runner.hosts.ranks(role):  # all of which end with it
                     desk.record(role, plan.rank, "dead")
                 due = None
 
@@ -97,8 +97,8 @@ def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
         processes += process_ids(executor).values()
     events = desk.events()
     refuse_two_at_once(events, plans)
-    made = [event["rows"] for event in events if event["what"] == "generate"]
-    assert len(made) >= 2 * STEPS
-    assert all(rows == len(PROMPTS) for rows in made), "rows are halved over two ranks"
+    rows = [event["rows"] for event in events if event["what"] == "generate"]
+    assert len(rows) >= 2 * STEPS
+    assert all(count == len(PROMPTS) for count in rows), "two ranks split the rows"
     grouped = {event["role"]: event["grouped"] for event in events if event["what"] == "build"}
     assert grouped == {"actor": True, "ref": False, "rollout": False}

@@ -1,4 +1,4 @@
-"""On Ray: graphs on data of their own, and samplers that learn, have the bits that they have in one process."""
+"""On Ray: graphs with other data, and samplers that learn, have the bits of one process."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 
 
 def cases(folder: Path) -> dict[str, Any]:
-    """By graph, that and its data."""
-    demos = [{"prompt": f"q{i}", "response": "12" * (1 + i % 3)} for i in range(5)]
+    """Graphs with their data, by name."""
+    rows = [{"prompt": f"q{i}", "response": "12" * (1 + i % 3)} for i in range(5)]
     pairs = [{"prompt": f"q{i}", "chosen": "12" * (1 + i % 3), "rejected": "abc"} for i in range(5)]
-    told = DemoData(write_jsonl(folder / "demos.jsonl", demos))
+    demo_data = DemoData(write_jsonl(folder / "demos.jsonl", rows))
     prompts = PromptData(write_prompts(folder / "prompts.jsonl"), sampler=ByDifficulty(0.3))
     learning = graphs.grpo_sft(digits, n=3, max_new_tokens=5).edit(insert={"feedback": After("reward", Feedback())})
     collect = After("feedback", Collect(Spread(0.1), groups=3, rounds=20))
     return {
-        "sft": (graphs.sft(), told),
+        "sft": (graphs.sft(), demo_data),
         "dpo": (graphs.dpo(), PreferenceData(write_jsonl(folder / "pairs.jsonl", pairs))),
-        "grpo_sft": (learning.edit(insert={"collect": collect}), {"batch": prompts, "demos": told}),
+        "grpo_sft": (learning.edit(insert={"collect": collect}), {"batch": prompts, "demos": demo_data}),
     }
 
 

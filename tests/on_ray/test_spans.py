@@ -1,4 +1,4 @@
-"""Weights that change under answers on Ray: which sampled what, what overlaps, and processes that die meanwhile."""
+"""Live weight updates on Ray: the version of each token, overlap, and processes that die meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, LAG = 8, 2
 
 
 def spanned(folder: str) -> Job:
-    """GRPO that collects groups by what is known of their prompts, and whose answers take longer than its training."""
+    """GRPO that collects groups by their prompts alone, and whose generation takes longer than its training."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
     job = job_of("grpo", folder, half, optimizer=AdamW(lr=2e-4), n=N)
     return job.edit(
@@ -47,13 +47,13 @@ def spanned(folder: str) -> Job:
 def collected(
     job: Job, folder: str, data: str, after: Callable[[Any, int], None], on_node: Any = lambda name: None
 ) -> tuple[list[StepResult], list[Span]]:
-    """What a run leaves, step by step; after each, and once before the first, `after` is called."""
+    """The results of a run; `after` is called before the first step and after each."""
     stream, found = stream_of(folder, data), list[StepResult]()
     with job.open(seed=5) as executor:
         executor.sync()
         after(executor, 0)
-        asked = {"lag": LAG, "return_nodes": ["collect"], "more": stream.next, "on_node": on_node}
-        for result in executor.run(lambda step: stream.next(PROMPTS), range(STEPS), **asked):
+        settings = {"lag": LAG, "return_nodes": ["collect"], "more": stream.next, "on_node": on_node}
+        for result in executor.run(lambda step: stream.next(PROMPTS), range(STEPS), **settings):
             found.append(result)
             after(executor, len(found))
         return found, executor.timeline.spans
@@ -74,9 +74,7 @@ def alone(tiny: str, data: str) -> list[list[str]]:
     return groups(collected(spanned(tiny), tiny, data, lambda executor, step: None)[0])
 
 
-def test_each_token_is_of_the_version_that_it_bears(
-    tiny: str, data: str, alone: list[list[str]], tmp_path: Path
-) -> None:
+def test_each_token_was_sampled_with_its_version(tiny: str, data: str, alone: list[list[str]], tmp_path: Path) -> None:
     def keep(executor: Any, step: int) -> None:
         executor.save_pretrained("actor", tmp_path / str(step))
 
@@ -84,16 +82,15 @@ def test_each_token_is_of_the_version_that_it_bears(
         found, spans = collected(replace(spanned(tiny), place=Split(1, 1)), tiny, data, keep)
     assert groups(found) == alone
     several = sum(of_several_versions(step, result, "collect", tmp_path) for step, result in enumerate(found))
-    assert several, "no weights have changed under an answer"
+    assert several, "no weights changed during a response"
     both = [[span for span in spans if span.name == name] for name in ("sync", "generate")]
     assert any(overlap(sync, generate) for sync in both[0] for generate in both[1])
 
 
 def of_several_versions(step: int, result: StepResult, node: str, folder: Path) -> int:
-    """How many rows are of several versions, after a look at whether each token is of the one that it bears.
+    """Check that each token of a node's rows was sampled with its version; returns how many rows have several.
 
     Args:
-        node: whose rows are looked at.
         folder: has the weights of each version.
     """
     columns = dict(result.columns[node].columns)
@@ -108,8 +105,8 @@ def of_several_versions(step: int, result: StepResult, node: str, folder: Path) 
     return int((versions.amax(1) > columns["policy_version"]).sum())
 
 
-def test_each_token_of_an_episode_is_of_the_version_that_it_bears(tiny: str, data: str, tmp_path: Path) -> None:
-    """Over three turns, between which environments answer; whether weights change under one is up to the clock."""
+def test_each_token_of_an_episode_was_sampled_with_its_version(tiny: str, data: str, tmp_path: Path) -> None:
+    """Over three turns with replies of environments; whether weights change during one depends on timing."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
     episodes = Interact(Longer, max_turns=3, context=250, max_new_tokens=40)
     job = job_of("grpo", tiny, optimizer=AdamW(lr=2e-4), n=2).edit(
@@ -132,10 +129,10 @@ def test_each_token_of_an_episode_is_of_the_version_that_it_bears(tiny: str, dat
     assert step + 1 == steps
 
 
-def test_what_dies_under_a_swap_is_rebuilt_and_the_same_rows_are_trained_on(
+def test_processes_that_die_during_a_swap_are_rebuilt_and_the_same_rows_are_trained_on(
     tiny: str, data: str, alone: list[list[str]]
 ) -> None:
-    """The trainer and then the engine, each as weights are about to change under answers."""
+    """The trainer and then the engine, each just before weights change during responses."""
     killed, syncs, running = list[int](), 0, list[Any]()
 
     def kill(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Hosts are forks of a process that has imported, and find nothing of the job before."""
+"""Hosts are forks of a process that has imported their modules, and are independent of earlier jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ray
 
 
 class Looks(ToyScorer):
-    """A scorer that records the state of its process, and may then poison it."""
+    """A scorer that records the state of its process, and may then change it."""
 
     serves = (Scorer,)
     poisons: bool = False
@@ -38,7 +38,7 @@ class Looks(ToyScorer):
 
 
 def states(desk: Path, folder: str, poisons: bool) -> list[dict[str, Any]]:
-    """What a new job's scorer finds in its process, and what it leaves there."""
+    """The states of the process of a new job's scorer."""
     job = toy_job(grpo(digits, n=2), desk, folder, place=Colocate(1))
     with job.edit(bind={"ref": Looks(desk=str(desk), folder=folder, poisons=poisons)}).open() as executor:
         actors = [executor.runner.hosts.general, *executor.runner.hosts.actors.values()]
@@ -48,12 +48,12 @@ def states(desk: Path, folder: str, poisons: bool) -> list[dict[str, Any]]:
     return [event["state"] for event in Desk(str(desk)).events() if event["what"] == "state"]
 
 
-def test_a_job_finds_nothing_of_the_job_before(tiny: str, tmp_path: Path) -> None:
+def test_a_job_is_independent_of_earlier_jobs(tiny: str, tmp_path: Path) -> None:
     [clean] = states(tmp_path / "clean", tiny, poisons=False)
-    found, left = states(tmp_path / "poisons", tiny, poisons=True)
+    found, poisoned = states(tmp_path / "poisons", tiny, poisons=True)
     [after] = states(tmp_path / "after", tiny, poisons=False)
     kinds = clean.keys() - {"sockets"}  # Ray opens some, whose number varies
-    assert {kind for kind in kinds if left[kind] != clean[kind]} == kinds
+    assert {kind for kind in kinds if poisoned[kind] != clean[kind]} == kinds
     for kind in kinds:
         assert clean[kind] == found[kind] == after[kind], kind
 

@@ -1,4 +1,4 @@
-"""Engines that load nothing, do arithmetic on what they are given, and can be told to record, to block or to raise.
+"""Toy engines that load nothing, compute on their inputs, and can be set to record, to block or to raise.
 
 Whatever they compute depends on their weights and on each row alone, so any executor must get the same bits from them.
 """
@@ -38,24 +38,24 @@ T = TypeVar("T")
 
 
 class Desk:
-    """A folder through which a test and engines in other processes deal with each other."""
+    """A folder through which a test controls engines in other processes."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
     def events(self) -> list[dict[str, Any]]:
-        """What engines have recorded, in order."""
+        """The events of engines, in order."""
         log = self.folder / "events.jsonl"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     def record(self, role: str, rank: int, what: str, **more: Any) -> None:
-        """Enter an event."""
+        """Record an event."""
         line = json.dumps({"role": role, "rank": rank, "what": what, "time": time.time(), **more}) + "\n"
-        with (self.folder / "events.jsonl").open("a") as log:  # one write: appended whole
+        with (self.folder / "events.jsonl").open("a") as log:  # a single write is atomic
             log.write(line)
 
     def block(self, call: str) -> None:
-        """The next `call` (``"actor.update"``) tells its process id and then waits for ever."""
+        """The next `call` (``"actor.update"``) reports its process id and then waits forever."""
         os.mkfifo(self.folder / f"{call}.block")
 
     def blocked(self, call: str) -> int:
@@ -67,7 +67,7 @@ class Desk:
         os.mkfifo(self.folder / f"{call}.hold")
 
     def release(self, call: str) -> None:
-        """Wait until a call is held, and let it go on."""
+        """Wait until a call is held, and release it."""
         (self.folder / f"{call}.hold").write_text("")
 
     def fail(self, call: str, error: type[Exception] = ValueError) -> None:
@@ -75,52 +75,52 @@ class Desk:
         (self.folder / f"{call}.fail").write_text(error.__name__)
 
     def meet(self, calls: Sequence[str]) -> None:
-        """From now on, each of these calls waits until all of them have begun."""
+        """From now on, each of these calls waits until all have started."""
         for call in calls:
             (self.folder / f"{call}.meet").write_text(" ".join(calls))
             for other in calls:
                 os.mkfifo(self.folder / f"{call}-from-{other}")
 
     def enter(self, role: str, rank: int, method: str) -> None:
-        """What an engine does at the start of a call."""
+        """Called by an engine at the start of a call."""
         call = f"{role}.{method}"
         if (fault := self.folder / f"{call}.fail").exists():
             error = {"ValueError": ValueError, "EngineError": EngineError}[fault.read_text()]
             fault.unlink()
-            raise error(f"{call} was told to fail")
+            raise error(f"{call} was set to fail")
         if (fifo := self.folder / f"{call}.block").exists():
-            writer = os.open(fifo, os.O_WRONLY)  # until somebody reads
+            writer = os.open(fifo, os.O_WRONLY)  # until a reader opens it
             fifo.unlink()
             os.write(writer, str(os.getpid()).encode())
             os.close(writer)
             threading.Event().wait()
         if (gate := self.folder / f"{call}.hold").exists():
-            gate.read_text()  # until somebody writes
+            gate.read_text()  # until a writer opens it
             gate.unlink()
         if (meeting := self.folder / f"{call}.meet").exists():
             self._meet(call, meeting.read_text().split())
 
     def _meet(self, call: str, calls: list[str]) -> None:
-        """Each writes a byte to every other, and reads one of each: only those that run at once get through."""
+        """Write a byte to every other call, and read one of each: only concurrent calls get through."""
         others = [other for other in calls if other != call]
         waiting = {os.open(self.folder / f"{call}-from-{other}", os.O_RDWR): other for other in others}
-        told = [os.open(self.folder / f"{other}-from-{call}", os.O_RDWR) for other in others]
-        for pipe in told:
+        outgoing = [os.open(self.folder / f"{other}-from-{call}", os.O_RDWR) for other in others]
+        for pipe in outgoing:
             os.write(pipe, b".")
-        pipes = {*waiting, *told}
+        pipes = {*waiting, *outgoing}
         while waiting:
             ready = select.select(list(waiting), [], [], 60)[0]
             if not ready:
-                raise TimeoutError(f"{call} waited for {list(waiting.values())}, which did not begin meanwhile")
+                raise TimeoutError(f"{call} waited for {list(waiting.values())}, which did not start")
             for pipe in ready:
                 os.read(pipe, 1)
                 del waiting[pipe]
-        for pipe in pipes:  # each has opened all of its own before it wrote to me
+        for pipe in pipes:  # each call has opened all its pipes before it wrote
             os.close(pipe)
 
 
 def kill_blocked(desk: Desk, call: str) -> threading.Thread:
-    """SIGKILL whoever makes this call, in the middle of it."""
+    """SIGKILL the process that makes this call, during the call."""
     desk.block(call)
     thread = threading.Thread(target=lambda: os.kill(desk.blocked(call), signal.SIGKILL))
     thread.start()
@@ -132,7 +132,7 @@ class Toy(Backend):
 
     Args:
         desk: folder of the `Desk`.
-        folder: of a tokeniser.
+        folder: of a tokenizer.
         ranks, slots_per_rank, memory, collective, loses_weights_asleep: see `Backend`.
     """
 
@@ -146,7 +146,7 @@ class Toy(Backend):
 
 
 class ToyEngine:
-    """What all toys do: sleep, wake, and refuse to work asleep."""
+    """Base of toy engines: sleep, wake, and refuse to work asleep."""
 
     def __init__(self, role: str, spec: Toy, context: Any) -> None:
         self.role, self.spec, self.desk = role, spec, Desk(spec.desk)
@@ -189,16 +189,18 @@ class ToyLearner(ToyEngine):
     version = 0
 
     def update(self, batch: Any, mini_batches: Sequence[Any], loss: Any) -> Metrics:
-        """Moves the weights by sums over the rows of all ranks; each reports its own."""
+        """Moves the weights by sums over the rows of all ranks; each rank reports its own rows."""
         self._enter("update", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
         metrics = Metrics()
         signal = batch.advantages if hasattr(batch, "advantages") else batch.returns - batch.values
         for rows, weights, _ in mini_batches:
             own: list[float] = (signal[rows].double() * weights.double()).sum(1).tolist()
-            pulled = [own] * self.ranks
+            gathered = [own] * self.ranks
             if self.ranks > 1:
-                dist.all_gather_object(pulled, own)
-            total = torch.tensor(math.fsum(itertools.chain.from_iterable(pulled)), dtype=torch.float64)  # in any order
+                dist.all_gather_object(gathered, own)
+            total = torch.tensor(
+                math.fsum(itertools.chain.from_iterable(gathered)), dtype=torch.float64
+            )  # in any order
             self.w += 0.01 * torch.tanh(total) * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
             metrics.sum(f"{self.role}/trained", len(rows))
             metrics.mean(f"{self.role}/tokens", batch.response_mask[rows].sum(), len(rows))
@@ -241,10 +243,10 @@ class ToyCriticEngine(ToyLearner):
 
 
 class ToyTokenizer:
-    """What a `ChatTokenizer` makes of ids of single characters, without the seconds that transformers takes to import.
+    """Decodes as a `ChatTokenizer` of bytes, without the slow import of transformers.
 
     Args:
-        folder: of a tokeniser of bytes.
+        folder: of a byte tokenizer.
     """
 
     def __init__(self, folder: str) -> None:
@@ -327,7 +329,7 @@ class ToyRollout(Toy):
 
 
 class GroupScore(Operator):
-    """Reference log-probs, less the mean of each group: wants whole groups."""
+    """Reference log-probs minus the mean of each group."""
 
     granularity: ClassVar[Granularity] = "group"
     ref: Reads[Scorer] = Role("ref")
@@ -342,14 +344,14 @@ class GroupScore(Operator):
 
 
 class Blind(GroupScore):
-    """Wants whole groups, and does not read which group a row is of."""
+    """Needs whole groups, but does not read the group of each row."""
 
     def __call__(self, rollout: Sequences) -> c.RefLogProbs:
         return self.ref.log_probs(rollout)
 
 
 class Counting(Operator):
-    """Keeps state, which ranks of its role that see rows of their own could not share."""
+    """Has state, which the ranks of its role could not share."""
 
     granularity: ClassVar[Granularity] = "row"
     ref: Reads[Scorer] = Role("ref")
@@ -361,7 +363,7 @@ class Counting(Operator):
 
 
 class Both(Operator):
-    """Uses two roles, which may live apart."""
+    """Uses two roles, which may be in different processes."""
 
     granularity: ClassVar[Granularity] = "row"
     ref: Reads[Scorer] = Role("ref")
@@ -372,7 +374,7 @@ class Both(Operator):
 
 
 def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = None, place: Any = None) -> Job:
-    """A graph bound to toys, with so many ranks a role."""
+    """A graph bound to toy backends, with so many ranks per role."""
     desk.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, Any] = {
         "actor": ToyTrainer,
@@ -388,12 +390,12 @@ def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = 
 
 
 def wherever(metrics: Mapping[str, T]) -> dict[str, T]:
-    """Metrics, without those that depend on where engines are: the way that weights took, what caches had."""
+    """Metrics without those that depend on placement: the transport of weights, and cache hits."""
     return {key: value for key, value in metrics.items() if not key.startswith(("sync/by/", "throughput/"))}
 
 
 def assert_same_numbers(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Metrics are equal bit for bit, but for ``kl/ref``, which ranks sum over their own rows in float32."""
+    """Metrics are equal bit for bit, except ``kl/ref``, which ranks sum over their rows in float32."""
     found, expected = wherever(found), wherever(expected)
     rounded = {"kl/ref"} & expected.keys()
     assert {key: found[key] for key in rounded} == pytest.approx({key: expected[key] for key in rounded}, rel=1e-6)

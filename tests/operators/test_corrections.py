@@ -20,13 +20,14 @@ from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Session
 from flowrl.data.metrics import Metrics
 from flowrl.data.proto.formats import check_json
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Mismatch, PPOClip, RolloutCorrection, Whiten
 from flowrl.operators.corrections import Level, Mismatched, Mode, bound_ratios, importance_ratios
 from flowrl.operators.losses.objective import TokenObjective
 from tests.nightly import examples
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.kernel import exact
 
@@ -201,7 +202,7 @@ class TestFormulas:
         assert not found.requires_grad
 
     def test_refuses_what_is_no_number(self) -> None:
-        with pytest.raises(DataError, match=r"row 0, token 1 .* trainer's log-prob is -inf and the engine's -inf"):
+        with raises("correction.nan-ratio", row=0, token=1):
             minus = torch.tensor([[0.0, -math.inf]])
             importance_ratios(minus, minus, torch.ones(1, 2, dtype=torch.bool), "token")
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from flowrl.core.graphs.after import After
 from flowrl.data.metrics import Metrics
-from flowrl.errors import ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
 from flowrl.operators.corrections import PRESETS, Level, Mode
 from tests.nightly import examples
 from tests.operators.advantages.ragged import masks, numbers
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 # Ratios of 2, 1/2, 4 | 1, 1 | 3.
@@ -79,7 +79,7 @@ def test_rows_of_nothing_are_kept(level: Level, shape: tuple[int, int]) -> None:
     ],
 )
 def test_what_means_nothing_is_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match="RolloutCorrection"):
+    with raises("correction.invalid-settings", mode=parameters["mode"]):
         RolloutCorrection(**parameters)
 
 
@@ -153,5 +153,6 @@ def test_a_preset_does_what_its_name_says(name: str, expected: list[list[float]]
 
 def test_presets_are_tested_and_others_offered() -> None:
     assert len(PRESETS) == 10
-    with pytest.raises(ParameterError, match=r"no preset is called 'ice_pop'; there are truncate, .*'icepop'"):
+    with raises("correction.unknown-preset", given="ice_pop") as error:
         RolloutCorrection.preset("ice_pop")
+    assert "did you mean 'icepop'" in error.value.message

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators.advantages.per_token import Estimator, kl_penalty
 from flowrl.operators.kl import AdaptiveKL, KLShape, adapt_kl_coef, kl_shape
 from tests.nightly import examples
+from tests.support.errors import raises
 
 NAN = float("nan")
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
@@ -60,7 +61,7 @@ class TestShape:
     def test_refuses_a_score_off_the_mask(self) -> None:
         mask = ALL.clone()
         mask[0, 5] = False
-        with pytest.raises(DataError, match=r"token_level_scores\[0, 5\] is 1 where the mask is False"):
+        with raises("reward.off-mask", column="token_level_scores", row=0, token=5):
             kl_shape(SCORES, OLD, REF, mask, 0.01)
 
 
@@ -83,7 +84,7 @@ class TestAdaptive:
     def test_refuses_nonsense(self) -> None:
         with pytest.raises(ParameterError, match="target"):
             AdaptiveKL(target=0.0)
-        with pytest.raises(ParameterError, match="horizon of 10 rows"):
+        with raises("reward.kl-horizon", given=10.0, expected=64):
             adapt_kl_coef(0.1, 1.0, 64, AdaptiveKL(target=1.0, horizon=10))
 
 

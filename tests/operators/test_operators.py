@@ -18,7 +18,7 @@ from flowrl import INJECTED, Key, Metrics
 from flowrl import columns as c
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.columns import lookup
-from flowrl.errors import DataError, ParameterError, SyncError
+from flowrl.errors import DataError, ParameterError
 from flowrl.operators import (
     Generate,
     KLLoss,
@@ -34,6 +34,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import draw_rows, rank_parts
 from flowrl.protocols.protocols import Sampling
 from flowrl.records import RolloutBatch
+from tests.support.errors import raises
 from tests.support.jobs import Rows, prompt_batch, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)
@@ -195,7 +196,7 @@ def test_the_stop_token_ends_a_response_and_is_left_out_of_its_text(synced: Any)
 
 def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
     engine = TorchRollout(tiny, device="cpu").build(CONTEXT)
-    with pytest.raises(SyncError, match=r"no receipt.*Sync\(\)\(updated\)"):
+    with raises("update.no-receipt", node="generate"):
         Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
 
 
@@ -214,7 +215,7 @@ def test_stop_ids_that_no_token_has_are_refused(ids: Any) -> None:
 
 def test_stop_ids_out_of_the_vocabulary_are_refused_by_the_engine(synced: Any) -> None:
     vocabulary = synced.tokenizer.vocab_size
-    with pytest.raises(DataError, match=rf"holds {vocabulary}, but the model's vocabulary is 0 to {vocabulary - 1}"):
+    with raises("model.unknown-token", token_id=vocabulary, vocabulary=vocabulary):
         Generate(stop_token_ids=(5, vocabulary), rollout=synced)(prompt_batch(PROMPTS), key=KEY)
 
 
@@ -293,7 +294,7 @@ def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> Non
 
 @pytest.mark.parametrize(("rows", "mini_batch"), [(6, 4), (4, 8), (0, None), (0, 2)])
 def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) -> None:
-    with pytest.raises(DataError, match=rf"{rows} rows.*mini_batch={mini_batch}"):
+    with raises("update.invalid-mini-batch", given=mini_batch, rows=rows):
         draw_rows(rows, mini_batch, 1, KEY)
 
 
@@ -324,7 +325,7 @@ def test_mini_batches_that_do_not_divide_are_refused_before_any_step(tiny: str) 
     rollout, actor = answers(6), trainer(tiny)
     before = weights_of(actor)
     zeros = torch.zeros(rollout.response_mask.shape)
-    with pytest.raises(DataError, match="6 rows"):
+    with raises("update.invalid-mini-batch", given=4, rows=6):
         UpdateActor(mini_batch=4, actor=actor)(rollout, zeros, zeros + 1, key=KEY)
     assert actor.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())

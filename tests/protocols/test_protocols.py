@@ -12,13 +12,13 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Generate, KLLoss, Sync, UpdateActor, UpdateCritic, Value
 from flowrl.protocols.backend import members
 from flowrl.protocols.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.records import Sequences, Updated
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 
@@ -124,7 +124,5 @@ def test_members_are_methods_properties_and_annotations() -> None:
 
 @pytest.mark.parametrize("prompts", [0, -1, 2.0, "4", True])
 def test_a_number_of_prompts_is_a_count(prompts: Any) -> None:
-    with pytest.raises(
-        ParameterError, match=r"check\(prompts=.*\) is no number of prompts a step; expected 1, 2, \.\.\. or"
-    ):
+    with raises("rule.invalid-prompts", prompts=prompts):
         grpo(exact).check(prompts=prompts)

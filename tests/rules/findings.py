@@ -1,4 +1,4 @@
-"""What rules find in a graph, and the graph after what a finding says to do."""
+"""What rules find in a graph, and the graph after the fix that a finding suggests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ def found(graph: Graph, prompts: int | None = 4) -> list[tuple[str, str]]:
 
 
 def the_message(graph: Graph, rule: str, prompts: int | None = 4) -> str:
-    """What the one finding of this rule says."""
+    """The message of the one finding of this rule."""
     [message] = [finding.message for finding in graph.check(prompts=prompts) if finding.rule == rule]
     return message
 
 
-def mended(graph: Graph, prompts: int | None = 4) -> Graph:
-    """`graph` after the one ``edit(...)`` that its one finding names, run as it stands there."""
+def fixed(graph: Graph, prompts: int | None = 4) -> Graph:
+    """`graph` after the one ``edit(...)`` that its one finding suggests, run as written."""
     [finding] = graph.check(prompts=prompts)
-    assert finding.message.count("edit(") == 1, finding.message
-    call = finding.message[finding.message.index("edit(") :]
+    return edited_by(graph, finding.message)
+
+
+def edited_by(graph: Graph, message: str) -> Graph:
+    """`graph` after the one ``edit(...)`` of a message, run as written."""
+    assert message.count("edit(") == 1, message
+    call = message[message.index("edit(") :]
     end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
     names = {"After": After, "Sync": Sync, "Role": Role, "When": When, "RolloutCorrection": RolloutCorrection}
     result = eval(f"graph.{call[:end]}", {"graph": graph, **names})

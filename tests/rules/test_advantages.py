@@ -1,4 +1,4 @@
-"""Rules about advantages on their way, each with a planted defect, its mending, and neighbours that are fine."""
+"""Rules about advantages on their way, each with a planted defect, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flowrl.operators import (
     UpdateActor,
 )
 from flowrl.records import PromptBatch
-from tests.rules.findings import found, mended, the_message
+from tests.rules.findings import fixed, found, the_message
 from tests.support.kernel import exact
 
 
@@ -53,7 +53,7 @@ class TestKLKeepsItsWeight:  # FR016
         graph = shaped(advantage)
         assert found(graph) == [("FR016", advantage.name)]
         assert "UpdateActor(kl=KLLoss())" in the_message(graph, "FR016")
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     def test_not_divided(self) -> None:
         assert found(shaped(RLOOAdvantage())) == found(shaped(GroupAdvantage(normalize_std=False))) == []
@@ -73,9 +73,7 @@ class TestBaselineOfOthers:  # FR027
 
     def test_one_s_own_score(self) -> None:
         assert found(self.OWN) == [("FR027", "subtract_baseline")]
-        assert "baseline comes from row_score.row_scores, which is the score of the very answers" in the_message(
-            self.OWN, "FR027"
-        )
+        assert "baseline comes from row_score.row_scores" in the_message(self.OWN, "FR027")
 
     def test_one_s_own_score_through_another_operator(self) -> None:
         class Half(Operator):
@@ -112,15 +110,15 @@ class TestBaselineOfOthers:  # FR027
         assert found(own) == [("FR027", "subtract_baseline")]
 
 
-class TestWeighedBehindTheScale:  # FR028
+class TestWeightedAfterScaling:  # FR028
     @pytest.mark.parametrize("graph", [ppo(exact), reinforce_plus_plus(exact)], ids=lambda graph: graph.name)
-    def test_whitened_behind_the_weights(self, graph: Graph) -> None:
+    def test_whitened_after_weighting(self, graph: Graph) -> None:
         before = "gae" if "gae" in graph else "return_to_go"
         weighed = graph.edit(insert={"correction": After(before, RolloutCorrection())})
         assert found(weighed) == [("FR028", "whiten")]
-        assert found(mended(weighed)) == []
+        assert found(fixed(weighed)) == []
 
-    def test_weights_behind_the_scale(self) -> None:
+    def test_weighted_after_scaling(self) -> None:
         for graph, last in ((ppo(exact), "whiten"), (grpo(exact), "group_advantage")):
             assert found(graph.edit(insert={"correction": After(last, RolloutCorrection())})) == []
 
@@ -129,7 +127,7 @@ class TestWeighedBehindTheScale:  # FR028
         assert found(graph) == []
 
 
-class TestOfRowsThatStay:  # FR029
+class TestStatisticsOfTrainedRows:  # FR029
     @pytest.mark.parametrize(
         ("graph", "last"),
         [
@@ -140,11 +138,11 @@ class TestOfRowsThatStay:  # FR029
         ids=["ppo", "gpg", "reinforce_plus_plus_baseline"],
     )
     @pytest.mark.parametrize("gate", [Filter(Length(most=9)), Filter(Spread()), Collect(Spread(), groups=2)])
-    def test_rows_that_leave_behind_the_statistics(self, graph: Graph, last: str, gate: Operator) -> None:
+    def test_rows_filtered_after_the_statistics(self, graph: Graph, last: str, gate: Operator) -> None:
         late = graph.edit(insert={"gate": After(last, gate)})
         assert found(late) == [("FR029", "gate")]
-        assert f"behind {last}, which has taken its numbers over all of them" in the_message(late, "FR029")
-        assert found(mended(late)) == []
+        assert f"after {last} computed batch statistics" in the_message(late, "FR029")
+        assert found(fixed(late)) == []
         assert found(graph.edit(insert={"gate": After("reward", gate)})) == []
 
     def test_a_group_s_own_statistics_leave_with_it_or_stay(self) -> None:

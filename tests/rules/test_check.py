@@ -1,4 +1,4 @@
-"""Rules: every one fires on the graph that breaks it, with the node and a call that mends it, and on no other."""
+"""Rules: each finds the graph that breaks it, with the node and a fix, and no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.errors import PortError, RuleError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -34,6 +33,9 @@ from flowrl.operators import (
 from flowrl.protocols.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.records import CriticUpdated, PromptBatch, Tokens, Updated
 from flowrl.rules import check as rules
+from flowrl.rules.rule import RETIRED
+from tests.rules.findings import edited_by, fixed
+from tests.support.errors import raises
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -42,17 +44,6 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: ob
 
 def found(graph: Graph, prompts: int | None = None) -> list[tuple[str, str]]:
     return [(finding.rule, finding.node) for finding in graph.check(prompts=prompts)]
-
-
-def the_edit(graph: Graph, message: str) -> Graph:
-    """`graph` after the one ``edit(...)`` that a message names, run as it stands there."""
-    assert message.count("edit(") == 1, message
-    call = message[message.index("edit(") :]
-    end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
-    names = {"After": After, "RolloutCorrection": RolloutCorrection, "Sync": Sync, "Role": Role}
-    result = eval(f"graph.{call[:end]}", {"graph": graph, **names})
-    assert isinstance(result, Graph)
-    return result
 
 
 KL_LOSS = UpdateActor(PPOClip(0.2), kl=KLLoss("k3", 0.001))
@@ -83,7 +74,7 @@ class TestCorrectionOnce:  # FR011
         message = graph.check()[0].message
         assert "2 times" in message and "correction, update_actor" in message
         assert "PPOClip(ratio_to='old')" in message
-        assert found(the_edit(graph, message)) == []
+        assert found(edited_by(graph, message)) == []
         assert found(graph.edit(set={"update_actor.loss.ratio_to": "old"})) == []
         assert found(graph.edit(set={"correction.mode": "reject"})) == []
 
@@ -95,7 +86,7 @@ class TestCorrectionOnce:  # FR011
         graph = ppo(score).edit(insert=twice)
         assert found(graph) == [("FR011", "update_actor")]
         assert "ratio_to" not in graph.check()[0].message
-        assert found(the_edit(graph, graph.check()[0].message)) == []
+        assert found(edited_by(graph, graph.check()[0].message)) == []
         assert found(graph.edit(set={"by_row.mode": "reject"})) == []
 
     def test_a_ratio_to_the_rollout_lets_generation_run_ahead(self) -> None:  # FR006
@@ -109,14 +100,14 @@ class TestKLOnce:  # FR001
         assert found(graph) == [("FR001", "update_actor")]
         message = graph.check()[0].message
         assert "2 times" in message and "kl_shape, update_actor" in message
-        assert found(the_edit(graph, message)) == []
+        assert found(edited_by(graph, message)) == []
         assert "UpdateActor(kl=None)" in message
         assert found(graph.edit(replace={"update_actor": UpdateActor(kl=None)})) == []
 
     def test_a_coefficient_of_zero_is_no_kl(self) -> None:
         assert found(ppo(score, kl_coef=0.0).edit(replace={"update_actor": KL_LOSS})) == []
 
-    def test_a_custom_operator_is_held_to_what_it_declares(self) -> None:
+    def test_a_custom_operator_counts_by_its_effects(self) -> None:
         class Anchor(Operator):
             @property
             def effects(self) -> frozenset[str]:
@@ -130,7 +121,7 @@ class TestKLOnce:  # FR001
         )
         assert found(graph) == [("FR001", "update_actor")]
         assert "anchor, update_actor" in graph.check()[0].message
-        assert found(the_edit(graph, graph.check()[0].message)) == []
+        assert found(edited_by(graph, graph.check()[0].message)) == []
 
     def test_two_custom_ones_and_none_in_the_loss(self) -> None:
         class Anchor(Operator):
@@ -143,7 +134,7 @@ class TestKLOnce:  # FR001
         graph = ppo(score).edit(insert={"anchor": After("whiten", Anchor())})
         assert found(graph) == [("FR001", "update_actor")]
         assert "PPOClip" not in graph.check()[0].message  # the loss has none to take out
-        assert found(the_edit(graph, graph.check()[0].message)) == []
+        assert found(edited_by(graph, graph.check()[0].message)) == []
 
     def test_kl_on_a_branch_that_does_not_reach_the_policy_is_not_counted(self) -> None:
         @algorithm
@@ -164,11 +155,11 @@ class TestSynced:  # FR002
     def test_an_update_that_never_reaches_the_engine(self) -> None:
         graph = ppo(score).subgraph(until=["update_actor", "update_critic"])
         assert found(graph) == [("FR002", "update_actor")]
-        mended = the_edit(graph, graph.check()[0].message)
-        assert found(mended) == []
-        assert mended.back_edges == [("sync", "generate")]
+        synced = fixed(graph, None)
+        assert found(synced) == []
+        assert synced.back_edges == [("sync", "generate")]
 
-    def test_the_mending_call_names_the_roles(self) -> None:
+    def test_the_fix_names_the_roles(self) -> None:
         graph = grpo(score).edit(
             replace={
                 "generate": Generate(rollout=Role("engine")),
@@ -180,7 +171,7 @@ class TestSynced:  # FR002
         assert found(graph) == []
         unsynced = graph.subgraph(until="update_actor")
         assert found(unsynced) == [("FR002", "update_actor")]
-        assert found(the_edit(unsynced, unsynced.check()[0].message)) == []
+        assert found(edited_by(unsynced, unsynced.check()[0].message)) == []
 
     def test_a_sync_to_another_engine_does_not_count(self) -> None:
         graph = grpo(score).edit(replace={"sync": Sync(rollout=Role("spare"))})
@@ -188,7 +179,7 @@ class TestSynced:  # FR002
 
 
 class TestGroupOfOne:  # FR003
-    def test_one_answer_a_prompt(self) -> None:
+    def test_one_response_per_prompt(self) -> None:
         graph = grpo(score, n=1)
         assert found(graph) == [("FR003", "group_advantage")]
         assert "Repeat(8)" in graph.check()[0].message
@@ -308,30 +299,29 @@ class TestLagIsCorrected:  # FR006
         assert found(graph) == [("FR006", "generate")]
         message = graph.check()[0].message
         assert "2 version(s) ahead" in message
-        assert found(the_edit(graph, message)) == []
+        assert found(edited_by(graph, message)) == []
 
     def test_lag_with_correction(self) -> None:
         graph = grpo(score).edit(lag=2, insert={"truncate": After("group_advantage", Truncate())})
         assert found(graph) == []
 
-    def test_a_correction_beside_the_way_does_not_count(self) -> None:
+    def test_a_correction_on_another_branch_does_not_count(self) -> None:
         class Log(Operator):
             def __call__(self, advantages: c.Advantages) -> CriticUpdated: ...
 
         graph = grpo(score).edit(lag=1, insert={"truncate": After("group_advantage", Truncate())})
-        beside = graph.edit(
+        branched = graph.edit(
             insert={"log": After("truncate", Log())}, wire={"update_actor.advantages": "group_advantage.advantages"}
         )
-        assert "truncate" in beside
-        assert found(beside) == [("FR006", "generate")]
+        assert "truncate" in branched
+        assert found(branched) == [("FR006", "generate")]
 
 
 class TestOtherRules:
-    def test_greedy_answers(self) -> None:  # FR007
+    def test_greedy_responses(self) -> None:  # FR007
         graph = ppo(score, temperature=0.0)
         assert found(graph) == [("FR007", "generate")]
-        assert "Generate(temperature=1.0)" in graph.check()[0].message
-        assert found(graph.edit(replace={"generate": Generate(temperature=1.0)})) == []
+        assert found(fixed(graph, None)) == []
 
     def test_two_writers_of_one_role(self) -> None:  # FR008
         @algorithm
@@ -346,14 +336,13 @@ class TestOtherRules:
         graph = twice()
         assert found(graph) == [("FR002", "again"), ("FR008", "again")]
         message = next(f.message for f in graph.check() if f.rule == "FR008")
-        assert "writes 'actor', and so does update_actor" in message
-        assert found(the_edit(graph, message)) == []
+        assert "'actor' after update_actor" in message
+        assert found(edited_by(graph, message)) == []
 
     def test_old_log_probs_of_another_role(self) -> None:  # FR009
         graph = ppo(score).edit(replace={"old_log_prob": OldLogProb(actor=Role("teacher"))})
         assert found(graph) == [("FR009", "old_log_prob")]
-        assert "OldLogProb(actor=Role('actor'))" in graph.check()[0].message
-        assert found(graph.edit(replace={"old_log_prob": OldLogProb(actor=Role("actor"))})) == []
+        assert found(fixed(graph, None)) == []
 
     def test_a_custom_operator_for_old_log_probs(self) -> None:  # FR009
         class Rescore(Operator):
@@ -363,21 +352,21 @@ class TestOtherRules:
 
         graph = ppo(score).edit(replace={"old_log_prob": Rescore()})
         assert found(graph) == [("FR009", "rescore")]
-        assert found(ppo(score).edit(replace={"old_log_prob": Rescore(policy=Role("actor"))})) == []
+        assert found(fixed(graph, None)) == []
 
     @pytest.mark.parametrize("make", [ppo, grpo])
     def test_a_reference_that_is_trained(self, make: Callable[..., Graph]) -> None:  # FR010
         graph = make(score).edit(replace={"ref_log_prob": RefLogProb(ref=Role("actor"))})
         assert found(graph) == [("FR010", "ref_log_prob")]
-        assert "RefLogProb(ref=Role('ref'))" in graph.check()[0].message
-        assert found(graph.edit(replace={"ref_log_prob": RefLogProb(ref=Role("ref"))})) == []
+        assert found(fixed(graph, None)) == []
 
 
 class TestTypesRefuseFirst:
-    """What the rules need not say, since such a graph cannot be made."""
+    """What rules need not check, because such a graph cannot be built."""
 
     def test_rollout_log_probs_where_old_ones_are_due(self) -> None:
-        with pytest.raises(PortError, match=r"update_actor\.old_log_probs .*did you mean old_log_prob\.old_log_probs"):
+        suggestion = "old_log_prob.old_log_probs"
+        with raises("graph.type-mismatch", node="update_actor", port="old_log_probs", suggestion=suggestion):
             ppo(score).edit(wire={"update_actor.old_log_probs": "generate.rollout_log_probs"})
 
     def test_a_critic_updated_without_values(self) -> None:
@@ -387,7 +376,7 @@ class TestTypesRefuseFirst:
             adv = GAE()(Reward(score)(rollout, batch), Value()(rollout), rollout.response_mask)
             return UpdateCritic()(rollout, returns=adv.returns)  # type: ignore[call-arg]
 
-        with pytest.raises(PortError, match=r"update_critic\.values .*nothing is wired.*value\.values"):
+        with raises("graph.unwired-port", node="update_critic", port="values", suggestion="value.values"):
             blind()
 
 
@@ -406,10 +395,11 @@ class TestReport:
             ("FR007", "generate"),
         ]
         assert found(graph, prompts=4) == expected
-        with pytest.raises(RuleError) as raised:
+        ids, nodes = (tuple(values) for values in zip(*expected, strict=True))
+        with raises("rule.violated", rules=ids, nodes=nodes) as raised:
             rules.require(graph, prompts=4)
-        lines = str(raised.value).splitlines()
-        assert lines[0] == "ppo must not be launched; 5 finding(s):"
+        lines = raised.value.message.splitlines()
+        assert lines[0].startswith("ppo violates rules") and "5 findings" in lines[0]
         assert [tuple(line.split(":")[0].split()) for line in lines[1:]] == expected
 
     def test_a_clean_graph_passes(self) -> None:
@@ -421,7 +411,11 @@ class TestReport:
         for rule in rules.RULES:
             assert rule.reason.endswith(".") and re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source)
 
-    def test_two_trainers_are_held_to_each_rule_alone(self) -> None:
+    def test_retired_ids_are_not_reused(self) -> None:
+        assert RETIRED.keys() == {"FR035", "FR036", "FR040"}
+        assert not RETIRED.keys() & {rule.id for rule in rules.RULES}
+
+    def test_each_of_two_trainers_is_checked(self) -> None:
         class Distil(Operator):
             """A second policy that is trained on the first one's rows and sampled by no engine of its own."""
 

@@ -1,4 +1,4 @@
-"""Rules about critics, each with a planted defect, its mending, and neighbours that are fine."""
+"""Rules about critics, each with a planted defect, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
-from tests.rules.findings import found, mended, the_message
+from tests.rules.findings import fixed, found, the_message
 from tests.support.kernel import exact
 
 
 class TestCriticIsTrained:  # FR023
-    def test_values_of_nobody(self) -> None:
+    def test_values_of_an_untrained_critic(self) -> None:
         graph = ppo(exact).edit(drop=["update_critic"])
         assert found(graph) == [("FR023", "value")]
         assert "UpdateCritic(critic=Role('critic'))" in the_message(graph, "FR023")
 
     def test_the_role_is_named(self) -> None:
         graph = ppo(exact).edit(drop=["update_critic"], set={"value.critic": Role("judge")})
-        assert "of 'judge', which nothing trains" in the_message(graph, "FR023")
+        assert "from 'judge', which nothing trains" in the_message(graph, "FR023")
 
-    def test_whoever_trains_one_is_asked_whose_values_they_are(self) -> None:  # FR005
+    def test_a_critic_that_is_trained_on_values_of_another(self) -> None:  # FR005
         graph = ppo(exact).edit(set={"value.critic": Role("other")})
         assert found(graph) == [("FR005", "update_critic")]
 
@@ -57,7 +57,7 @@ class TestCriticGoesFirst:  # FR024
         graph = ppo(exact).edit(when={"update_critic": When(start=20)})
         assert found(graph) == [("FR024", "update_critic")]
         assert "from step 20 on" in the_message(graph, "FR024") and "from step 0 on" in the_message(graph, "FR024")
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     @pytest.mark.parametrize("actor", [When(start=20), When(start=21), When(every=2, start=30)])
     def test_a_critic_that_is_warmed_up(self, actor: When) -> None:
@@ -86,7 +86,7 @@ class TestReturnsAreNotScaled:  # FR025
         )
         assert found(graph) == [("FR025", "update_critic")]
         message = the_message(graph, "FR025")
-        assert "returns come from towards.returns, behind whiten" in message
+        assert "returns come from towards.returns, after whiten" in message
 
     def test_returns_of_what_was_not(self) -> None:
         graph = ppo(exact).edit(
@@ -124,11 +124,10 @@ class TestOfTheSameRewards:  # FR026
     def test_a_critic_of_other_rewards(self) -> None:
         graph = two(shaped=False)
         assert found(graph) == [("FR026", "update_critic")]
-        assert "returns of reward.token_level_scores, and gae takes advantages of kl_shape" in the_message(
-            graph, "FR026"
-        )
-        assert found(mended(graph)) == []
-        assert not two(shaped=True).diff(mended(graph).edit(name="two"))
+        message = the_message(graph, "FR026")
+        assert "returns of reward.token_level_scores" in message and "gae computes advantages of kl_shape" in message
+        assert found(fixed(graph)) == []
+        assert not two(shaped=True).diff(fixed(graph).edit(name="two"))
 
     def test_a_critic_of_the_same(self) -> None:
         assert found(two(shaped=True)) == []

@@ -1,4 +1,4 @@
-"""Rules about losses, each with a planted defect, its mending, and neighbours that are fine."""
+"""Rules about losses, each with a planted defect, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flowrl.operators import (
     UpdateActor,
 )
 from flowrl.records import PromptBatch
-from tests.rules.findings import found, mended, the_message
+from tests.rules.findings import fixed, found, the_message
 from tests.support.kernel import exact
 
 
@@ -43,7 +43,7 @@ class TestKLHasAGradient:  # FR015
     def test_k1_in_the_loss(self) -> None:
         graph = grpo(exact).edit(set={"update_actor.kl": KLLoss("k1", 0.01)})
         assert found(graph) == [("FR015", "update_actor")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
     def test_other_estimators(self, estimator: Any) -> None:
@@ -53,19 +53,19 @@ class TestKLHasAGradient:  # FR015
         assert found(ppo(exact).edit(set={"kl_shape.estimator": "k1"})) == []
 
 
-class TestHeldOnce:  # FR017
-    def test_a_kl_term_beside_a_preference(self) -> None:
+class TestAnchoredOnce:  # FR017
+    def test_a_kl_term_and_a_preference_loss(self) -> None:
         graph = online_dpo(exact).edit(set={"update_actor.kl": KLLoss()})
         assert found(graph) == [("FR017", "update_actor")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
-    def test_kl_in_the_reward_of_a_loss_that_is_held(self) -> None:
+    def test_kl_in_the_reward_of_an_anchored_loss(self) -> None:
         graph = rloo(exact).edit(
             set={"update_actor.loss": DRO(), "update_actor.aggregation": "seq-mean-token-mean"},
         )
         assert found(graph) == [("FR017", "update_actor")]
         assert "edit(drop=['kl_shape'])" in the_message(graph, "FR017")
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     def test_a_loss_of_one_s_own_says_so(self) -> None:
         class Anchored(Loss):
@@ -77,33 +77,33 @@ class TestHeldOnce:  # FR017
 
         graph = grpo(exact).edit(set={"update_actor.loss": Anchored()})
         assert found(graph) == [("FR017", "update_actor")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
 
-class TestOnceARow:  # FR018
+class TestOncePerRow:  # FR018
     @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
     @pytest.mark.parametrize("graph", [gspo(exact), gmpo(exact), online_dpo(exact)], ids=lambda graph: graph.name)
     def test_a_loss_of_rows_summed_over_tokens(self, graph: Graph, aggregation: str) -> None:
         longer = graph.edit(set={"update_actor.aggregation": aggregation})
         assert found(longer) == [("FR018", "update_actor")]
-        assert found(mended(longer)) == []
+        assert found(fixed(longer)) == []
 
     def test_only_the_loss_was_replaced(self) -> None:
         graph = grpo(exact).edit(set={"update_actor.loss": GSPO()})
         assert found(graph) == [("FR018", "update_actor")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
-    def test_losses_of_tokens_and_of_batches_are_summed_as_one_likes(self) -> None:
+    def test_losses_per_token_may_be_aggregated_in_any_way(self) -> None:
         for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
             assert found(grpo(exact).edit(set={"update_actor.aggregation": aggregation})) == []
 
 
-class TestOneAdvantageARow:  # FR019
+class TestOneAdvantagePerRow:  # FR019
     def test_values_give_each_token_its_own(self) -> None:
         set_ = {"update_actor.loss": GMPO(), "update_actor.aggregation": "seq-mean-token-mean"}
         graph = ppo(exact).edit(set=set_)
         assert found(graph) == [("FR019", "update_actor")]
-        assert "gae gives each token its own" in the_message(graph, "FR019")
+        assert "gae gives each token its own, from values" in the_message(graph, "FR019")
         assert found(ppo(exact).edit(set={**set_, "update_actor.loss": GSPO()})) == []  # GSPO-token is made for them
         assert found(graph.edit(replace={"gae": RLOOAdvantage()}, drop=["update_critic"], set={"repeat.n": 4})) == []
         assert found(gmpo(exact)) == []
@@ -111,10 +111,10 @@ class TestOneAdvantageARow:  # FR019
     def test_weights_give_each_token_its_own(self) -> None:
         graph = gmpo(exact).edit(insert={"correction": After("group_advantage", RolloutCorrection())})
         assert found(graph) == [("FR019", "update_actor")]
-        assert "correction gives each token its own, by weights" in the_message(graph, "FR019")
-        assert found(mended(graph)) == []
+        assert "correction gives each token its own, from weights" in the_message(graph, "FR019")
+        assert found(fixed(graph)) == []
         assert found(graph.edit(set={"correction.mode": "reject"})) == [("FR019", "update_actor")]
-        assert found(mended(gmpo(exact).edit(lag=1))) == []  # FR006 names a correction of rows
+        assert found(fixed(gmpo(exact).edit(lag=1))) == []  # FR006 names a correction of rows
         assert found(graph.edit(set={"update_actor.loss": GSPO()})) == []
 
 
@@ -122,18 +122,18 @@ class TestOneStepWithoutARatio:  # FR020
     PLAIN = grpo(exact, n=2).edit(set={"update_actor.loss": Reinforce()})
 
     @pytest.mark.parametrize(
-        ("several", "said"),
+        ("several", "part"),
         [
             ({"update_actor.ppo_epochs": 2}, "with ppo_epochs=2 it"),
-            ({"update_actor.mini_batch": 4}, "with mini_batch=4, which is less than its 8 rows it"),
-            ({"update_actor.ppo_epochs": 3, "update_actor.mini_batch": 4}, "ppo_epochs=3 and mini_batch=4,"),
+            ({"update_actor.mini_batch": 4}, "with mini_batch=4 for 8 rows it"),
+            ({"update_actor.ppo_epochs": 3, "update_actor.mini_batch": 4}, "ppo_epochs=3 and mini_batch=4 for 8 rows"),
             ({"update_actor.prior_updates": 1}, "with prior_updates=1 it"),
         ],
     )
-    def test_several_steps(self, several: dict[str, Any], said: str) -> None:
+    def test_several_steps(self, several: dict[str, Any], part: str) -> None:
         graph = self.PLAIN.edit(set=several)
         assert found(graph) == [("FR020", "update_actor")]
-        assert said in the_message(graph, "FR020")
+        assert part in the_message(graph, "FR020")
         assert found(grpo(exact, n=2).edit(set=several)) == []  # PPOClip has a ratio
 
     def test_one_step(self) -> None:
@@ -166,9 +166,9 @@ class TestGroups:
         assert found(graph) == ([] if fitting is None else [("FR022", "update_actor")])
         if fitting is not None:
             assert f"'update_actor.mini_batch': {fitting}" in the_message(graph, "FR022")
-            assert found(mended(graph)) == []
+            assert found(fixed(graph)) == []
 
-    def test_groups_of_any_size_are_seen_as_it_runs(self) -> None:  # FR022
+    def test_groups_of_unknown_size_are_not_checked(self) -> None:  # FR022
         graph = online_dpo(exact, n=4).edit(insert={"filter": After("reward", Filter(Length(most=9)))})
         assert found(graph.edit(set={"update_actor.mini_batch": 1}), prompts=None) == []
 
@@ -190,25 +190,25 @@ def imitated(batch: PromptBatch, *, teacher: str = "rollout") -> Any:
     return Sync()(scored)
 
 
-class TestChosenBeforeImitated:  # FR030
+class TestImitatesSelected:  # FR030
     IMITATED = grpo(exact).edit(set={"update_actor.loss": NLL(), "update_actor.kl": None}, name="best_of_n")
 
-    def test_every_own_answer(self) -> None:
+    def test_all_own_responses(self) -> None:
         assert found(self.IMITATED) == [("FR030", "update_actor")]
-        assert "a Filter behind the reward" in the_message(self.IMITATED, "FR030")
+        assert "a Filter after the reward" in the_message(self.IMITATED, "FR030")
         assert found(imitated()) == [("FR030", "update_actor")]
 
-    def test_those_that_won(self) -> None:
+    def test_selected_responses(self) -> None:
         scored = grpo(exact).edit(insert={"best": After("reward", Filter(Best()))})
         chosen = scored.edit(set={"update_actor.loss": NLL(), "update_actor.kl": None})
         assert found(chosen) == []
         assert found(chosen.edit(set={"update_actor.ppo_epochs": 3})) == []  # what is imitated need not be one's own
 
-    def test_another_s_answers(self) -> None:
+    def test_responses_of_another_policy(self) -> None:
         assert found(imitated(teacher="teacher")) == [("FR002", "update_actor")]
 
 
-class TestTheShelf:
+class TestShelf:
     """The losses of the shelf, with settings that have more than one step."""
 
     @pytest.mark.parametrize("make", [grpo, gspo, gmpo, gpg, rloo, reinforce_plus_plus_baseline, ppo])
@@ -216,6 +216,6 @@ class TestTheShelf:
         kl = {} if make is ppo else {"kl_coef": 0.1}
         assert found(make(exact, n=4, ppo_epochs=2, mini_batch=4, **kl)) == []
 
-    def test_dpo_says_that_it_is_held(self) -> None:
+    def test_the_effects_of_anchored_losses(self) -> None:
         assert DPO().effects == DRO().effects == {"held to the reference"}
         assert OldLogProb().effects == KLShape(0.0).effects == frozenset()

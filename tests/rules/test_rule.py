@@ -1,4 +1,4 @@
-"""Rules of users stand in one table with flowrl's own."""
+"""Rules of users are in one table with flowrl's own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from flowrl import After, Operator
 from flowrl import columns as c
 from flowrl.core.graphs.graph import Graph
-from flowrl.errors import DefinitionError, RuleError
 from flowrl.graphs import grpo, ppo
 from flowrl.rules.check import require
 from flowrl.rules.rule import RULES, Findings, rule
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 
@@ -24,27 +24,27 @@ def _no_rule_remains() -> Iterator[None]:
 
 
 def enter(word: str, id: str = "AB001") -> None:
-    """Always the same function, as a cell of a notebook is that is run again."""
+    """Register the same function, as a notebook cell does that runs again."""
 
-    @rule(id, "Groups of eight have their reason.")
+    @rule(id, "Groups of eight need a reason.")
     def groups_of_eight(graph: Graph, prompts: int | None) -> Findings:
         if graph["repeat"].rows_factor == 8:
             yield "repeat", word
 
 
-def test_a_rule_of_a_user_is_asked_with_the_others() -> None:
+def test_a_rule_of_a_user_checks_with_the_others() -> None:
     enter("take another size.")
     graph = grpo(exact, n=8).edit(set={"generate.temperature": 0.0})
     first, second = graph.check()[:2]
     assert str(first) == "AB001 repeat: take another size."
     assert second.rule == "FR007"  # they are in the order of their ids
-    with pytest.raises(RuleError, match=r"AB001 repeat: take another size\."):
+    with raises("rule.violated", rules=("AB001",), nodes=("repeat",)):
         require(grpo(exact, n=8))
     assert not grpo(exact, n=4).check()
     assert not grpo(exact, n=8).edit(allow={"AB001": "eight is fine here"}).check()
 
 
-def test_a_rule_that_is_run_anew_takes_its_own_place() -> None:
+def test_a_rule_that_is_defined_again_replaces_itself() -> None:
     enter("first.")
     enter("second.")
     assert [finding.message for finding in grpo(exact, n=8).check()] == ["second."]
@@ -70,6 +70,8 @@ def test_a_rule_of_a_user_reads_an_effect_of_the_user() -> None:
 
 
 def test_an_id_that_is_taken_is_refused() -> None:
-    with pytest.raises(DefinitionError, match=r"the rule FR007 of .*test_rule\.py:enter\..*groups_of_eight has an id"):
+    with raises("rule.duplicate-id", rule="FR007") as raised:
         enter("never.", id="FR007")
+    assert raised.value.facts["location"].endswith("test_rule.py:enter.<locals>.groups_of_eight")
+    assert raised.value.facts["taken_by"].endswith("updates.py:_samples")
     assert not grpo(exact, n=8).check()

@@ -1,4 +1,4 @@
-"""Rules about what reaches an update, each with a planted defect, its mending, and neighbours that are fine."""
+"""Rules about what reaches an update, each with a planted defect, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
-from tests.rules.findings import found, mended
+from tests.rules.findings import fixed, found
 from tests.support.kernel import exact
 
 CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
 
 
-class TestWholeDistribution:  # FR012
+class TestFullDistribution:  # FR012
     @pytest.mark.parametrize("cut", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
     def test_a_ratio_to_what_was_cut(self, cut: dict[str, Any]) -> None:
         graph = grpo(exact).edit(insert=CORRECTED, set=cut)
         assert found(graph) == [("FR012", "generate")]
-        assert "correction takes the ratio" in graph.check()[0].message
-        assert found(mended(graph)) == []
+        assert "correction compares its log-probs" in graph.check()[0].message
+        assert found(fixed(graph)) == []
         assert found(graph.edit(drop=["correction"])) == []
 
     def test_a_correction_that_only_rejects_weighs_nothing(self) -> None:
@@ -57,13 +57,13 @@ class TestWholeDistribution:  # FR012
 
 class TestScaledOnce:  # FR013
     @pytest.mark.parametrize("graph", [grpo(exact), pass_at_k(exact)])
-    def test_whitened_behind_a_group_s_deviation(self, graph: Graph) -> None:
+    def test_whitened_after_a_group_s_deviation(self, graph: Graph) -> None:
         name = "group_advantage" if "group_advantage" in graph else "pass_at_k_advantage"
         twice = graph.edit(insert={"whiten": After(name, Whiten())})
         assert found(twice) == [("FR013", "whiten")]
-        assert found(mended(twice)) == []
+        assert found(fixed(twice)) == []
 
-    def test_whitened_behind_a_gate(self) -> None:
+    def test_whitened_after_a_gate(self) -> None:
         twice = grpo(exact).edit(insert={"gate": After("group_advantage", Filter(Spread()))})
         assert found(twice.edit(insert={"whiten": After("gate", Whiten())})) == [("FR013", "whiten")]
 
@@ -104,11 +104,11 @@ def split(batch: PromptBatch, *, felt: bool) -> Any:
     return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages)), critic
 
 
-class TestKLIsFelt:  # FR014
+class TestKLReachesThePolicy:  # FR014
     def test_kl_that_reaches_the_critic_alone(self) -> None:
         graph = split(felt=False)
         assert found(graph) == [("FR014", "kl_shape")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     def test_kl_that_reaches_the_policy(self) -> None:
         assert found(split(felt=True)) == []

@@ -336,13 +336,16 @@ class Decoder:
         """Let rows go whose answers are complete; their names."""
         names = []
         for i, (ids, log_probs), stop in zip(over, self._drawn.of(over), stopped, strict=True):
+            row = self._rows[i]
             if log_probs[-1] != log_probs[-1]:
                 raise DataError(
-                    "the model's logits are NaN or infinite, so its weights or their dtype have overflowed; look at "
-                    "actor/grad_norm of the steps before, and train with a smaller learning rate or in float32 or "
-                    "bfloat16."
+                    f"The model's logits are NaN or infinite for request {row.request.name!r}: its weights diverged, "
+                    f"or overflow in their dtype. Look at actor/grad_norm of the steps before, and train with a lower "
+                    f"learning rate, or in float32 or bfloat16.",
+                    code="engine.not-finite",
+                    engine="TorchRollout",
+                    request=row.request.name,
                 )
-            row = self._rows[i]
             names.append(row.request.name)
             versions, how = row.versions(len(ids)), "stop" if stop else "length"
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))

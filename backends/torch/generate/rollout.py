@@ -1,7 +1,7 @@
 """`TorchRollout`: sampling with a KV cache in plain PyTorch, from any Hugging Face causal LM.
 
-It either shares the weights of the actor in this process, so that `sync` is an alias, or holds a model of its own that
-`sync` fills by copying.
+It either shares the weights of the actor in this process, so that `sync` copies nothing, or has its own model, into
+which `sync` copies the weights.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from flowrl.sync.wanted import misfit
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
+_DAMAGED = "is not what was sent"
+
 
 class TorchRollout(FolderBackend):
     """A rollout engine in this process.
 
     Args:
         model: a Hugging Face folder; None shares the weights of the role ``actor``.
-        dtype: of the weights of a model of its own, float32 unless said; a shared model computes as the actor does.
-        attention: of a model of its own, as in `TorchTrainer`.
-        max_rows: at most so many rows are in one forward pass; of as many that have left, what was computed may be kept
-            for a further turn.
-        device: where a model of its own lives; None is CUDA where there is one, else the CPU. A shared one stays where
-            the actor is.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
-        ranks: processes that each hold a whole model of their own and sample their share of the rows.
-        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
-            adapter alone. Without, a model of its own gets all weights, the adapter merged into them; a shared one has
-            the actor's adapter anyway.
-        frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
+        dtype: of the weights of an own model, None is float32; a shared model computes as the actor does.
+        attention: of an own model, as in `TorchTrainer`.
+        max_rows: the most rows in one forward pass, and the most ended rows whose KV is retained for a further turn.
+        device: of an own model; None is CUDA if available, else the CPU. A shared model stays on the actor's device.
+        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        ranks: processes, each with its own model, that split the rows among them.
+        lora: the `LoRA` of an actor that trains an adapter over the weights of this folder: sync then sends only the
+            adapter. Without it, an own model gets all weights with the adapter merged; a shared one has the actor's
+            adapter anyway.
+        frozen: sample with the weights of the folder, without sync: a judge, or a fixed opponent.
     """
 
     serves = (Rollout, StreamingRollout, LiveWeightUpdate, Sleeper)
@@ -91,11 +91,11 @@ class TorchRollout(FolderBackend):
     def _refuse_unused(self) -> Self:
         if self.model is None and (unused := ", ".join(n for n in non_default(self) if n != "max_rows")):
             raise ValueError(
-                f"without a model this shares the actor's, which is one, whole, with its own dtype, attention, device "
-                f"and adapter; drop {unused}, or name a folder too"
+                f"without a folder, TorchRollout shares the actor's model, with its dtype, attention, device and "
+                f"adapter; drop {unused}, or name a folder"
             )
         if self.frozen and self.lora is not None:
-            raise ValueError("frozen=True takes no sync, so no adapter ever comes; drop lora or frozen")
+            raise ValueError("frozen=True has no sync, so no adapter would arrive; drop lora or frozen")
         return self
 
     @property
@@ -104,12 +104,12 @@ class TorchRollout(FolderBackend):
         return "weights" if self.lora is None else "adapter_weights"
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
-        """The live engine; it holds no receipt yet, unless it is frozen.
+        """The live engine; it has no receipt yet, unless it is frozen.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM, or one that `lora` does not fit; or no model is named
-                and the actor's cannot be shared; or the model does not go on from its cache as it computes without.
-            DataError: the folder has no tokeniser.
+            BindError: the folder has no complete causal LM, or `lora` does not fit it; no folder is named and the
+                actor's model cannot be shared; or the model computes other logits with its cache than without.
+            DataError: the folder has no tokenizer.
         """
         if self.model is not None:
             if self.lora is not None:
@@ -131,23 +131,26 @@ class TorchRollout(FolderBackend):
         actor = context.engine("actor")
         if not isinstance(actor, SharesModel):
             raise BindError(
-                f"TorchRollout() shares the weights of the role 'actor', but that is {type_of(actor)}, which "
-                f"holds no Hugging Face model in this process; bind the actor to a TorchTrainer, or name a folder: "
-                f"TorchRollout(model)."
+                f"TorchRollout() shares the weights of the role 'actor', but the actor is {type_of(actor)} without a "
+                f"Hugging Face model in this process. Bind the actor to a TorchTrainer, or name a folder: "
+                f"TorchRollout(model).",
+                code="engine.cannot-share-weights",
+                found=type(actor).__name__,
             )
         if actor.sharded:
             raise BindError(
-                "TorchRollout() shares the weights of the role 'actor', but those are sharded (ranks or offload), and "
-                "a rollout samples from whole ones; name a folder, which sync then fills: TorchRollout(model)."
+                "TorchRollout() shares the weights of the role 'actor', but the actor's are sharded (ranks or "
+                "offload); sampling needs them unsharded. Name a folder, which sync fills: TorchRollout(model).",
+                code="engine.cannot-share-weights",
+                found=type(actor).__name__,
             )
         return TorchRolloutEngine(actor.model, ChatTokenizer(actor.folder), self.max_rows, shares=actor)
 
 
 @runtime_checkable
 class SharesModel(Protocol):
-    """A trainer whose model is in this process, as `TorchTrainerEngine` is: the Hugging Face LM, the folder that it
-    came from, whether its weights are sharded over ranks, so that nobody else can compute with them, and a context in
-    which the model computes as the trainer does."""
+    """A trainer with a model in this process, such as `TorchTrainerEngine`: the Hugging Face LM, its folder, whether
+    its weights are sharded, and a context in which the model computes as the trainer does."""
 
     model: PreTrainedModel
     folder: str
@@ -164,14 +167,11 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     Args:
         model: a causal LM.
-        tokenizer: the tokeniser of its folder.
-        max_rows: at most so many rows are in one forward pass.
-        shares: the trainer whose own module `model` is, or None.
-        adapter: of a model of its own, if `sync` is to fill that alone.
-        adapter_of: what it is added to, and how; see `Adapted`.
-
-    Raises:
-        BindError: the model does not go on from its cache as it computes without.
+        tokenizer: the tokenizer of its folder.
+        max_rows: the most rows in one forward pass.
+        shares: the trainer that owns `model`, or None.
+        adapter: of an own model, if `sync` copies only the adapter.
+        adapter_of: the base weights and scaling of the adapter; see `Adapted`.
     """
 
     name = "TorchRollout"
@@ -189,25 +189,22 @@ class TorchRolloutEngine(RequestEngine, Resident):
         self.model = model
         self._adapter, self._adapter_of = adapter, adapter_of
         self._shares = shares
-        # What is shared moves with the trainer.
+        # A shared model moves with the trainer.
         self.residence = Residence(model.device, [model] if shares is None else [])
         self._memory = self._memory_of(model)
         self._decoder = Decoder(self._memory, tokenizer, max_rows, model.device)
-        self._within = False
+        self._is_decoding = False
 
     def _memory_of(self, model: PreTrainedModel) -> Memory:
-        """Where what is computed of rows stands: in place where that suits the model, else as transformers keeps it.
-
-        Raises:
-            BindError: the model does not go on from its cache as it computes without.
-        """
+        """The KV memory: slots written in place if they suit the model, else caches of transformers. Raises `BindError`
+        if the model computes other logits with its cache than without."""
         from flowrl.backends.torch.generate.slots import Slots, suits
 
         with evaluating(model), torch.no_grad():
             probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
-            cohorts = CacheBatches(model)
-            refuse_other_cache(probe, model, cohorts.step, cohorts.new_cache(), self.tokenizer.folder, bound)
-            return Slots(model) if suits(model, probe, bound) else cohorts
+            batches = CacheBatches(model)
+            refuse_other_cache(probe, model, batches.step, batches.new_cache(), self.tokenizer.folder, bound)
+            return Slots(model) if suits(model, probe, bound) else batches
 
     @property
     def arithmetic(self) -> torch.dtype:
@@ -216,29 +213,24 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens before all answers so far; of one that went on after its context was computed anew, once more, with
-        what it had said."""
+        """Prompt tokens of all responses so far; a response whose context was recomputed counts again, with the tokens
+        that it had sampled."""
         return self._decoder.context_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """As many of these were there already: from earlier turns, or since other rows begin alike."""
+        """How many of these were cached: from earlier turns, or from rows with a common prefix."""
         return self._decoder.cached_tokens
 
     def _sync(self, source: Trainer) -> Receipt:
-        """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
+        """Copy the weights of `source`, or record the version if the model is its own.
 
-        Where this engine has an adapter, the weights of the adapter are all that is copied; what they are added to must
-        be what the trainer adds them to.
+        With an adapter, only the adapter's weights are copied; the base weights must equal the trainer's.
 
-        A copy is checked: the tensors that the engine holds afterwards must have the digests of those that were sent.
-        Where the engine has another dtype, those that came must have them, and it must hold the same bits as their
-        cast. The receipt's digest and bytes are those of the tensors as sent.
-
-        Raises:
-            SyncError: requests are under way; names or shapes differ, the engine holds other numbers than were sent,
-                `source` is not the trainer that the model is shared with, or has no adapter over the same weights as
-                this engine has. But for the first, the engine then holds no receipt.
+        A copy is checked: the engine's tensors must have the digests of those sent. If the engine has another dtype,
+        the tensors that arrived must have the digests, and the engine's must equal their cast bit for bit. The
+        receipt's digest and bytes are those of the tensors as sent. After an error other than requests in flight, the
+        engine has no receipt.
         """
         self._refuse_sync(self._decoder.begun)
         self._receipt = None
@@ -265,28 +257,31 @@ class TorchRolloutEngine(RequestEngine, Resident):
             self._receipt = Receipt(source.version, digest="alias", bytes=0, seconds=0.0, transport="alias")
         else:
             raise SyncError(
-                f"this engine shares the weights of one trainer, but was told to sync with another "
-                f"({type(source).__name__} at version {source.version}); sync it with the actor, or bind the "
-                f"rollout to a folder of its own: TorchRollout(model)."
+                f"{self.name} shares the weights of one trainer, but sync got another ({type(source).__name__} at "
+                f"version {source.version}). Sync it with the actor, or give it its own folder: TorchRollout(model).",
+                code="engine.other-trainer",
+                engine=self.name,
+                found=type(source).__name__,
+                version=source.version,
             )
         return self._receipt
 
     def _copy(self, source: Trainer) -> Receipt:
         start = time.perf_counter()
-        held = self._held()
+        held = self._synced_weights()
         faults: list[str] = []
         sent: dict[str, str] = {}
         received: dict[str, Tensor] = {}
-        kept: set[str] = set()  # what the engine holds as it is sent, and so with the same digest
+        unchanged: set[str] = set()  # names of tensors that need no cast, so their digests stay the same
         size = 0
         for name, tensor, digest in weights_for(self._adapter_of, source, checked=False):
             sent[name] = digest
             size += tensor.nbytes
             place = held.get(name)
             if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
-                kept.add(name)
+                unchanged.add(name)
             elif tensor_digest(name, tensor) != digest:
-                faults.append(f"{name} is not what was sent")
+                faults.append(f"{name} {_DAMAGED}")
                 continue
             if place is None:
                 faults.append(f"{name} is unexpected")
@@ -299,37 +294,43 @@ class TorchRolloutEngine(RequestEngine, Resident):
         faults += [f"{name} is missing" for name in held if name not in sent]
         if not faults:
             self._load(received)
-            for name, tensor in self._held().items():
-                same = tensor_digest(name, tensor) == sent[name] if name in kept else same_bits(tensor, received[name])
+            for name, tensor in self._synced_weights().items():
+                by_digest = name in unchanged
+                same = tensor_digest(name, tensor) == sent[name] if by_digest else same_bits(tensor, received[name])
                 if not same:
-                    faults.append(f"{name} is not what was sent")
+                    faults.append(f"{name} {_DAMAGED}")
         if faults:
             more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
+            damaged = any(fault.endswith(_DAMAGED) for fault in faults)
             raise SyncError(
-                f"weights of version {source.version} did not arrive in {self.tokenizer.folder!r} as they were sent: "
-                f"{', '.join(faults[:5])}{more}; expected all weights of one architecture, bit for bit. The engine "
-                f"holds no valid weights now: call engine.sync(trainer) with a trainer of the same model."
+                f"The weights of version {source.version} did not arrive in {self.tokenizer.folder!r} as they were "
+                f"sent: {', '.join(faults[:5])}{more}; expected all weights of one architecture, bit for bit. The "
+                f"engine has no valid weights now: call engine.sync(trainer) with a trainer of the same model.",
+                code="sync.damaged" if damaged else "engine.weights-mismatch",
+                engine=self.name,
+                version=source.version,
+                faults=faults,
             )
         return Receipt(source.version, combine(sent), size, time.perf_counter() - start, transport="copy")
 
-    def _held(self) -> dict[str, Tensor]:
-        """The weights that `sync` fills, by the names under which they come."""
+    def _synced_weights(self) -> dict[str, Tensor]:
+        """The weights that `sync` copies into, by the names under which they are sent."""
         return dict(named_weights(self.model)) if self._adapter is None else self._adapter.weights()
 
     def _load(self, received: dict[str, Tensor]) -> None:
-        """Put weights, which are complete and in the engine's dtype, where the model keeps them."""
-        slots = self.model.state_dict() if self._adapter is None else self._held()
+        """Copy complete weights in the engine's dtype into the model."""
+        slots = self.model.state_dict() if self._adapter is None else self._synced_weights()
         if not received.keys() <= slots.keys():  # some are stored fused (experts): load them as a folder is loaded
-            fresh: Any = type(self.model).from_pretrained(
+            loaded: Any = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=received, dtype=self.model.dtype
             )
-            received = fresh.state_dict()
+            received = loaded.state_dict()
         with torch.no_grad():
             for name, tensor in received.items():
                 slots[name].copy_(tensor)
 
     def _require_awake(self, what: str) -> None:
-        """This engine, and the trainer that it shares weights with."""
+        """Checks this engine, and the trainer that it shares weights with."""
         for engine in (self, self._shares):
             if isinstance(engine, Resident):
                 engine.residence.require_awake(what)
@@ -339,32 +340,32 @@ class TorchRolloutEngine(RequestEngine, Resident):
         return vocabulary, getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _require_receipt(self) -> Receipt:
-        """As `RolloutEngine`; and weights that are shared must not have been trained since.
-
-        Raises:
-            SyncError: they were.
-        """
+        """As `RolloutEngine`; raises `SyncError` if shared weights were trained since."""
         receipt = super()._require_receipt()
         if self._shares is not None and self._shares.version != receipt.version:
             raise SyncError(
-                f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
-                f"is of version {receipt.version}, so its rows would carry the wrong version; call "
-                f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
+                f"The weights that {self.name} shares are at version {self._shares.version}, but its receipt is of "
+                f"version {receipt.version}, so its rows would have the wrong version. Call engine.sync(trainer) "
+                f"after each update (in a graph: end the step with Sync()(actor)).",
+                code="engine.version-mismatch",
+                engine=self.name,
+                found=self._shares.version,
+                expected=receipt.version,
             )
         return receipt
 
-    def _asked(self, name: str) -> bool:
+    def _knows(self, name: str) -> bool:
         return name in self._decoder
 
     def _submit(self, request: Request) -> None:
         self._decoder.submit(request)
 
     def _step(self, version: int) -> list[str]:
-        """By `next_token`; a request draws from ``key.numbers(max_new_tokens)`` and from nothing of the others.
+        """Sample by `next_token`; a request reads only its own ``key.numbers(max_new_tokens)``.
 
-        So it gets the same tokens in any order and any company, but for rounding: kernels that sum in another order for
-        another number of rows move probabilities by about 1e-7, and so may move a draw that falls within that of the
-        edge between two tokens.
+        So it gets the same tokens in any order and any batch, except for rounding: kernels that sum in another order
+        for another number of rows move probabilities by about 1e-7, which may change a sample that falls that close
+        to the edge between two tokens.
         """
         try:
             with self._decoding():
@@ -377,11 +378,10 @@ class TorchRolloutEngine(RequestEngine, Resident):
         return self._decoder.take(name)
 
     def _drop(self, name: str) -> None:
-        """Stop a request, drop its response, and forget what was kept of it."""
         self._decoder.drop(name)
 
     def sleep(self) -> None:
-        """As `Resident.sleep`; requests that are under way are computed anew once the engine is awake."""
+        """As `Resident.sleep`; requests in flight are recomputed once the engine is awake."""
         self._decoder.forget()
         super().sleep()
 
@@ -391,24 +391,24 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """The model as it decodes; within another one, nothing."""
-        if self._within:
+        """Prepare the model to decode; does nothing if nested."""
+        if self._is_decoding:
             yield
             return
         computing = nullcontext() if self._shares is None else self._shares.computing()
         with evaluating(self.model), torch.no_grad(), computing, self._memory.decoding():
-            self._within = True
+            self._is_decoding = True
             try:
                 yield
             finally:
-                self._within = False
+                self._is_decoding = False
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off within; training mode, where it was on, comes back after.
+    """Evaluation mode in the block; restores training mode afterwards.
 
-    It takes as long as many a layer to set it, so a model that is evaluated anyway is left as it is.
+    Switching takes as long as several layers, so a model in evaluation mode is left alone.
     """
     if not any(module.training for module in model.modules()):
         yield

@@ -17,14 +17,14 @@ from flowrl.core.operators.operator import Operator, is_column
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge, EdgeType, Symbol, prefixed
 from flowrl.core.operators.symbols import prefix as before
-from flowrl.errors import DefinitionError, GraphError, ParameterError, type_of
+from flowrl.errors import DefinitionError, GraphError, ParameterError, refuse_staleness, type_of
 from flowrl.record_types import hints_of, record_columns, with_clear_attribute_errors
 
 P = ParamSpec("P")
 R = TypeVar("R")
 GraphT = TypeVar("GraphT", bound=Graph)
 _nested: ContextVar[str] = ContextVar("flowrl_nested", default="")
-"""The algorithm through whose lines another one goes now."""
+"""The algorithm that is being traced inside another one."""
 
 
 class Tracer:
@@ -35,23 +35,30 @@ class Tracer:
         self.types: dict[Edge, EdgeType] = {}
 
     def input(self, name: str, record: type) -> Any:
-        """A node for an input of the algorithm; returns the record of its symbols."""
+        """Add a node for an input of the algorithm; returns the record of its symbols."""
         return self._add(Node(name, Input(record), {}))
 
     def record(self, operator: Operator, inputs: Mapping[PortField, Any]) -> Any:
-        """A node for a call of `operator`; returns its symbol, or the record of its symbols."""
+        """Add a node for a call of `operator`; returns its symbol, or the record of its symbols."""
         edges: dict[PortField, Edge] = {}
         for field, value in inputs.items():
             if not isinstance(value, Symbol):
                 raise GraphError(
-                    f"{operator.name}.{field} was given {type_of(value)} while the graph is recorded; expected "
-                    f"an output of another operator: constants belong in the parameters of "
-                    f"{type(operator).__name__}(...)."
+                    f"{operator.name}.{field} got {type_of(value)} while the graph is traced; expected an output of "
+                    f"another operator. Pass constants as parameters of {type(operator).__name__}(...).",
+                    code="algorithm.constant-input",
+                    node=operator.name,
+                    port=str(field),
+                    found=type(value).__name__,
                 )
             if value._tracer is not self:
                 raise GraphError(
-                    f"{operator.name}.{field} was given {value!r}, which belongs to another graph; expected an output "
-                    f"of an operator that this algorithm itself calls."
+                    f"{operator.name}.{field} got {value!r}, which belongs to another graph. Pass an output of an "
+                    f"operator that this algorithm calls.",
+                    code="algorithm.foreign-input",
+                    node=operator.name,
+                    port=str(field),
+                    found=str(value._edge),
                 )
             edges[field] = value._edge
         return self._add(Node(operator.name, operator, edges))
@@ -60,10 +67,11 @@ class Tracer:
         if node.name in self.nodes:
             operator, nested = node.operator, _nested.get()
             made = repr(operator) if isinstance(operator, OfFunction) else f"{type(operator).__name__}(...)"
-            all_of = f', or all nodes of {nested} a prefix: {nested}.under("second")(...)' if nested else ""
+            prefix = f', or give all nodes of {nested} a prefix: {nested}.under("second")(...)' if nested else ""
             raise GraphError(
-                f"two nodes are named {node.name!r}; names must differ, so give one a name of its own: "
-                f'{made}.named("{node.name}_2nd"){all_of}.'
+                f'Two nodes are named {node.name!r}. Rename one: {made}.named("{node.name}_2nd"){prefix}.',
+                code="graph.duplicate-name",
+                node=node.name,
             )
         types = infer(node.name, node.operator, {f: (e, self.types[e]) for f, e in node.inputs.items()}, self.types)
         self.nodes[node.name] = node
@@ -75,14 +83,14 @@ class Tracer:
         record = node.signature.output_record
         if record is not None:
             return with_clear_attribute_errors(record)(**symbols)
-        return next(iter(symbols.values()), None)  # what writes nothing is a sink by itself
+        return next(iter(symbols.values()), None)  # None: a node without outputs is a sink
 
 
 class Algorithm(Generic[P, R, GraphT]):
-    """A function of one or more batches, as an algorithm: called, it is traced into a `Graph`; `step` runs it as it is.
+    """A function of one or more batches as an algorithm: a call traces it into a `Graph`, and `step` runs it.
 
-    The leading parameters that are annotated with a record (``batch: PromptBatch``) are the graph's inputs and are left
-    out of the call: ``ppo(exact_match, n=1)`` is a graph, ``ppo.step(batch, exact_match, n=1)`` computes.
+    The leading parameters that are annotated with a record (``batch: PromptBatch``) are the inputs of the graph, and
+    are left out of the call: ``ppo(exact_match, n=1)`` is a graph, ``ppo.step(batch, exact_match, n=1)`` computes.
     """
 
     def __init__(self, function: Callable[P, R], localns: Mapping[str, Any], kind: type[GraphT]) -> None:
@@ -90,15 +98,17 @@ class Algorithm(Generic[P, R, GraphT]):
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             what = "an async function" if inspect.isfunction(function) else type_of(function)
             raise DefinitionError(
-                f"an algorithm is a plain function of a batch that returns outputs of operators, and {function!r} is "
-                f"{what}; write `@algorithm` above a `def`."
+                f"{function!r} is {what}; expected a plain function of a batch that returns outputs of operators. "
+                f"Write `@algorithm` above a `def`.",
+                code="algorithm.not-a-function",
+                found=type(function).__name__,
             )
         functools.update_wrapper(self, function)
         where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: the algorithm {function.__name__}"
         try:
             hints = hints_of(function, localns)
         except DefinitionError as error:
-            raise DefinitionError(f"{where}: {error}") from error
+            raise DefinitionError(f"{where}: {error.message}", code=error.code, **error.facts) from error
         parameters = list(inspect.signature(function).parameters.values())
         self.inputs: dict[str, type] = {}
         for p in parameters:
@@ -108,7 +118,9 @@ class Algorithm(Generic[P, R, GraphT]):
             self.inputs[p.name] = hint
         if not self.inputs:
             raise DefinitionError(
-                f"{where} has no input; annotate its first parameter with a record, such as `batch: PromptBatch`."
+                f"{where} has no input. Annotate its first parameter with a record, such as `batch: PromptBatch`.",
+                code="algorithm.no-input",
+                algorithm=function.__name__,
             )
         self.parameters = inspect.Signature([p for p in parameters if p.name not in self.inputs])
 
@@ -117,83 +129,100 @@ class Algorithm(Generic[P, R, GraphT]):
     @overload
     def __call__(self, *args: Any, **kwargs: Any) -> GraphT: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace the function into a graph; or, in the lines of another algorithm, go through its lines there.
+        """Trace the function into a graph.
 
-        Given its inputs, as symbols or as tensors, it is part of the algorithm that calls it: nodes are recorded in
-        that one's graph, and it returns what its own lines return.
+        Called with its inputs (symbols or tensors) inside another algorithm, it is part of that algorithm: its nodes
+        join the graph of the caller, and it returns what the function returns.
 
         Raises:
-            PortError, GraphError: what was connected does not fit, named with both ends.
+            PortError, GraphError: an input does not fit its port, or arguments do not match the parameters.
         """
         name = self.function.__name__
         if any(map(is_column, (*args, *kwargs.values()))):
-            return self._lines(*args, **kwargs)
+            return self._call(*args, **kwargs)
         if self._prefix:
             raise GraphError(
-                f"{name}.under(...) was given none of its inputs ({', '.join(self.inputs)}), so it would be a graph of "
-                f"its own, whose nodes need no prefix; leave under(...) out, or call it in another algorithm."
+                f"{name}.under(...) got none of its inputs ({', '.join(self.inputs)}). Call it with its inputs inside "
+                f"another algorithm, or leave under(...) out.",
+                code="algorithm.bad-call",
+                algorithm=name,
             )
         try:
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:
+            refuse_staleness(f"{name}(...)", kwargs, self.parameters.parameters)
             raise GraphError(
-                f"{name}(...) cannot be traced: {error}. It takes {name}{self.parameters}; its inputs "
-                f"({', '.join(self.inputs)}) are left out here."
+                f"{name}(...) cannot be traced: {error}. Call it as {name}{self.parameters}, without its inputs "
+                f"({', '.join(self.inputs)}).",
+                code="algorithm.bad-call",
+                algorithm=name,
+                reason=str(error),
             ) from None
         tracer = Tracer()
         inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
         result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
         returned = [symbol._edge.node for symbol in _symbols(result, name)]
-        silent = [node.name for node in tracer.nodes.values() if not node.signature.outputs]
-        sinks = tuple(dict.fromkeys([*returned, *silent]))
+        without_outputs = [node.name for node in tracer.nodes.values() if not node.signature.outputs]
+        sinks = tuple(dict.fromkeys([*returned, *without_outputs]))
         if not sinks:
             raise GraphError(
-                f"{name} returns no output of an operator, so its graph is empty; return what it should compute."
+                f"{name} returns no output of an operator, so its graph is empty. Return what it should compute.",
+                code="graph.no-sink",
+                algorithm=name,
             )
         graph = self.kind.build(name, tracer.nodes, sinks)
         for node in tracer.nodes.values():
             if node.name not in graph and node.writes:
                 raise GraphError(
-                    f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it "
-                    f"on, so it would never run; return it too: `return ..., {node.name}`, or take the call out."
+                    f"{name} calls {node.name}, which writes weights, but neither returns its output nor passes it on, "
+                    f"so it would never run. Return it, too (`return ..., {node.name}`), or remove the call.",
+                    code="algorithm.unused-update",
+                    algorithm=name,
+                    node=node.name,
                 )
         return graph
 
     def step(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the lines now, on tensors; inside ``with job.eager():`` roles are the job's engines.
+        """Run the function now, on tensors; inside ``with job.eager():`` roles are the job's engines.
 
-        Every call is one step: afterwards the session's step has grown by one, and `session.metrics` holds what this
-        one reported.
+        Each call is one step: it increments the session's step, and `session.metrics` has its metrics.
         """
         session = sessions.current()
         if session is not None:
             session.begin_step(session.step)
-        result: R = self._lines(*args, **kwargs)
+        result: R = self._call(*args, **kwargs)
         if session is not None:
             session.step += 1
         return result
 
     def under(self, prefix: str) -> Self:
-        """The same algorithm for a second call within another: its nodes are named ``<prefix>_<name>``.
+        """The same algorithm for a second call inside another algorithm: its nodes are named ``<prefix>_<name>``.
 
         Raises:
-            ParameterError: `prefix` is no identifier.
+            ParameterError: `prefix` is not an identifier.
         """
         if not isinstance(prefix, str) or not prefix.isidentifier():
-            raise ParameterError(f"{prefix!r} is no prefix of node names; expected an identifier such as 'second'.")
-        made = copy.copy(self)
-        made._prefix = f"{prefix}_"
-        return made
+            raise ParameterError(
+                f"Invalid prefix {prefix!r} of node names; expected an identifier such as 'second'.",
+                code="algorithm.invalid-prefix",
+                given=prefix,
+            )
+        prefixed = copy.copy(self)
+        prefixed._prefix = f"{prefix}_"
+        return prefixed
 
-    def _lines(self, *args: Any, **kwargs: Any) -> Any:
-        """Go through the lines of the function, on symbols or on tensors."""
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on symbols or tensors."""
         name = self.function.__name__
         try:
             inspect.signature(self.function).bind(*args, **kwargs)
         except TypeError as error:
             raise GraphError(
-                f"{name}(...) cannot be called on columns like this: {error}. It takes "
-                f"{name}{inspect.signature(self.function)}."
+                f"{name}(...) cannot be called on columns: {error}. Call it as "
+                f"{name}{inspect.signature(self.function)}.",
+                code="algorithm.bad-call",
+                algorithm=name,
+                reason=str(error),
             ) from None
         token = _nested.set(name)
         try:
@@ -213,4 +242,9 @@ def _symbols(result: Any, name: str) -> list[Symbol]:
         return [symbol for item in result for symbol in _symbols(item, name)]
     if result is None:
         return []
-    raise GraphError(f"{name} returns {type_of(result)}; expected outputs of operators only.")
+    raise GraphError(
+        f"{name} returns {type_of(result)}; expected outputs of operators only.",
+        code="algorithm.wrong-return",
+        algorithm=name,
+        found=type(result).__name__,
+    )

@@ -1,9 +1,9 @@
-"""Fusing: where what a node asks of weights is the first pass of the update that writes them, it is computed once.
+"""Fusing: compute the log-probs of a scorer in the first forward pass of the update that trains the same weights.
 
-A graph says what is meant, and stays as it is; what runs is `fused` of it, with the same numbers. A scorer and an
-update are one where both read the same columns, the update makes one pass over all rows at once, its backend says that
-this pass has the scorer's bits, and nothing that the update waits for reads what the scorer writes. Whatever else reads
-that then comes behind the update; so it uses no weights itself, which would be others there.
+The graph itself does not change; `fused` of it runs, with the same numbers. A scorer and an update are fused if both
+read the same columns, the update makes one pass over all rows at once, its backend declares that this pass has the
+scorer's bits, and no ancestor of the update reads the scorer's output. Other readers of that output then run after the
+update, so they must not use weights, which would have changed.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 @runtime_checkable
 class Fuses(Protocol):
-    """An operator that writes weights, and may say what another asks of them before."""
+    """An operator that writes weights, and may compute what a scorer computes with them before."""
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
-        """This operator as it also writes what `scorer` does, of its first pass (`Scores`), and does not read it.
+        """This operator, which also writes the output of `scorer` from its first pass (`Scores`) and does not read it.
 
-        In its place, why that cannot be, in words that follow on its name; None where `scorer` asks something else.
+        Or the reason why that is impossible, as a phrase after its name; None if `scorer` computes something else.
         """
         ...
 
 
 @runtime_checkable
 class Scores(Protocol):
-    """What `Fuses.fusing` gives: it also writes what the node called `scorer` did."""
+    """The operator that `Fuses.fusing` returns: it also writes the output of the node `scorer`."""
 
     scorer: str
 
 
 @dataclass(frozen=True)
 class Fusing:
-    """`scorer` asks weights for what `update` says of them first.
+    """`scorer` computes what the first pass of `update` computes, too.
 
     Args:
         scorer, update: names of nodes.
-        apart: why they are two all the same; None where they are one.
+        why_not: why they are not fused; None if they are.
     """
 
     scorer: str
     update: str
-    apart: str | None
+    why_not: str | None
 
 
 def fusings(graph: Graph, unbound: bool = False) -> list[Fusing]:
-    """What may be fused in a graph, and what may not though it looks so.
+    """The candidates for fusing in a graph.
 
     Args:
         graph: with its bindings.
-        unbound: whether a role that is not bound is taken for one whose backend says that its bits are the same.
+        unbound: whether to assume same bits for a role without a backend.
     """
     found = []
     for update in graph.nodes.values():
@@ -70,37 +70,37 @@ def fusings(graph: Graph, unbound: bool = False) -> list[Fusing]:
             before = graph.ancestors(update.name)
             for scorer in (node for node in graph.nodes.values() if node.name in before):
                 if (made := update.operator.fusing(scorer.operator)) is not None:
-                    found.append(Fusing(scorer.name, update.name, _apart(graph, scorer, update, made, unbound)))
+                    found.append(Fusing(scorer.name, update.name, _why_not(graph, scorer, update, made, unbound)))
     return found
 
 
 def fused(graph: GraphT, unbound: bool = False) -> GraphT:
-    """The graph that runs: whatever can be fused in `graph` is; see `fusings`."""
-    while (one := next((one for one in fusings(graph, unbound) if one.apart is None), None)) is not None:
+    """The graph that runs: `graph` with everything fused that can be; see `fusings`."""
+    while (one := next((one for one in fusings(graph, unbound) if one.why_not is None), None)) is not None:
         graph = _rewritten(graph, graph[one.scorer], graph[one.update])
     return graph
 
 
 def scorers(graph: Graph) -> dict[str, str]:
-    """Of a graph that was `fused`: by node that is no more, the update that writes what it did."""
+    """In a `fused` graph: the update that writes the output of each removed node, by that node's name."""
     operators = ((name, node.operator) for name, node in graph.nodes.items())
     return {operator.scorer: name for name, operator in operators if isinstance(operator, Scores)}
 
 
 def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:
-    """For people: what is fused, what is not and why, and what that saves.
+    """As text: what is fused, what is not and why, and what that saves.
 
     Args:
-        graph: before it is fused.
-        optimize: whether it will be.
-        prompts: a step, where known.
+        graph: before fusing.
+        optimize: whether it will be fused.
+        prompts: prompts per step, if known.
     """
     lines = []
     for one in fusings(graph):
         rows = rows_of_step(graph, one.update, prompts)
         saved = f"a forward pass over {f'{rows} rows' if rows is not None else 'the rows of a step'}"
-        if one.apart is not None:
-            lines.append(f"{one.scorer} is not fused into {one.update}: {one.apart}")
+        if one.why_not is not None:
+            lines.append(f"{one.scorer} is not fused into {one.update}: {one.why_not}")
         elif optimize:
             lines.append(f"{one.scorer} is the first pass of {one.update}: computed once, saves {saved}")
         else:
@@ -108,8 +108,8 @@ def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[s
     return lines
 
 
-def _apart(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbound: bool) -> str | None:
-    """Why what is asked is not of this update's first pass; `made` is what the update says of that itself."""
+def _why_not(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbound: bool) -> str | None:
+    """Why a scorer is not fused into an update; `made` is what `Fuses.fusing` returned."""
     plan = Plan(graph)
     readers = [node.name for node in graph.nodes.values() if scorer.name in node.sources and node.name != update.name]
     waited_for = nx.ancestors(plan.network, update.name)
@@ -132,33 +132,35 @@ def _apart(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbou
     if others := [name for name in writers if name not in later]:
         return f"{others[0]} may write the weights of {role!r} before {update.name}"
     if unbound and role not in graph.bindings:
-        return _unmoved(graph, plan, readers, later)
-    return _unmoved(graph, plan, readers, later) or _unlike(graph.bindings.get(role), role, update)
+        return _why_not_movable(graph, plan, readers, later)
+    return _why_not_movable(graph, plan, readers, later) or _why_not_same_bits(graph.bindings.get(role), role, update)
 
 
-def _unmoved(graph: Graph, plan: Plan, readers: Sequence[str], later: set[str]) -> str | None:
-    """Why what reads what the scorer writes cannot come after the update, if it does not anyway."""
+def _why_not_movable(graph: Graph, plan: Plan, readers: Sequence[str], later: set[str]) -> str | None:
+    """Why a reader of the scorer's output cannot run after the update."""
     for reader in (name for name in readers if name not in later):
         moved = [reader, *(node for node in graph.nodes if node in graph.descendants(reader) and node not in later)]
         if of_weights := [name for name in moved if graph[name].roles]:
             by = "" if of_weights[0] == reader else f" for {of_weights[0]}"
-            return f"{reader} reads it{by}, which uses {graph[of_weights[0]].roles[0]!r} as it is before"
+            return (
+                f"{reader} reads it{by}, which uses the weights of {graph[of_weights[0]].roles[0]!r} before the update"
+            )
         if any(name in plan.region for name in moved):
             return f"{reader} reads it in rounds"
     return None
 
 
-def _unlike(backend: Backend | None, role: str, update: Node) -> str | None:
-    """Why the first pass of an update by a backend is not what it scores, bit for bit."""
+def _why_not_same_bits(backend: Backend | None, role: str, update: Node) -> str | None:
+    """Why the first pass of an update may differ from the backend's scores in some bits."""
     if backend is None:
-        return f"{role!r} is not bound, so nobody knows whether both have the same bits"
+        return f"{role!r} is not bound, so it is unknown whether both have the same bits"
     if backend.ranks > 1 and not any(port.field == "attention_mask" for port in update.inputs):
-        return f"the {backend.ranks} ranks of {role!r} are each given all rows, since nobody knows how long these are"
+        return f"each of the {backend.ranks} ranks of {role!r} gets all rows, since their lengths are unknown"
     return backend.why_not_fusable
 
 
 def _rewritten(graph: GraphT, scorer: Node, update: Node) -> GraphT:
-    """The graph in which `update` writes what `scorer` does, and all who read that read it there."""
+    """The graph in which `update` writes the output of `scorer`, and all readers of that output read it there."""
     made = cast(Operator, cast(Fuses, update.operator).fusing(scorer.operator)).in_place_of(update.operator)
     nodes = {}
     for name, node in graph.nodes.items():
@@ -173,5 +175,5 @@ def _rewritten(graph: GraphT, scorer: Node, update: Node) -> GraphT:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The names with their verb: one reads, several read."""
+    """The names with their verb: one "reads", several "read"."""
     return f"{names[0]} reads" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} read"

@@ -1,7 +1,7 @@
-"""Gates: operators that let some rows through, and all columns of these rows with them.
+"""Gates: operators that pass some rows on, with all columns of these rows.
 
-A gate has the ports of its `predicate`, and one called ``rows`` with every column that passes. Users do not list these:
-a call or an edit leads each column through that a node downstream reads, and a graph has no others.
+A gate has the ports of its `predicate`, and a port ``rows`` with every column that passes. Users do not list these: a
+call or an edit routes each column that a downstream node reads through the gate, and `Graph.build` removes the others.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flowrl.core.operators.symbols import Symbol, prefix, prefixed
 from flowrl.core.operators.when import ALWAYS, SKIPPED
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.errors import DataError, PortError
+from flowrl.errors import DataError, PortError, type_of
 from flowrl.record_types import FieldType, ValueType, accepts, column_fields
 
 ROWS = "rows"
-"""The port of what passes."""
+"""The port of the columns that pass."""
 
 
 class _Called:
-    """Gives a gate its `__call__`, whose ports are not in its annotations, as they are in those of other operators."""
+    """The `__call__` of gates: its ports are not in its annotations, unlike those of other operators."""
 
     def __call__(self, *records: Any, **columns: Any) -> Any:
         assert isinstance(self, Gate)
@@ -45,7 +45,7 @@ class _Called:
 
 
 def _computed(gate: Gate, **given: Any) -> Any:
-    """What a gate computes, by its ports."""
+    """The function of a gate, by its ports."""
     return gate.passed(**given)
 
 
@@ -53,15 +53,15 @@ _Called.__call__.__wrapped__ = _computed  # type: ignore[attr-defined]
 
 
 class Gate(_Called, Operator):
-    """Base of what lets rows through: ``rollout, scores = Filter(...)(rollout, token_level_scores=scores)``.
+    """Base of operators that pass rows on: ``rollout, scores = Filter(...)(rollout, token_level_scores=scores)``.
 
-    Called, it takes records, and single columns under their names; it returns the same, on rows of its own. Put in by
-    ``edit(insert={"filter": After("reward", Filter(...))})``, it stands behind its anchor, and all that is read from
-    before it by what does not come before it is led through.
+    A call takes records, and single columns by name, and returns the same columns with the rows that pass.
+    ``edit(insert={"filter": After("reward", Filter(...))})`` inserts a gate after its anchor: every edge from a node
+    before the gate to a node after it then goes through the gate.
 
     Args:
-        predicate: an operator that writes one bool a row, from columns; it asks no engine and keeps no state.
-        columns: by output, which column passes; the call and the edit fill it in.
+        predicate: an operator that writes one bool per row, from columns; it uses no engine and has no state.
+        columns: the column of each output; calls and edits set it.
     """
 
     _signature: ClassVar[Signature] = Signature({}, {}, {})
@@ -77,24 +77,25 @@ class Gate(_Called, Operator):
         if not isinstance(one, ColumnType) or (one.dtype, one.axes) != ("bool", ("batch",)):
             written = ", ".join(f"{name}: {type}" for name, type in predicate.signature.outputs.items())
             raise ValueError(
-                f"{predicate.name} writes {written}; expected one bool a row, as by `def __call__(self, ...) -> Kept`"
+                f"{predicate.name} writes {written}; expected one bool per row: `def __call__(self, ...) -> Kept`"
             )
         if predicate.role_uses or predicate.states:
             raise ValueError(
-                f"{predicate.name} {'asks an engine' if predicate.role_uses else 'keeps state'}, which belongs into a "
-                f"node of its own: let that node write a column, and keep by the column"
+                f"{predicate.name} {'uses an engine' if predicate.role_uses else 'has state'}; a predicate reads "
+                f"columns only. Compute a column in another node, and read that column in the predicate"
             )
         if predicate._when != ALWAYS:
             raise ValueError(
-                f"{predicate.name} is to run in some steps only, and it is the gate that runs; say it of the gate"
+                f"{predicate.name} has when(...), but the gate decides in which steps it runs. Call when(...) on the "
+                f"gate instead"
             )
         if taken := {ROWS, "metrics", "now"} & predicate.signature.ports.keys():
-            raise ValueError(f"{predicate.name} has a port {taken.pop()!r}, as every gate has; give it another name")
+            raise ValueError(f"{predicate.name} has a port {taken.pop()!r}, which every gate has. Rename that port")
         return predicate
 
     @cached_property
     def signature(self) -> Signature:
-        """The ports of `predicate`, and what passes; each column that passes is as wide as it is."""
+        """The ports of `predicate`, and the columns that pass, each with its own width."""
         own = self.predicate.signature
         types = {
             name: dataclasses.replace(_type(column), own=Own(name, rows=False)) for name, column in self.columns.items()
@@ -108,48 +109,44 @@ class Gate(_Called, Operator):
         return Signature(ports, injected, outputs, _passing(tuple(outputs)))
 
     def record(self, **written: Any) -> Any:
-        """What it returns: the columns that pass, and `values`, by output."""
+        """The return value: the columns that pass, and `values`, by output."""
         made: Any = self.signature.output_record
         return made(**written)
 
     @cached_property
     def reads(self) -> Mapping[str, Port]:
-        """The ports by which it decides: those of `predicate`."""
+        """The ports of `predicate`."""
         return self.predicate.signature.ports
 
     @property
     def values(self) -> Mapping[str, ValueType]:
-        """What it writes besides what passes."""
+        """The values that it writes in addition to columns."""
         return {}
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of `predicate`."""
+        """The effects of `predicate`."""
         return self.predicate.effects
 
     @property
     def target_groups(self) -> int | None:
-        """The rows that come out are those of a multiple of so many prompts; None where nobody knows beforehand."""
+        """The number of prompts whose rows pass in each step; None if it is not known in advance."""
         return None
 
     @property
     def rounds_at_most(self) -> int:
-        """How often all that it depends on may run in a step, each time on further prompts."""
+        """How often its upstream nodes may run in a step, each time on more prompts."""
         return 1
 
     def missing(self, sizes: Sequence[int]) -> int:
-        """How many groups are missing still, where it collects.
-
-        Args:
-            sizes: of the groups that it has, in rows.
-        """
+        """How many groups a gate that collects still needs, given the sizes (rows) of those that it has."""
         return 0
 
     def underfill_action(self, sizes: Sequence[int]) -> str:
-        """What to do where all rounds are over: ``"repeat"`` runs it once more, on what was collected.
+        """What to do after the last round: ``"repeat"`` runs the gate once more, on the rows that it collected.
 
         Raises:
-            DataError: groups are missing, and that is an error.
+            DataError: groups are missing, and the gate does not accept that.
         """
         return ""
 
@@ -161,21 +158,21 @@ class Gate(_Called, Operator):
         return dataclasses.replace(self, columns=columns).in_place_of(self)
 
     def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
-        """What is let through of `rows`, and `values`.
+        """The rows that pass, and `values`.
 
         Args:
             rows: a record of the columns.
             metrics, now: injected.
-            given: by port of `reads`, its column or record; and what is injected into `predicate`.
+            given: the column or record of each port of `reads`; and the values injected into `predicate`.
         """
-        raise NotImplementedError(f"{type(self).__name__} is a gate that does not say what passes.")
+        raise NotImplementedError(f"{type(self).__name__} is a gate that does not define passed(...).")
 
     def kept(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
-        """What `predicate` says: bool ``[batch]``, on the CPU.
+        """The output of `predicate`: bool ``[batch]``, on the CPU.
 
         Args:
             metrics: of the gate.
-            given: by port of `predicate`, its column or record; and what is injected into it.
+            given: the column or record of each port of `predicate`; and the values injected into it.
         """
         inputs: dict[PortField, Any] = {}
         for port in self.predicate.signature.ports.values():
@@ -195,14 +192,17 @@ class Gate(_Called, Operator):
     # ---- called on records
 
     def _of_records(self, records: tuple[Any, ...], columns: Mapping[str, Any]) -> Any:
-        """What passes of records and columns, in their order."""
-        given: dict[str, tuple[ColumnType, Any]] = {}  # by the name that it has in this call
+        """The rows of records and columns that pass, in their order."""
+        given: dict[str, tuple[ColumnType, Any]] = {}  # by name in this call
         made: list[tuple[Callable[..., Any] | None, list[str]]] = []
         for number, record in enumerate(records):
             if not isinstance(record, tuple) or not hasattr(record, "_fields"):
                 raise PortError(
-                    f"{self.name} was given {type(record).__name__} without a name; expected records, and single "
-                    f"columns under their names: {self.name}(rollout, token_level_scores=scores)."
+                    f"{self.name} got {type_of(record)} without a name; expected records, and single columns by name: "
+                    f"{self.name}(rollout, token_level_scores=scores).",
+                    code="gate.unnamed-column",
+                    node=self.name,
+                    found=type(record).__name__,
                 )
             fields = {f: f for f in record._fields} if _is_symbolic(record) else column_fields(type(record))
             named = {
@@ -229,36 +229,46 @@ class Gate(_Called, Operator):
         return _made(made, {name: getattr(passed, names[name]) for name in given})
 
     def _type_of(self, value: Any, column: str) -> ColumnType:
-        """The type of a column that is called so, or of its symbol."""
+        """The type of the column with this name, or of its symbol."""
         if not isinstance(value, Symbol):
             return _type(column)
         if not isinstance(value._typed.type, ColumnType):
-            raise PortError(f"{self.name} was given {value!r}, which has no rows; leave it out.")
+            raise PortError(
+                f"{self.name} got {value!r}, which is a value without rows. Leave it out of the call.",
+                code="gate.no-rows",
+                node=self.name,
+                found=str(value._edge),
+            )
         return value._typed.type
 
     def _reads(self, given: Mapping[str, tuple[ColumnType, Any]]) -> dict[PortField, str]:
-        """For each field of the ports of `predicate`, what it reads of what is given."""
+        """The given column that each field of the ports of `predicate` reads."""
         found: dict[PortField, str] = {}
         wants = self.predicate.in_step(0).wants()
         for port in self.reads.values():
             if wants.get(port.name) is False or (port.optional and not wants.get(port.name)):
                 continue
-            for place, wanted in port.fields.items():
-                fitting = [name for name, (type, _) in given.items() if accepts(wanted, type)]
-                exact = [name for name in fitting if given[name][0].kind == getattr(wanted, "kind", None)]
+            for place, expected in port.fields.items():
+                fitting = [name for name, (type, _) in given.items() if accepts(expected, type)]
+                exact = [name for name in fitting if given[name][0].kind == getattr(expected, "kind", None)]
                 if not fitting:
                     raise PortError(
-                        f"{self.name}.{place} wants {wanted}, and nothing that it was given is that; pass it, too."
+                        f"{self.name}.{place} expects {expected}, which the call does not pass. Pass that column to "
+                        f"{self.name}(...), too.",
+                        code="gate.missing-column",
+                        node=self.name,
+                        port=str(place),
+                        expected=expected,
                     )
                 found[place] = (exact or fitting)[0]
         return found
 
 
 def _made(parts: Sequence[tuple[Callable[..., Any] | None, list[str]]], columns: Mapping[str, Any]) -> Any:
-    """The records and single columns that a gate gives back, each by what makes it and the names of its columns."""
+    """The records and single columns that a gate returns, each from its constructor and the names of its columns."""
     values = [(make, [columns[name] for name in names]) for make, names in parts]
-    whole = [given[0] if make is None else make(given) for make, given in values]
-    return whole[0] if len(whole) == 1 else tuple(whole)
+    made = [given[0] if make is None else make(given) for make, given in values]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def _is_symbolic(record: Any) -> bool:
@@ -266,34 +276,35 @@ def _is_symbolic(record: Any) -> bool:
 
 
 def pick(column: Any, rows: Tensor) -> Any:
-    """Some rows of a column; `rows` are numbers, or a bool for each."""
+    """Some rows of a column; `rows` are indices, or a bool for each row."""
     return column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]
 
 
 def refuse_none(gate: Gate, offered: int, unit: str) -> None:
-    """Refuse to go on with no rows.
-
-    Raises:
-        DataError: naming what decided.
-    """
+    """Refuse to continue without rows."""
     raise DataError(
-        f"{gate.name} lets none of {offered} {unit} through, so nothing is left to train on; expected "
-        f"{gate.predicate!r} to keep some: ask for less, or draw more prompts a step."
+        f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, or draw "
+        f"more prompts per step.",
+        code="gate.dropped-all",
+        node=gate.name,
+        offered=offered,
     )
 
 
 def _type(column: str) -> ColumnType:
     if (known := lookup(column)) is None:
         raise DataError(
-            f"no column is called {column!r}, so nothing is known of it; pass columns under the names that they have "
-            f"in flowrl.columns, or where you define them."
+            f"No column is named {column!r}, so its type is unknown. Pass each column by its name in flowrl.columns, "
+            f"or in its Column(...).",
+            code="gate.unknown-column",
+            column=column,
         )
     return known
 
 
 @functools.cache
 def _passing(names: tuple[str, ...]) -> type:
-    """The record of what passes: a tuple with these fields, whose names may have dots, as a NamedTuple's may not."""
+    """The record of the columns that pass: a tuple whose field names may have dots, unlike those of a NamedTuple."""
 
     def new(cls: type, *values: Any, **named: Any) -> Any:
         return tuple.__new__(cls, values or [named[name] for name in names])

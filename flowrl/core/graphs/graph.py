@@ -1,4 +1,4 @@
-"""Graphs as data: immutable nodes, and what can be asked of them. `flowrl.Graph` adds the verbs."""
+"""Graphs as data: immutable nodes, and queries on them. `flowrl.Graph` adds the methods that edit, bind and draw."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowrl.records import rows_of_draw
 
 
 class Input(Operator):
-    """The node of an algorithm's input: it computes nothing, its outputs are the columns of `record`."""
+    """The node of an algorithm's input: its outputs are the columns of `record`."""
 
     record: type
 
@@ -39,7 +39,7 @@ class Input(Operator):
 
     @property
     def rows_factor(self) -> int:
-        """The rows of a draw: 1, unless the record says that they are more."""
+        """The rows per sampled prompt: 1, unless the record declares more."""
         return rows_of_draw(self.record)
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Input(Operator):
 
 
 class Use(NamedTuple):
-    """One node's use of a role's weights, by one of its operator's role fields."""
+    """One node's use of a role's weights, through one role field of its operator."""
 
     node: str
     field: str
@@ -56,17 +56,13 @@ class Use(NamedTuple):
     protocol: type
 
     def goes_through(self, protocol: type) -> bool:
-        """Whether the engine is asked for all of `protocol`: by itself, by one that extends it, or by one alike."""
+        """Whether the use needs every member of `protocol`."""
         return members(protocol) <= members(self.protocol)
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operator in a graph: where each field of its ports comes from.
-
-    Raises:
-        GraphError: a role field holds a live engine; graphs are drawn, saved and bound, so they only name roles.
-    """
+    """An operator in a graph, and the edge that each field of its ports reads."""
 
     name: str
     operator: Operator
@@ -78,14 +74,17 @@ class Node:
         for name in self.operator.role_uses:
             if not isinstance(engine := getattr(self.operator, name), RoleRef):
                 raise GraphError(
-                    f"{self.name}.{name} is a live engine ({type(engine).__name__}), and the nodes of a graph only "
-                    f"name roles; write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
-                    f"graph.bind({name}=...). An operator with a live engine can be called on tensors."
+                    f"{self.name}.{name} is a live engine ({type(engine).__name__}), but the nodes of a graph only "
+                    f"name roles. Write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
+                    f"graph.bind({name}=...). An operator with a live engine can be called on tensors.",
+                    code="graph.live-engine",
+                    node=self.name,
+                    field=name,
                 )
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
-        """What the node does with which roles, in the order of the operator's fields."""
+        """Its uses of roles, in the order of the operator's fields."""
         return tuple(
             Use(self.name, field_name, getattr(self.operator, field_name).name, use.mode, use.protocol)
             for field_name, use in self.operator.role_uses.items()
@@ -98,18 +97,18 @@ class Node:
 
     @property
     def when(self) -> When:
-        """In which steps it runs, as far as that is up to itself: it does not run where a source of it does not."""
+        """The steps in which it runs by itself; it also skips the steps that one of its sources skips."""
         return self.operator._when
 
     def in_step(self, step: int) -> Node:
-        """The node with the numbers that its operator has in a step; itself where these do not change."""
+        """The node with the values of its operator's schedules in a step; itself if it has none."""
         operator = self.operator.in_step(step)
         return self if operator is self.operator else replace(self, operator=operator)
 
     @cached_property
     def effects(self) -> frozenset[str]:
         """What its operator does, in any step, that rules look for."""
-        return frozenset().union(*(said.effects for said in sample_steps(self.operator)))
+        return frozenset().union(*(operator.effects for operator in sample_steps(self.operator)))
 
     @cached_property
     def initial_operator(self) -> Operator:
@@ -128,7 +127,7 @@ class Node:
 
     @property
     def prior_updates(self) -> int:
-        """How many updates its weights may be ahead of its rows; see `Operator.prior_updates`."""
+        """See `Operator.prior_updates`."""
         return self.initial_operator.prior_updates
 
     @cached_property
@@ -143,17 +142,17 @@ class Node:
 
     @cached_property
     def roles(self) -> list[str]:
-        """Its roles, those that it writes first."""
+        """Its roles; those that it writes come first."""
         return list(dict.fromkeys([*self.writes, *self.reads]))
 
     @cached_property
     def home(self) -> str | None:
-        """The role in whose process it runs: the one that it writes, else the one that it reads; None without any."""
+        """The role whose process runs it: the first that it writes, else the first that it reads; None without any."""
         return next(iter(self.roles), None)
 
     @cached_property
     def is_sync(self) -> bool:
-        """Whether it carries weights to an engine that generates."""
+        """Whether it sends weights to an engine that generates."""
         return any(use.goes_through(Synced) and use.mode == "writes" for use in self.uses)
 
     @property
@@ -162,40 +161,49 @@ class Node:
 
     @cached_property
     def sources(self) -> list[str]:
-        """The nodes it reads from, without repetition."""
+        """The nodes that it reads from, without duplicates."""
         return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
 
 
 def refuse_no_graph(given: object) -> None:
-    """Raise a `GraphError` for what is no `Graph`, which says how to get one from it."""
+    """Refuse a value that is not a `Graph`; the message shows how to get one from it."""
     if isinstance(given, Graph):
         return
     if isinstance(given, str | Path):
         graph = f"flowrl.load({str(given)!r})"
     else:
         graph = f"{getattr(given, '__name__', 'algorithm')}(...)" if callable(given) else "job.graph"
-    raise GraphError(f"{type_of(given)} is not a graph; expected a Graph: {graph}.")
+    raise GraphError(
+        f"Expected a Graph, not {type_of(given)}. Pass {graph}.", code="graph.not-a-graph", found=type(given).__name__
+    )
+
+
+def unknown_node(what: str, node: object, nodes: Iterable[str]) -> GraphError:
+    """The error for `what`; it lists the nodes, and the one with the most similar name."""
+    return GraphError(f"{what}; {offer(node, nodes)}", code="graph.unknown-node", node=node)
 
 
 def _in_order(data: nx.DiGraph[str]) -> list[str]:
-    """Nodes by what they depend on, and else by their position; refuses a cycle."""
+    """Nodes in topological order, ties by their position; refuses a cycle."""
     try:
         return list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
     except nx.NetworkXUnfeasible:
         cycle = [edge[0] for edge in nx.find_cycle(data)]
         raise GraphError(
-            f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the "
-            f"one edge across steps is Sync -> Generate, which is implied."
+            f"The nodes {' -> '.join([*cycle, cycle[0]])} form a cycle. A graph is acyclic within a step; the edge "
+            f"Sync -> Generate to the next step is implicit. Wire one of these nodes to another source.",
+            code="graph.cycle",
+            nodes=cycle,
         ) from None
 
 
 def prune_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
-    """The nodes that the sinks reach, with gates that let through just what is read behind them: each column under its
-    own name where one of that name passes, else under those of its source and of itself. Without gates, all nodes."""
+    """The nodes that the sinks reach, with gates that pass only columns that downstream nodes read; without gates, all
+    nodes. A column keeps its name if no other column of that name passes, else the name has its source's as prefix."""
     if not any(isinstance(node.operator, Gate) for node in nodes.values()):
         return nodes
     read = _read_of_gates(nodes, sinks)
-    gates: dict[str, dict[str, str]] = {}  # by gate, the new names of what passes
+    gates: dict[str, dict[str, str]] = {}  # by gate, the new names of the columns that pass
     for name, node in nodes.items():
         if isinstance(node.operator, Gate):
             passes = {o: node.inputs[PortField(ROWS, o)] for o in node.operator.columns if o in read.get(name, ())}
@@ -214,14 +222,14 @@ def prune_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str,
             new = gates[name]
             order = sorted(new, key=new.__getitem__)
             operator = operator.passing({new[o]: operator.columns[o] for o in order})
-            kept = {field: edge for field, edge in inputs.items() if field.port != ROWS}
-            inputs = kept | {PortField(ROWS, new[o]): inputs[PortField(ROWS, o)] for o in order}
+            others = {field: edge for field, edge in inputs.items() if field.port != ROWS}
+            inputs = others | {PortField(ROWS, new[o]): inputs[PortField(ROWS, o)] for o in order}
         changed[name] = replace(node, operator=operator, inputs={field: moved(edge) for field, edge in inputs.items()})
     return changed
 
 
 def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str, set[str]]:
-    """By node, the outputs that are read on the way to the sinks; of gates that are sinks, all."""
+    """By node, its outputs that nodes on the way to the sinks read; all outputs of a sink."""
     read: dict[str, set[str]] = {}
     ends = [sink for sink in sinks if isinstance(sink, str) and sink in nodes]
     for sink in ends:
@@ -240,16 +248,7 @@ def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str,
 
 @dataclass(frozen=True)
 class Graph:
-    """A dataflow graph: exactly what its sinks reach.
-
-    Args:
-        name: the algorithm's name.
-        nodes: by name, in topological order.
-        sinks: the nodes whose outputs are wanted.
-        lag: by how far generation may run ahead, on the back-edge from `Sync` to `Generate`.
-        bindings: backends by role, as far as they are bound.
-        allow: the rules that it may break, each with the reason.
-    """
+    """A dataflow graph; see `flowrl.graph.Graph`."""
 
     name: str
     nodes: Mapping[str, Node]
@@ -268,16 +267,12 @@ class Graph:
         bindings: Mapping[str, Any] | None = None,
         allow: Mapping[str, str] | None = None,
     ) -> Self:
-        """A graph of those of `nodes` that `sinks` reach, checked. Through its gates pass the columns that are read.
-
-        Raises:
-            GraphError: no name, no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
-            PortError: a connection that does not fit.
-        """
+        """A checked graph of those of `nodes` that `sinks` reach."""
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w .+-]*", name):
             raise GraphError(
-                f"{name!r} is no name of a graph; expected letters, digits, spaces and any of _.+- (it names pictures "
-                f"and folders), such as 'grpo'."
+                f"Invalid graph name {name!r}: use letters, digits, spaces or `_.+-`, as in 'grpo'.",
+                code="graph.invalid-name",
+                given=name,
             )
         nodes = prune_gates(nodes, sinks)
         data: nx.DiGraph[str] = nx.DiGraph()
@@ -287,14 +282,20 @@ class Graph:
             for port_field, edge in node.inputs.items():
                 if edge.node not in nodes or edge.output not in nodes[edge.node].signature.outputs:
                     raise GraphError(
-                        f"{node.name}.{port_field} comes from {edge}, which {name} does not have; it has the nodes "
-                        f"{', '.join(nodes)}."
+                        f"{node.name}.{port_field} reads {edge}, which {name} does not have; it has the nodes "
+                        f"{', '.join(nodes)}.",
+                        code="graph.unknown-output",
+                        node=node.name,
+                        port=str(port_field),
+                        output=str(edge),
                     )
                 data.add_edge(edge.node, node.name)
         if not sinks:
-            raise GraphError(f"{name} has no sink, so nothing would be computed; return at least one output.")
+            raise GraphError(
+                f"{name} has no sink, so it computes nothing. Return at least one output.", code="graph.no-sink"
+            )
         if unknown := [sink for sink in sinks if not isinstance(sink, str) or sink not in nodes]:
-            raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
+            raise unknown_node(f"{name} has no node {unknown[0]!r} for a sink", unknown[0], nodes)
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
         graph = cls(
             name,
@@ -304,33 +305,34 @@ class Graph:
             MappingProxyType(dict(bindings or {})),
             MappingProxyType(dict(allow or {})),
         )
-        _ = graph.types  # every connection is checked here
+        _ = graph.types  # checks every edge
         graph._check_lag()
         return graph
 
     def refuse_idle(self) -> None:
-        """Refuse a step in which none of the sinks runs: its prompts would be drawn for nothing.
-
-        Raises:
-            GraphError: naming the step.
-        """
+        """Refuse a graph with a step in which no sink runs: its prompts would be sampled for nothing."""
         if (idle := first_idle([self.whens(sink) for sink in self.sinks])) is not None:
             raise GraphError(
-                f"none of the sinks of {self.name} ({', '.join(self.sinks)}) runs in step {idle + 1}, so its prompts "
-                f"would be drawn for nothing; expected one in every step: change when(every=..., start=...) of one."
+                f"No sink of {self.name} ({', '.join(self.sinks)}) runs in step {idle + 1}, so its prompts would be "
+                f"sampled for nothing. Change when(every=..., start=...) of one, so that a sink runs in every step.",
+                code="graph.idle-step",
+                step=idle + 1,
             )
 
     def _check_lag(self) -> None:
-        """Raise a `GraphError` for a lag that has no back-edge, or that has spans where nothing could swap weights."""
         if self.lag.versions and not self.back_edges:
             raise GraphError(
-                f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a "
-                f"Sync, or edit(lag=0)."
+                f"lag={self.lag} needs the edge Sync -> Generate to the next step, which {self.name} does not have. "
+                f"Add a Sync, or pass edit(lag=0).",
+                code="lag.no-sync",
+                lag=self.lag,
             )
         if self.lag.spans and not any(isinstance(node.operator, CanSwap) for node in self.nodes.values()):
             raise GraphError(
-                f"{self.lag!r} lets weights change under answers that are under way, and {self.name} has no node that "
-                f"could change them so; expected a Sync, or edit(lag={self.lag.versions})."
+                f"{self.lag!r} updates weights while requests are in flight, but no node of {self.name} can do that. "
+                f"Use the operator Sync, or pass edit(lag={self.lag.versions}).",
+                code="lag.no-live-sync",
+                lag=self.lag,
             )
 
     @cached_property
@@ -345,7 +347,7 @@ class Graph:
 
     def __getitem__(self, name: str) -> Node:
         if name not in self.nodes:
-            raise GraphError(f"the graph {self.name} has no node {name!r}; {offer(name, self.nodes)}")
+            raise unknown_node(f"The graph {self.name} has no node {name!r}", name, self.nodes)
         return self.nodes[name]
 
     def __contains__(self, name: object) -> bool:
@@ -358,7 +360,7 @@ class Graph:
 
     @cached_property
     def network(self) -> nx.DiGraph[str]:
-        """The data edges as a networkx graph: nodes carry ``operator``, edges ``fields`` (`PortField` to `Edge`)."""
+        """The data edges as a networkx graph: nodes have ``operator``, edges ``fields`` (`PortField` to `Edge`)."""
         network: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for node in self.nodes.values():
             network.add_node(node.name, operator=node.operator)
@@ -369,7 +371,7 @@ class Graph:
 
     @property
     def back_edges(self) -> list[tuple[str, str]]:
-        """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
+        """The edges to the next step: from each node that writes an engine's weights to each that generates."""
         engines = [uses for uses in self.roles().values() if any(use.goes_through(Synced) for use in uses)]
         pairs = ((one, other) for uses in engines for one in uses for other in uses)
         return [(one.node, other.node) for one, other in pairs if (one.mode, other.mode) == ("writes", "reads")]
@@ -377,11 +379,8 @@ class Graph:
     @property
     def generators(self) -> list[str]:
         """The roles that generate."""
-        return [
-            role
-            for role, uses in self.roles().items()
-            if any(use.goes_through(Synced) and use.mode == "reads" for use in uses)
-        ]
+        roles = self.roles().items()
+        return [role for role, uses in roles if any(use.goes_through(Synced) and use.mode == "reads" for use in uses)]
 
     @property
     def trained(self) -> list[str]:
@@ -393,15 +392,15 @@ class Graph:
         ]
 
     def bound(self, bindings: Mapping[str, Any]) -> Self:
-        """The same graph with exactly these backends.
-
-        Raises:
-            BindError: a role that the graph does not have, or a backend that cannot serve what the graph asks of it.
-        """
+        """The same graph with exactly these backends."""
         roles = self.roles()
         for role, backend in bindings.items():
             if role not in roles:
-                raise BindError(f"{self.name} has no role {role!r} to bind; {offer(role, roles)}")
+                raise BindError(
+                    f"{self.name} has no role {role!r} to bind; {offer(role, roles)}",
+                    code="graph.unknown-role",
+                    role=role,
+                )
             for use in roles[role]:
                 refuse_unfit(role, backend, use.node, use.protocol)
         return replace(self, bindings=MappingProxyType(dict(bindings)))
@@ -415,12 +414,12 @@ class Graph:
         return set(nx.descendants(self.network, self[name].name))
 
     def whens(self, name: str) -> tuple[When, ...]:
-        """What says in which steps a node runs: those in which all of these do."""
+        """The conditions on the steps in which a node runs: all of them must hold."""
         found = (self[other].when for other in (name, *sorted(self.ancestors(name))))
         return tuple(dict.fromkeys(when for when in found if when != ALWAYS))
 
     def roles(self) -> dict[str, list[Use]]:
-        """Who uses which role, and how."""
+        """The uses of each role."""
         roles: dict[str, list[Use]] = {}
         for node in self.nodes.values():
             for use in node.uses:
@@ -428,15 +427,15 @@ class Graph:
         return roles
 
     def subgraph(self, until: str | Iterable[str]) -> Self:
-        """The part that computes `until` (a node, or several), to validate or to look at.
+        """The part that computes `until` (one or several nodes), for validation or inspection.
 
-        Bindings of roles that it does not use are left out, and so is the lag if it has no back-edge.
+        It has only the bindings of its roles, and the lag only if it has a sync.
 
         Raises:
-            GraphError: a node that is not there.
+            GraphError: an unknown node.
         """
         if not isinstance(until, Iterable):
-            raise GraphError(f"subgraph(until={until!r}) does not name nodes; {offer(until, self.nodes)}")
+            raise unknown_node(f"subgraph(until={until!r}) does not name nodes", until, self.nodes)
         sinks = (until,) if isinstance(until, str) else tuple(until)
         part = self.build(self.name, self.nodes, sinks, allow=self.allow)
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}

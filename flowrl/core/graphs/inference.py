@@ -1,8 +1,8 @@
-"""Typing a node: what is wired to it is checked, and its outputs get their types."""
+"""Type inference for a node: check its inputs, and type its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flowrl.columns import ColumnType
@@ -13,11 +13,11 @@ from flowrl.errors import PortError
 from flowrl.record_types import FieldType, ValueType, accepts
 
 Available = Mapping[Edge, EdgeType]
-"""Every output that exists so far, for suggestions."""
+"""The type of every output so far, for suggestions."""
 
 
 class Bound(NamedTuple):
-    """What an axis of one call stands for: its identity, and the field and edge that settled it."""
+    """An axis of one call: its identity, and the field and edge that bound it."""
 
     identity: str
     field: PortField
@@ -25,42 +25,40 @@ class Bound(NamedTuple):
 
 
 Binding = Mapping[str, Bound]
-"""The axes of one call that are settled, by the axis's name."""
+"""The axes of one call that are bound, by the axis's name."""
 
 
 def infer(
     name: str, operator: Operator, inputs: Mapping[PortField, tuple[Edge, EdgeType]], available: Available
 ) -> dict[str, EdgeType]:
-    """Check what is wired to a node, and type its outputs.
+    """Check the inputs of a node, and type its outputs.
 
-    Axes of the inputs are bound across all ports of the call, but for those of ports that have their own. An axis of an
-    output comes to be here where no input binds it, or where the operator makes it anew.
-
-    Raises:
-        PortError: a kind, dtype or axis does not fit, or a port is wired or left open against what the operator wants;
-            what is joined out of several widths is declared to have one of them.
+    The ports of a call share their axes, except for ports with axes of their own. An output gets a new axis if no input
+    binds it, or if the operator declares it in `new_axes`.
     """
     binding: dict[str, Bound] = {}
     for field, (edge, typed) in inputs.items():
-        wanted = operator.signature.fields[field]
-        if not accepts(wanted, typed.type):
+        expected = operator.signature.fields[field]
+        if not accepts(expected, typed.type):
+            nearest = _nearest(expected, binding, available, edge)
             raise PortError(
-                f"{name}.{field} wants {wanted}, but {edge} is {typed}{_suggest(wanted, binding, available, edge)}"
+                f"{name}.{field} expects {expected}, but {edge} is {typed}{_hint(expected, nearest)}",
+                code="graph.type-mismatch",
+                node=name,
+                port=str(field),
+                edge=str(edge),
+                suggestion=nearest,
             )
-        if isinstance(wanted, ColumnType):
-            for axis, identity in zip(wanted.here, typed.axes, strict=True):
+        if isinstance(expected, ColumnType):
+            for axis, identity in zip(expected.here, typed.axes, strict=True):
                 bound = binding.setdefault(axis, Bound(identity, field, edge))
                 if bound.identity != identity:
-                    own = f"{'Rows' if axis == 'batch' else 'Widths'}[..., {field.port!r}]"
-                    free = {e: t for e, t in available.items() if all(e != other for other, _ in inputs.values())}
-                    join = f"; to join them, let the port say that its axes are its own: {field.port}: {own}."
-                    raise PortError(
-                        f"{name}.{field} takes the {axis} axis of {edge}, which was made by {_maker(identity)}, but "
-                        f"{name}.{bound.field} takes that of {bound.edge}, made by {_maker(bound.identity)}; expected "
-                        f"one {axis} axis for all ports{_suggest(wanted, binding, free, edge, join)}"
-                    )
-    _check_wanted(name, operator, inputs, binding, available)
-    _refuse_recut(name, operator, binding)
+                    used = {other for other, _ in inputs.values()}
+                    free = {other: type for other, type in available.items() if other not in used}
+                    nearest = _nearest(expected, binding, free, edge)
+                    raise _axis_mismatch(name, axis, Bound(identity, field, edge), bound, nearest)
+    _check_open_ports(name, operator, inputs, binding, available)
+    _refuse_undeclared_axes(name, operator, binding)
     outputs = {}
     for output, type in operator.signature.outputs.items():
         if isinstance(type, ValueType):
@@ -73,29 +71,50 @@ def infer(
     return outputs
 
 
-def _refuse_recut(name: str, operator: Operator, binding: Binding) -> None:
-    """Refuse an operator that joins what is of several widths, and says that what it writes is as wide as one of these.
+def _axis_mismatch(name: str, axis: str, new: Bound, bound: Bound, nearest: str | None) -> PortError:
+    own = f"{new.field.port}: {'Rows' if axis == 'batch' else 'Widths'}[..., {new.field.port!r}]"
+    hint = f"; did you mean {nearest}?" if nearest else f"; to join them, give the port axes of its own: {own}."
+    return PortError(
+        f"{name}.{new.field} reads {new.edge}, whose {axis} axis comes from {_maker(new.identity)}, but "
+        f"{name}.{bound.field} reads {bound.edge}, whose {axis} axis comes from {_maker(bound.identity)}; expected one "
+        f"{axis} axis for all ports{hint}",
+        code="graph.axis-mismatch",
+        node=name,
+        port=str(new.field),
+        axis=axis,
+        edge=str(new.edge),
+        suggestion=nearest or own,
+    )
 
-    It would fail as soon as another one is the widest, which may be in the first step or in the seventh.
+
+def _refuse_undeclared_axes(name: str, operator: Operator, binding: Binding) -> None:
+    """Refuse an operator that joins columns of several widths but declares its output as wide as one of them.
+
+    It would fail in the first step in which another one is wider.
     """
     for output, type in operator.signature.outputs.items():
         if not isinstance(type, ColumnType) or not (operator.creates_axis("batch") or type.kind == "tokens"):
             continue
-        if type.own is not None:  # it is as wide as the column that it is made of
+        if type.own is not None:  # as wide as the column that it is made of
             continue
         for axis in type.axes[1:]:
-            met = {b.identity: b for here, b in binding.items() if here.rpartition(".")[2] == axis}
-            if axis in binding and len(met) > 1 and not operator.creates_axis(axis):
-                found = " and ".join(f"{bound.field} ({bound.edge})" for bound in met.values())
-                said = (*operator.new_axes, axis)
+            joined = {b.identity: b for here, b in binding.items() if here.rpartition(".")[2] == axis}
+            if axis in binding and len(joined) > 1 and not operator.creates_axis(axis):
+                widths = " and ".join(f"{bound.field} ({bound.edge})" for bound in joined.values())
+                new_axes = (*operator.new_axes, axis)
                 raise PortError(
-                    f"{name}.{output} would be as wide as {name}.{binding[axis].field}, but {name} joins {axis} axes "
-                    f"of several widths, those of {found}; let {operator.__class__.__name__} say that it makes the "
-                    f"axis anew: new_axes: ClassVar = {said}."
+                    f"{name}.{output} is declared as wide as {name}.{binding[axis].field}, but {name} joins {axis} "
+                    f"axes of different widths: {widths}. Declare the axis as new in "
+                    f"{operator.__class__.__name__}: new_axes: ClassVar = {new_axes}.",
+                    code="graph.undeclared-axis",
+                    node=name,
+                    output=output,
+                    axis=axis,
+                    expected=new_axes,
                 )
 
 
-def _check_wanted(
+def _check_open_ports(
     name: str,
     operator: Operator,
     inputs: Mapping[PortField, Any],
@@ -105,40 +124,49 @@ def _check_wanted(
     wants = operator.in_step(0).wants()
     for port in operator.signature.ports.values():
         wired = any(field in inputs for field in port.fields)
-        wanted = wants.get(port.name)
-        if wired and wanted is False:
+        needed = wants.get(port.name)
+        if wired and needed is False:
             raise PortError(
-                f"{name}.{port.name} is wired, but {operator!r} does not use it; leave it out, or change the "
-                f"operator's parameters so that it does."
+                f"{name}.{port.name} is wired, but {operator!r} does not use it. Remove the input, or change the "
+                f"operator's parameters so that it uses it.",
+                code="graph.unused-input",
+                node=name,
+                port=port.name,
             )
         for field, type in port.fields.items():
-            if field not in inputs and (wired or wanted or not port.optional):
-                nearest = _suggest(type, binding, available, None)
-                raise PortError(f"{name}.{field} wants {type}, but nothing is wired to it{nearest}")
+            if field not in inputs and (wired or needed or not port.optional):
+                nearest = _nearest(type, binding, available, None)
+                raise PortError(
+                    f"{name}.{field} expects {type}, but nothing is wired to it{_hint(type, nearest)}",
+                    code="graph.unwired-port",
+                    node=name,
+                    port=str(field),
+                    suggestion=nearest,
+                )
 
 
-def candidates(wanted: FieldType, binding: Binding, available: Available) -> list[Edge]:
+def candidates(expected: FieldType, binding: Binding, available: Available) -> list[Edge]:
     """The outputs that may be wired to a field, given the axes that other fields have bound.
 
-    Those of exactly the wanted kind where there are any, else those of an acceptable one.
+    Outputs of exactly the expected kind if there are any, else those of an acceptable kind.
     """
-    fitting = [edge for edge, typed in available.items() if fits(wanted, binding, typed)]
-    exact = [edge for edge in fitting if _kind(available[edge].type) == _kind(wanted)]
+    fitting = [edge for edge, typed in available.items() if fits(expected, binding, typed)]
+    exact = [edge for edge in fitting if _kind(available[edge].type) == _kind(expected)]
     return exact or fitting
 
 
-def bind(binding: dict[str, Bound], field: PortField, wanted: FieldType, edge: Edge, typed: EdgeType) -> None:
-    """Settle the axes of a field by what is wired to it, where no other field has."""
-    if isinstance(wanted, ColumnType):
-        for axis, identity in zip(wanted.here, typed.axes, strict=True):
+def bind(binding: dict[str, Bound], field: PortField, expected: FieldType, edge: Edge, typed: EdgeType) -> None:
+    """Bind the axes of a field that no other field has bound yet."""
+    if isinstance(expected, ColumnType):
+        for axis, identity in zip(expected.here, typed.axes, strict=True):
             binding.setdefault(axis, Bound(identity, field, edge))
 
 
-def fits(wanted: FieldType, binding: Binding, typed: EdgeType) -> bool:
+def fits(expected: FieldType, binding: Binding, typed: EdgeType) -> bool:
     """Whether an output may be wired to a field, given the axes that other fields have bound."""
-    if not accepts(wanted, typed.type):
+    if not accepts(expected, typed.type):
         return False
-    axes = wanted.here if isinstance(wanted, ColumnType) else ()
+    axes = expected.here if isinstance(expected, ColumnType) else ()
     return all(
         axis not in binding or binding[axis].identity == identity
         for axis, identity in zip(axes, typed.axes, strict=True)
@@ -153,15 +181,16 @@ def _maker(identity: str) -> str:
     return identity.partition("@")[2]
 
 
-def _suggest(
-    wanted: FieldType, binding: Binding, available: Available, found: Edge | None, otherwise: str | None = None
-) -> str:
-    near: Iterable[Edge] = [edge for edge in candidates(wanted, binding, available) if edge != found]
-    named = [edge for edge in near if isinstance(wanted, ColumnType) and edge.output == wanted.name]
-    best = (named or list(near))[-1:]
-    if best:
-        return f"; did you mean {best[0]}?"
-    if otherwise is not None:
-        return otherwise
-    what = "column" if isinstance(wanted, ColumnType) else "value"
-    return f"; no node before this one writes such a {what}: add the operator that does."
+def _nearest(expected: FieldType, binding: Binding, available: Available, found: Edge | None) -> str | None:
+    """The best output, other than `found`, to wire to a field."""
+    near = [edge for edge in candidates(expected, binding, available) if edge != found]
+    named = [edge for edge in near if isinstance(expected, ColumnType) and edge.output == expected.name]
+    return next((str(edge) for edge in reversed(named or near)), None)
+
+
+def _hint(expected: FieldType, nearest: str | None) -> str:
+    """The end of a message."""
+    if nearest is not None:
+        return f"; did you mean {nearest}?"
+    what = "column" if isinstance(expected, ColumnType) else "value"
+    return f"; no node before this one writes such a {what}: add an operator that does."

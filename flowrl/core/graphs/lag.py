@@ -19,16 +19,15 @@ class Lag(Spec):
     """How far generation may run ahead: ``edit(lag=Lag(2, spans=True))``; ``edit(lag=2)`` is ``edit(lag=Lag(2))``.
 
     Args:
-        versions: by so many it may run ahead of what is trained; 0 is on-policy.
-        spans: a sync does not wait for answers of later steps that are under way: they go on with the new weights from
-            one token to the next, and every token bears the version that sampled it (`token_version`).
-        caches: what then becomes of the keys and values that were computed of such answers with the old weights.
-            ``"recompute"`` computes them anew, so that each token is drawn by one version of the policy, as its version
-            says. ``"reuse"`` saves that, and draws by new weights over old keys and values, which is the policy of no
-            version.
+        versions: how many versions of the policy generation may run ahead of training; 0 is on-policy.
+        spans: update the engine's weights while requests of later steps are in flight. These requests continue with the
+            new weights from one token to the next; `token_version` records the version that sampled each token.
+        caches: what happens to the KV cache of requests in flight. ``"recompute"`` computes it with the new weights, so
+            that one version of the policy samples each token, the one that `token_version` records. ``"reuse"`` skips
+            that computation: new weights attend to old keys and values, which is the policy of no version.
 
     Raises:
-        ParameterError: spans without running ahead, or `caches` without spans.
+        ParameterError: spans with lag 0, or `caches` without spans.
     """
 
     timeless = True
@@ -39,9 +38,18 @@ class Lag(Spec):
 
     def __post_init__(self) -> None:
         if self.spans and not self.versions:
-            raise ParameterError("Lag(0, spans=True) has nothing under way as weights change; expected Lag(1, ...).")
+            raise ParameterError(
+                "`spans=True` needs lag ≥ 1: with lag 0 no request is in flight during a sync. Pass Lag(1, ...).",
+                code="lag.invalid-spans",
+                versions=0,
+            )
         if self.caches == "reuse" and not self.spans:
-            raise ParameterError("caches='reuse' is of answers under which weights change; expected spans=True, too.")
+            raise ParameterError(
+                f"`caches='reuse'` needs `spans=True`: without spans no request is in flight during a sync. Pass "
+                f"Lag({max(1, self.versions)}, spans=True, caches='reuse').",
+                code="lag.invalid-spans",
+                caches="reuse",
+            )
 
     def __str__(self) -> str:
         """As `edit(lag=...)` takes it: the number alone, without spans."""
@@ -61,12 +69,15 @@ class CanSwap(Protocol):
 
 
 def lag_of(graph: str, given: object) -> Lag:
-    """`given` as a `Lag`; a number counts versions. Raises a `GraphError` that names `graph` for anything else."""
+    """`given` as a `Lag`; a number counts versions. An error names `graph`."""
     if isinstance(given, Lag):
         return given
     try:
         return Lag(cast(Any, given))
     except ParameterError:
         raise GraphError(
-            f"{graph} has lag={given!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
+            f"{graph} has lag={given!r}; expected the number of versions that generation may run ahead: 0, 1, 2, ...",
+            code="lag.not-a-count",
+            graph=graph,
+            given=given,
         ) from None

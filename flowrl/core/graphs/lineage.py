@@ -1,7 +1,7 @@
-"""Where rows come from: which answers an update trains on, and how many rows a prompt has become.
+"""Lineage of rows: which responses an update trains on, and how many rows each prompt has.
 
-Nothing here looks at names of roles or nodes. A column's axes say which node made them, so what is trained on is told
-from what is only read beside it (a baseline's answers, a judge's, an opponent's).
+Names of roles and nodes do not matter. The axes of a column record which node created them; this separates the
+responses that are trained on from others that are only read (a baseline's, a judge's, an opponent's).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from flowrl.protocols.protocols import Synced
 
 
 def line(graph: Graph, name: str) -> list[Node]:
-    """The node and all that it depends on, in the graph's order."""
-    wanted = graph.ancestors(name) | {name}
-    return [node for node in graph.nodes.values() if node.name in wanted]
+    """The node and its ancestors, in the graph's order."""
+    names = graph.ancestors(name) | {name}
+    return [node for node in graph.nodes.values() if node.name in names]
 
 
 def generates(node: Node) -> bool:
-    """Whether an engine answers there."""
+    """Whether an engine generates responses in this node."""
     return any(use.mode == "reads" and use.goes_through(Synced) for use in node.uses)
 
 
 def makers(graph: Graph, name: str) -> list[Node]:
-    """The nodes that made the tokens which an update reads, back to where they were sampled, in the graph's order.
+    """The nodes that created the tokens that an update reads, back to sampling, in the graph's order.
 
-    None where the tokens come from the data. An update that reads no tokens may train on whatever is before it.
+    Empty if the tokens come from the data. An update that reads no tokens may train on the output of any ancestor.
     """
     made = _makers(graph, name)
     return [node for node in line(graph, name) if made is None or node.name in made]
 
 
 def trained_on(graph: Graph, name: str) -> list[Node]:
-    """Those of the `makers` at which an engine answers."""
+    """Those of the `makers` in which an engine generates responses."""
     return [node for node in makers(graph, name) if generates(node)]
 
 
 def own_line(graph: Graph, name: str) -> list[Node]:
-    """The nodes on the way to an update, itself included, that read or write columns of the tokens that it reads."""
+    """The ancestors of an update, itself included, that read or write columns of the tokens that it reads."""
     made = _makers(graph, name)
     if made is None:
         return line(graph, name)
@@ -55,17 +55,17 @@ def own_line(graph: Graph, name: str) -> list[Node]:
 
 
 def response_makers(graph: Graph, name: str) -> set[str]:
-    """The nodes that made the axes, rows apart, of what a node reads: those that answered, where it reads scores."""
+    """The nodes that created the axes, except for rows, of a node's inputs: those that generate, if it reads scores."""
     return set(_makers_of(graph, (origin(graph, edge) for edge in graph[name].inputs.values())))
 
 
 def roles_of_tokens(graph: Graph) -> set[str]:
-    """The roles whose engines are given tokens of the graph; others, such as a judge, read text and have their own."""
+    """The roles whose engines read tokens of the graph; others, such as a judge, read text and tokenize it."""
     return {use.role for node in graph.nodes.values() if any(_tokens(graph, node)) for use in node.uses}
 
 
 def rows_per_prompt(graph: Graph, name: str) -> int:
-    """How many rows reach the node for every prompt of the step."""
+    """The number of rows that reach the node per prompt of the step."""
     factor = 1
     while (maker := _row_maker(graph, name)) is not None:
         factor *= graph[maker].rows_factor
@@ -74,7 +74,7 @@ def rows_per_prompt(graph: Graph, name: str) -> int:
 
 
 def origin(graph: Graph, edge: Edge) -> Edge:
-    """Where a column was written: through gates, it only passes."""
+    """The output that a column comes from; gates only pass columns on."""
     while isinstance(graph[edge.node].initial_operator, Gate):
         passed = graph[edge.node].inputs.get(PortField(ROWS, edge.output))
         if passed is None:
@@ -84,18 +84,16 @@ def origin(graph: Graph, edge: Edge) -> Edge:
 
 
 def last_gate(graph: Graph, name: str) -> Gate | None:
-    """The gate through which the rows of a node came last; None where all come that were drawn."""
+    """The last gate that the rows of a node passed; None if no gate drops any."""
     line = [graph[other].initial_operator for other in graph.nodes if other in graph.ancestors(name)]
     return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)
 
 
 def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
-    """How many rows reach the node in a step; None where that is not known.
+    """The number of rows that reach the node `name` in a step; None if unknown.
 
     Args:
-        graph: with the node.
-        name: of the node.
-        prompts: how many are drawn in a step, where known; a gate that fills up says itself how many there are.
+        prompts: the prompts sampled per step, if known; a gate that fills groups up defines the number itself.
     """
     gate = last_gate(graph, name)
     filled = prompts if gate is None else gate.target_groups
@@ -103,7 +101,7 @@ def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
 
 
 def input_of(graph: Graph, name: str) -> str | None:
-    """The input whose rows a node's rows go back to; None of a node that reads no columns."""
+    """The input that a node's rows come from; None for a node that reads no columns."""
     while not graph[name].is_input:
         maker = _row_maker(graph, name)
         if maker is None:
@@ -113,13 +111,13 @@ def input_of(graph: Graph, name: str) -> str | None:
 
 
 def _row_maker(graph: Graph, name: str) -> str | None:
-    """The node that made the rows that a node reads."""
+    """The node that created the rows that a node reads."""
     axes = (graph.types[edge].axes for edge in graph[name].inputs.values())
     return next((_maker(found[0]) for found in axes if found), None)
 
 
 def _makers(graph: Graph, name: str) -> set[str] | None:
-    """The nodes that made the tokens which a node reads, back to where they were sampled; None without tokens."""
+    """The nodes that created the tokens that a node reads, back to sampling; None without tokens."""
     read = list(_tokens(graph, graph[name]))
     if not read:
         return None
@@ -130,7 +128,7 @@ def _makers(graph: Graph, name: str) -> set[str] | None:
         if maker.is_input or maker.name in made:
             continue
         made.add(maker.name)
-        if not generates(maker):  # it made an axis anew of tokens that it was given
+        if not generates(maker):  # it created a new axis from tokens that it read
             waiting |= set(_makers_of(graph, _tokens(graph, maker)))
     return made
 
@@ -142,7 +140,7 @@ def _tokens(graph: Graph, node: Node) -> Iterator[Edge]:
 
 
 def _makers_of(graph: Graph, edges: Iterable[Edge]) -> Iterator[str]:
-    """The nodes that made the axes of these columns, rows apart."""
+    """The nodes that created the axes of these columns, except for rows."""
     for edge in edges:
         typed = graph.types[edge]
         if isinstance(typed.type, ColumnType):

@@ -1,7 +1,7 @@
 """`Plan`: a graph in the order in which it runs.
 
-Data edges do not say when weights may change, so the plan adds *state edges*: whoever reads a role's weights as they
-are at the start of the step comes before whoever writes them. Executors only walk a plan.
+Data edges do not define when weights may change, so the plan adds *state edges*: a node that reads a role's weights as
+of the start of the step runs before each node that writes them. Executors only walk a plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowrl.errors import GraphError
 
 @dataclass(frozen=True)
 class StateEdge:
-    """`before` reads the weights of `role`, or writes them, and must do so before `after` writes them."""
+    """`before` reads or writes the weights of `role`, and must run before `after` writes them."""
 
     before: str
     after: str
@@ -41,20 +41,20 @@ def _gate(graph: Graph, name: str) -> Gate:
 
 
 def in_order(graph: Graph, role: str) -> list[str]:
-    """The writers of a role in the order in which they run: one whose rows may be further `behind` comes later."""
+    """The writers of a role in the order in which they run: by `prior_updates`."""
     names = [use.node for use in graph.roles()[role] if use.mode == "writes"]
     return sorted(names, key=lambda name: graph[name].prior_updates)
 
 
 def later_writers(graph: Graph, name: str, role: str) -> list[str]:
-    """The writers of a role that say that they run after the one called `name`."""
-    behind = graph[name].prior_updates
-    return [other for other in in_order(graph, role) if graph[other].prior_updates > behind]
+    """The writers of a role with more `prior_updates` than the node `name`, which run after it."""
+    prior_updates = graph[name].prior_updates
+    return [other for other in in_order(graph, role) if graph[other].prior_updates > prior_updates]
 
 
 def state_edges(graph: Graph) -> list[StateEdge]:
-    """The state edges of a graph: from every reader of a role's weights to every writer whose update it does not ask
-    for, be it by data or by asking for a later one; and from every writer to the `later_writers`."""
+    """The state edges of a graph: from each reader of a role's weights to each writer that it does not depend on, by
+    data or through a later writer; and from each writer to its `later_writers`."""
     edges = []
     for role, uses in graph.roles().items():
         for writer in (use.node for use in uses if use.mode == "writes"):
@@ -69,7 +69,7 @@ def state_edges(graph: Graph) -> list[StateEdge]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A graph with its state edges, ready to be walked."""
+    """A graph with its state edges."""
 
     graph: Graph
 
@@ -80,43 +80,41 @@ class Plan:
 
     @cached_property
     def network(self) -> nx.DiGraph[str]:
-        """Data and state edges together.
-
-        Raises:
-            GraphError: together they form a cycle, so no order keeps all weights as their readers expect them.
-        """
-        _ = self.region  # refused here, if it cannot run twice
+        """Data and state edges together; refuses a cycle."""
+        _ = self.region  # refuses a region that cannot run again
         network: nx.DiGraph[str] = nx.DiGraph(self.graph.network)
         network.add_edges_from((edge.before, edge.after) for edge in self.state_edges)
         if not nx.is_directed_acyclic_graph(network):
             cycle = [a for a, _ in nx.find_cycle(network)]
             raise GraphError(
-                f"no order keeps weights as their readers expect them: {' -> '.join([*cycle, cycle[0]])} is a cycle of "
-                f"data and of reads before writes; let the reader depend on what the writer returns, or give it a role "
-                f"of its own."
+                f"No order of the nodes lets each read the weights that it expects: {' -> '.join([*cycle, cycle[0]])} "
+                f"is a cycle of data edges and of reads before writes. Make the reader depend on the output of the "
+                f"writer, or give it another role.",
+                code="graph.weights-cycle",
+                nodes=cycle,
             )
         return network
 
     @cached_property
     def order(self) -> list[Node]:
-        """The nodes in one fixed order that keeps every edge; inputs are left out."""
+        """The nodes without inputs, in one fixed topological order."""
         position = {name: i for i, name in enumerate(self.graph.nodes)}
         names = nx.lexicographical_topological_sort(self.network, key=position.__getitem__)
         return [self.graph[name] for name in names if not self.graph[name].is_input]
 
     @cached_property
     def collector(self) -> str | None:
-        """The gate that lets a part of the graph run again within a step; None where nothing runs twice.
+        """The gate that runs its upstream nodes in several rounds per step; None without one.
 
-        Raises:
-            GraphError: that part could not run twice: it writes weights, or something else reads what it makes; or
-                there are two such gates.
+        It refuses two such gates, and upstream nodes that cannot run again.
         """
         found = [name for name in gates_of(self.graph) if _gate(self.graph, name).rounds_at_most > 1]
         if len(found) > 1:
             raise GraphError(
-                f"{found[0]} and {found[1]} both run what they depend on again; expected one of them: let the other be "
-                f"a Filter, edit(replace={{'{found[1]}': Filter(...)}})."
+                f"{found[0]} and {found[1]} both run their upstream nodes in several rounds; expected one such gate. "
+                f"Replace the other by a Filter: edit(replace={{'{found[1]}': Filter(...)}}).",
+                code="gate.several-collectors",
+                nodes=found,
             )
         for name in found:
             self._refuse_unrepeatable(name)
@@ -124,7 +122,7 @@ class Plan:
 
     @cached_property
     def region(self) -> frozenset[str]:
-        """The nodes that run again: the collector, and all that it depends on, inputs among them."""
+        """The nodes that run in several rounds: the collector and its upstream nodes, inputs included."""
         gate = self.collector
         return frozenset() if gate is None else frozenset({gate, *self.graph.ancestors(gate)})
 
@@ -133,26 +131,34 @@ class Plan:
         for name in (node for node in self.graph.nodes if node in inside):
             if self.graph[name].writes:
                 raise GraphError(
-                    f"{gate} runs {name} again in a step, which writes the weights of {self.graph[name].writes[0]!r}; "
-                    f"expected {gate} before all that trains."
+                    f"{gate} would run {name} in several rounds, but {name} writes the weights of "
+                    f"{self.graph[name].writes[0]!r}. Insert {gate} before all updates.",
+                    code="gate.not-repeatable",
+                    gate=gate,
+                    node=name,
                 )
         for node in self.graph.nodes.values():
             crossing = [edge for edge in node.inputs.values() if edge.node in inside]
             if node.name not in inside and node.name != gate and crossing:
                 raise GraphError(
-                    f"{node.name} reads {crossing[0]}, which {gate} makes in several rounds on other rows than those "
-                    f"that it lets through; expected {node.name} to read what passes, or to come before {gate}: make "
-                    f"what it reads from rows that pass."
+                    f"{node.name} reads {crossing[0]}, which {gate} computes in several rounds, on other rows than "
+                    f"those that pass. Compute it from outputs of {gate}, or move {node.name} before {gate}.",
+                    code="gate.not-repeatable",
+                    gate=gate,
+                    node=node.name,
                 )
-        if alone := [sink for sink in self.graph.sinks if sink in inside]:
+        if inner := [sink for sink in self.graph.sinks if sink in inside]:
             raise GraphError(
-                f"{alone[0]} is a sink, and {gate} runs it in several rounds; expected what is returned to come behind "
-                f"{gate}."
+                f"{inner[0]} is a sink, but {gate} would run it in several rounds. Return only outputs of {gate} or of "
+                f"nodes downstream of it.",
+                code="gate.not-repeatable",
+                gate=gate,
+                node=inner[0],
             )
 
     @cached_property
     def waves(self) -> list[list[Node]]:
-        """The nodes by how many must run before them, one after another; those of a wave do not wait for each other."""
+        """The topological generations: the nodes of a wave do not wait for each other."""
         inputs = self.graph.inputs
         generations = nx.topological_generations(self.network)
         found = [{name for name in generation if name not in inputs} for generation in generations]
@@ -160,11 +166,11 @@ class Plan:
 
     @cached_property
     def readers(self) -> Mapping[str, int]:
-        """For each node, how many nodes read what it writes."""
+        """For each node, the number of nodes that read its outputs."""
         return Counter(source for node in self.order for source in node.sources)
 
     def downstream(self, name: str) -> set[str]:
-        """The nodes that come after `name`, by data or by state."""
+        """The nodes downstream of `name`, by data or by state."""
         return self._downstream[name]
 
     @cached_property
@@ -173,12 +179,14 @@ class Plan:
 
     @cached_property
     def syncs(self) -> list[Node]:
-        """The nodes that carry weights to an engine that generates."""
+        """The nodes that send weights to an engine that generates."""
         return [node for node in self.order if node.is_sync]
 
     def __str__(self) -> str:
-        """The plan for people: waves, where each node runs, what rows it may be split by, and just what it reads."""
-        lines = [f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; those of one may run at once"]
+        """The plan as text: waves, and for each node where it runs, how its rows may be split, and what it reads."""
+        lines = [
+            f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; nodes of one wave may run at once"
+        ]
         numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
         rows = [
             (number, node.name, " with ".join(node.roles) or "general", node.operator.granularity)
@@ -199,18 +207,18 @@ class Plan:
             lines += textwrap.wrap(", ".join(again), 120, initial_indent="  ", subsequent_indent="  ")
         for name in swaps(self.graph):
             roles = " and ".join(self.graph[name].writes)
-            lines.append(f"{name} changes weights under answers that are under way, of {roles}")
+            lines.append(f"{name} updates the weights of {roles} while requests are in flight")
         if self.state_edges:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
         return "\n".join([*lines, *self.twice()])
 
     def twice(self) -> list[str]:
-        """For people: what is computed twice, with the edit that mends it; what only looks so, with the reason."""
+        """As text: the nodes that compute the same, with the edit that removes one; and those that do not, with why."""
         lines = []
         for twin in twins(self.order):
-            if twin.apart is None:
+            if twin.why_not is None:
                 lines.append(f"{twin.second} computes what {twin.first} does; once is enough: {fix(self.graph, twin)}")
             else:
-                lines.append(f"{twin.second} reads what {twin.first} does, and is another: {twin.apart}")
+                lines.append(f"{twin.second} reads what {twin.first} does, but differs from it: {twin.why_not}")
         return lines

@@ -1,4 +1,4 @@
-"""The graph that runs where a `Lag` has spans.
+"""The graph that runs if a `Lag` has spans.
 
 `Graph.lag` is the only setting; `spanned` derives from it the graph that runs. In that graph every sync swaps weights
 while requests are in flight, and a node that reads `policy_version` and has an optional port `token_version` reads the
@@ -27,7 +27,7 @@ def swaps(graph: Graph) -> list[str]:
 
 
 def spanned(graph: GraphT) -> GraphT:
-    """The graph that runs; itself where its lag has no spans."""
+    """The graph that runs; `graph` itself if its lag has no spans."""
     if not graph.lag.spans:
         return graph
     nodes = dict(graph.nodes)
@@ -43,22 +43,22 @@ def spanned(graph: GraphT) -> GraphT:
 
 
 def _column(node: Node, field: PortField) -> str | None:
-    """The name of the column that a field takes; None of a value."""
-    wanted = node.operator.signature.fields[field]
-    return wanted.name if isinstance(wanted, ColumnType) else None
+    """The name of the column that a field reads; None for a value."""
+    type = node.operator.signature.fields[field]
+    return type.name if isinstance(type, ColumnType) else None
 
 
 def _open(node: Node) -> Iterator[PortField]:
-    """The fields of optional ports that take versions of tokens and that nothing is wired to."""
+    """The unwired fields of optional ports that read `token_version`."""
     for port in node.operator.signature.ports.values():
         if port.optional:
             yield from (f for f in port.fields if f not in node.inputs and _column(node, f) == "token_version")
 
 
 def _of_tokens(nodes: dict[str, Node], row: Edge) -> Edge | None:
-    """The `token_version` that belongs to the `policy_version` at `row`, led through the gates in between.
+    """The `token_version` of the `policy_version` at `row`, routed through the gates in between.
 
-    None where the node that writes `row` writes no versions of tokens.
+    None if the node that writes `row` writes no `token_version`.
     """
     node = nodes[row.node]
     if not isinstance(gate := node.operator, Gate):

@@ -1,8 +1,7 @@
-"""Twins: two nodes of one operator on the same inputs.
+"""Twins: two nodes with the same operator and the same inputs.
 
-Both depend on the same nodes, so both read weights as they are before the same updates (see
-`flowrl.core.graphs.plan`). Then they compute the same, unless each draws numbers, keeps a state, or asks what is
-outside of the graph.
+Both depend on the same nodes, so both read weights as of before the same updates (see `flowrl.core.graphs.plan`). They
+compute the same, unless each samples random numbers, has a state, or calls code outside of the graph.
 """
 
 from __future__ import annotations
@@ -19,23 +18,22 @@ from flowrl.data.keys import Key
 
 @dataclass(frozen=True)
 class Twin:
-    """`second` has the operator and the inputs of `first`, which comes before it.
+    """`second` has the operator and the inputs of `first`, which precedes it.
 
     Args:
         first, second: names of nodes.
-        apart: why they may compute other numbers all the same; None where they compute the same.
+        why_not: why they may compute different numbers; None if they compute the same.
     """
 
     first: str
     second: str
-    apart: str | None
+    why_not: str | None
 
 
 def twins(order: Iterable[Node]) -> list[Twin]:
-    """The twins among nodes. What two that compute the same write counts as one input; what writes weights has no twin.
+    """The twins among nodes, given in the order in which they run.
 
-    Args:
-        order: the nodes in the order in which they run.
+    The outputs of twins that compute the same count as one input. A node that writes weights has no twin.
     """
     found: list[Twin] = []
     seen: list[tuple[Node, dict[str, Edge]]] = []
@@ -48,24 +46,23 @@ def twins(order: Iterable[Node]) -> list[Twin]:
         if (first := next(alike, None)) is None:
             seen.append((node, inputs))
             continue
-        found.append(Twin(first.name, node.name, _apart(node.operator)))
-        if found[-1].apart is None:
+        found.append(Twin(first.name, node.name, _why_not(node.operator)))
+        if found[-1].why_not is None:
             same[node.name] = first.name
     return found
 
 
-def _apart(operator: Operator) -> str | None:
-    """Why an operator may compute other numbers in another node, on the same inputs."""
+def _why_not(operator: Operator) -> str | None:
+    """Why an operator may compute different numbers in another node with the same inputs."""
     if Key in operator.signature.injected.values():
-        return "each draws numbers of its own"
+        return "each samples its own random numbers"
     if Effect.ASKS_OUTSIDE in operator.effects:
-        return "each asks what is outside of the graph"
-    return "each keeps a state of its own" if operator.states else None
+        return "each calls code outside of the graph"
+    return "each has its own state" if operator.states else None
 
 
 def fix(graph: Graph, twin: Twin) -> str:
-    """The edit after which a graph computes twins once: who reads the second reads the first. A sink is returned, so
-    it is dropped by name."""
+    """The edit that removes the second twin: its readers read the first. A sink has to be dropped by name."""
     wire = {
         f"{reader.name}.{at}": f"{twin.first}.{edge.output}"
         for reader in graph.nodes.values()

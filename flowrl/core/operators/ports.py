@@ -30,11 +30,7 @@ INJECTED: Any = None
 INJECTABLE: tuple[type, ...] = (Key, Metrics, Now)
 
 
-class Step(int):
-    """Replaced by `Now`: annotating a parameter with it is an error that names `Now`."""
-
-
-_OF_NOW: Mapping[type, str] = {Step: "step", Round: "round", Share: "share"}
+_OF_NOW: Mapping[type, str] = {Round: "round", Share: "share"}
 
 
 if TYPE_CHECKING:

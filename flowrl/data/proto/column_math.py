@@ -197,14 +197,16 @@ def check_pad(name: str, column: Tensor | Objects, pad: Pad) -> None:
 
 
 def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], pad: Pad | None) -> Tensor:
-    """One tensor of all rows; padded by `pad` along the second axis if given, else as `flowrl.columns` defines `name`.
-
-    Raises:
-        DataError: different dtypes, devices or numbers of axes; unequal widths of an axis that flowrl cannot pad.
-    """
+    """One tensor of all rows; padded by `pad` along the second axis if given, else as the definition of `name` says."""
     for what in ("dtype", "device", "ndim"):
         if len(found := {str(getattr(part, what)) for part in parts}) > 1:
-            raise DataError(f"column {name!r} differs in {what} in concat: {sorted(found)}; convert all to one first.")
+            raise DataError(
+                f"Column {name!r} has several values of {what} in concat: {', '.join(sorted(found))}. Convert all "
+                f"batches to one first.",
+                code="data.concat-mismatch",
+                column=name,
+                found=sorted(found),
+            )
     known = lookup(name)
     value: int | float | bool = known.pad if known is not None else 0
     sides: list[Side | None] = [None] * (parts[0].ndim - 1)
@@ -250,25 +252,29 @@ def _margins(
 ) -> list[tuple[int, int]]:
     """How far each part is padded (left, right) along `axis`, so that all are of one width."""
     if pad is not None and axis == 1 and side != "sequence":
-        # a column that flowrl does not know is as wide as it is, whatever prompts and responses are
+        # the width of a column that flowrl does not know is independent of those of prompts and responses
         short = [max(widths) - width for width in widths]
         return [(n, 0) if side == "left" else (0, n) for n in short]
     margins = [margin_of(side, growth) for growth in grown]
     if len({left + width + right for width, (left, right) in zip(widths, margins, strict=True)}) == 1:
         return margins
-    found = f"column {name!r} has the widths {sorted(set(widths))} along axis {axis} in concat"
+    unequal = sorted(set(widths))
+    fix = f'flowrl does not know how to pad it. Pass pad={{"{name}": (value, side)}}.'
     if side == "sequence":
-        raise DataError(
-            f"{found}; a sequence is padded on both sides, as its prompt and its response grow, which is unknown "
-            f"here: concat it together with prompts or response_mask."
-        )
-    raise DataError(f'{found}, and flowrl does not know how to pad it; pass pad={{"{name}": (value, side)}}.')
+        fix = "A sequence is padded as its prompt and response are. Concat it together with prompts or response_mask."
+    raise DataError(
+        f"Column {name!r} has the widths {unequal} along axis {axis} in concat. {fix}",
+        code="data.unequal-widths",
+        column=name,
+        axis=axis,
+        found=unequal,
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:
     """The rows of a tensor as raw bytes: uint8 ``[rows bytes]``, on the CPU, whatever strides and device were."""
     rows, width = len(tensor), math.prod(tensor.shape[1:])
-    if tensor.numel() == 0:  # an empty array of NumPy's has strides that torch does not view as bytes
+    if tensor.numel() == 0:  # torch cannot view the strides of an empty NumPy array as bytes
         return torch.empty(rows, 0, dtype=torch.uint8)
     return tensor.detach().cpu().contiguous().reshape(rows, width).view(torch.uint8)
 

@@ -1,8 +1,8 @@
 """`DataProto`: an immutable record of columns that share one batch axis, what the executor carries between operators.
 
 A column is a torch tensor ``[batch ...]`` or a 1-d NumPy object array ``[batch]``; `meta` is a JSON-able dict. Every
-operation returns a new `DataProto` and leaves its own alone. Columns are not copied where a view will do, so writing
-into a tensor in place is seen by all who share it.
+operation returns a new `DataProto`. Columns are views where possible, so writing into a tensor in place changes all
+batches that share it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from flowrl.record_types import column_fields, record_tuple
 
 R = TypeVar("R")
 _ENDS = {int, type(None)}
-"""Of a slice that is taken without a copy."""
+"""Types of the bounds of a slice that needs no copy."""
 _OF_VERL = {
-    "chunk": "split it by the rows a part has: proto.split(size)",
-    "reorder": "index it, which returns another DataProto and leaves this one alone: proto = proto[order]",
+    "chunk": "Split by the rows per part: proto.split(size)",
+    "reorder": "Index it, which returns a new DataProto: proto = proto[order]",
 }
-"""Methods of verl's DataProto that this one does not have, and what to write in their place."""
+"""Methods of verl's DataProto that this one lacks, with their replacements."""
 
 
 class DataProto:
@@ -60,14 +60,14 @@ class DataProto:
         meta: JSON-able; copied.
 
     Raises:
-        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able; or either is no
-            mapping.
+        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able; or either is not
+            a mapping.
     """
 
     __slots__ = ("_meta", "columns")
 
     columns: Columns
-    """All columns by name, read-only, in the order they came."""
+    """All columns by name, read-only, in order of insertion."""
     _meta: dict[str, Any]
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
@@ -99,13 +99,17 @@ class DataProto:
         object.__setattr__(self, "_meta", meta)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
+        raise AttributeError(f"{name} cannot be set: a DataProto is immutable. Use union or with_meta for a new one.")
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _OF_VERL:
-                raise MethodError(f"a DataProto has no method {name!r}, as verl's does; {_OF_VERL[name]}.")
+                raise MethodError(
+                    f"A DataProto has no method {name!r}, unlike verl's. {_OF_VERL[name]}.",
+                    code="data.verl-method",
+                    method=name,
+                )
             raise AttributeError(f"'DataProto' object has no attribute {name!r}", name=name, obj=self)
 
     def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
@@ -194,10 +198,10 @@ class DataProto:
         return DataProto(dict(zip(new, self.columns.values(), strict=True)), self._meta)
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns and meta of both; what both have must be equal, bit for bit.
+        """The columns and meta of both; columns and keys in both must be equal, bit for bit.
 
         Raises:
-            DataError: the two differ; names the column and its first such row, or the meta key.
+            DataError: the two differ; names the column and its first different row, or the meta key.
         """
         _refuse_others("union", [other])
         if self.columns and other.columns and len(self) != len(other):
@@ -222,7 +226,7 @@ class DataProto:
 
     @staticmethod
     def concat(protos: Sequence[DataProto], pad: Mapping[str, Pad] | None = None) -> DataProto:
-        """The rows of all, in order; all have the same columns. Unequal widths are padded with the column's own value.
+        """Concatenate the rows of batches with the same columns. Unequal widths are padded with the column's pad value.
 
         A prompt axis is padded on the left, a response axis on the right, and a sequence axis (prompt then response) on
         the left as its prompt grows and on the right as its response grows.
@@ -281,7 +285,7 @@ class DataProto:
         return [self[a : a + size] for a in range(0, max(len(self), 1), size)]
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
-        """Every row `n` times: ``a a b b`` interleaved (the rows of a group stay together), else ``a b a b``."""
+        """Every row `n` times: ``a a b b`` interleaved (groups stay contiguous), else ``a b a b``."""
         refuse_no_count("repeat", n, "time")
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
@@ -323,7 +327,7 @@ class DataProto:
         )
 
     def digest(self) -> str:
-        """xxh3-128 over the content, 32 hex digits; order of columns, strides and device do not count.
+        """xxh3-128 of the content, 32 hex digits, independent of column order, strides and device.
 
         Raises:
             DataError: an object is not JSON-able.
@@ -353,7 +357,7 @@ class DataProto:
         return packed
 
     def save(self, folder: str | Path) -> None:
-        """Write a new `folder` at once: safetensors for tensors, JSON for objects and meta, and their digests.
+        """Write a new `folder` atomically: safetensors for tensors, JSON for objects and meta, and their digests.
 
         Raises:
             DataError: the folder is not empty, or an object is not JSON-able.
@@ -398,7 +402,7 @@ class DataProto:
     # ---- helpers
 
     def _with(self, columns: dict[str, Tensor | Objects]) -> DataProto:
-        """Columns of this one, or the same rows of each, which need no second check; its meta."""
+        """A batch of these columns, which need no check, with this one's meta."""
         made = DataProto.__new__(DataProto)
         made._fill(columns, self._meta)
         return made

@@ -34,9 +34,6 @@ def check_json(value: Any, where: str) -> None:
     """Refuse what JSON would not give back exactly: tuples, NumPy numbers, enums, keys that are not strings, ...
 
     NaN and the infinities are written as Python's `json` writes them, and come back.
-
-    Raises:
-        DataError: names the place inside `value`, and its type; or it is nested too deeply.
     """
     try:
         _check_json(value, where)
@@ -74,9 +71,6 @@ def digest(columns: Columns, meta: Meta) -> str:
     """The xxh3-128 hex digest of the content: per column (sorted by name) dtype, shape and bytes; meta.
 
     Objects count as canonical JSON (sorted keys). Order of insertion, strides and device do not count.
-
-    Raises:
-        DataError: an object is not JSON-able.
     """
     hasher = xxhash.xxh3_128()
     for name in sorted(columns):
@@ -95,12 +89,7 @@ def digest(columns: Columns, meta: Meta) -> str:
 
 
 def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
-    """Write ``tensors.safetensors``, ``objects.json`` and ``manifest.json`` (digests) as a new folder, all or nothing.
-
-    Raises:
-        DataError: the folder has something in it already, or an object is not JSON-able.
-        StorageError: it cannot be written.
-    """
+    """Write ``tensors.safetensors``, ``objects.json`` and ``manifest.json`` (digests) as a new folder, atomically."""
     folder = _path(folder)
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(
@@ -127,11 +116,7 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
 
 
 def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
-    """Columns and meta as `save` wrote them, tensors on the CPU.
-
-    Raises:
-        DataError: names the file that is missing or damaged; a single changed byte in any of them is found.
-    """
+    """Columns and meta as `save` wrote them, tensors on the CPU."""
     folder = _path(folder)
     for name in (MANIFEST, TENSORS, OBJECTS):
         if not (folder / name).is_file():
@@ -175,12 +160,7 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any
 
 
 def to_tensordict(columns: Columns, meta: Meta, rows: int) -> Any:
-    """A `tensordict.TensorDict` of batch size ``[rows]``: objects as `NonTensorStack`, meta as `NonTensorData`.
-
-    Raises:
-        ImportError: tensordict is not installed.
-        DataError: a meta key is also a column, or there are object columns but no rows.
-    """
+    """A `tensordict.TensorDict` of batch size ``[rows]``: objects as `NonTensorStack`, meta as `NonTensorData`."""
     tensordict = _import_tensordict()
     if clash := [key for key in meta if key in columns]:
         raise DataError(
@@ -210,10 +190,6 @@ def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, A
 
     A `NonTensorStack` is an object column. A `NonTensorData` (one value for all rows) is meta, unless its name is that
     of a known object column (``td["data_source"] = "gsm8k"``): then every row has it.
-
-    Raises:
-        ImportError: tensordict is not installed.
-        DataError: not a TensorDict, its batch size is not one number, or an entry is a nested TensorDict.
     """
     tensordict = _import_tensordict()
     if not isinstance(data, tensordict.TensorDictBase):
@@ -264,9 +240,6 @@ def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
     """Columns and meta of verl's three dicts, or of an object with these as attributes (`verl.DataProto`).
 
     Known masks of zeros and ones become bool; a NumPy array with more axes, or of another dtype, one object per row.
-
-    Raises:
-        DataError: a part is missing, a name is in two of them, or a known mask holds something other than 0 and 1.
     """
     parts: dict[str, Any] = {}
     for part in ("batch", "non_tensor_batch", "meta_info"):

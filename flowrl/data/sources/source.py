@@ -171,11 +171,7 @@ class RowStream(Stream, Generic[RowT]):
         return len(self)
 
     def next(self, n: int) -> DataProto:
-        """The next `n` draws.
-
-        Raises:
-            ParameterError: `n` is not at least 1.
-        """
+        """The next `n` draws."""
         refuse_no_count("next", n, "row per batch", ParameterError)
         return self._drawn(self._order.next(n))
 
@@ -183,9 +179,6 @@ class RowStream(Stream, Generic[RowT]):
         """Every row once, in file order, `n` at a time (the last batch may be smaller), for validation.
 
         The position does not change. Rows have the ids of epoch 0, so they are the same at every validation.
-
-        Raises:
-            ParameterError: `n` is not at least 1 (at the call, not at the first batch).
         """
         refuse_no_count("batches", n, "row per batch", ParameterError)
         every = [Drawn(0, row) for row in range(len(self))]
@@ -201,19 +194,11 @@ class RowStream(Stream, Generic[RowT]):
         return self._order.position
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Restore `position`: with the same data and seed, the next batches are those of an uninterrupted stream.
-
-        Raises:
-            DataError: not a position, or one in other data.
-        """
+        """Restore `position`: with the same data and seed, the next batches are those of an uninterrupted stream."""
         self._order.seek(position)
 
     def learn(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
-        """Pass the scores of rows to the order.
-
-        Raises:
-            DataError: a `uid` is not one that this stream has sampled.
-        """
+        """Pass the scores of rows to the order."""
         row_of = {row.index: number for number, row in enumerate(self._rows)}
         by_row: dict[int, list[float]] = {}
         for uid, group_scores in scores.items():

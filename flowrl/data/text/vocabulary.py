@@ -33,9 +33,6 @@ def refuse_other_vocabularies(folders: Mapping[str, str]) -> None:
 
     Args:
         folders: Hugging Face folders by role, first the role that samples.
-
-    Raises:
-        BindError: naming both roles and an id that differs.
     """
     if len(set(folders.values())) < 2:  # reading a folder takes tenths of a second
         return

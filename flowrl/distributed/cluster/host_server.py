@@ -1,4 +1,4 @@
-"""The fork server of this process's hosts: started before all else, and kept for the next job."""
+"""The fork server of this process's hosts: started early, and reused by later jobs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MODULES = (
     "flowrl.run.engine.build",
     "flowrl.sync.stream",
 )
-"""What every host imports, except Ray itself: see `flowrl.distributed.cluster.ray_worker`."""
+"""Modules that every host imports, except Ray: see `flowrl.distributed.cluster.ray_worker`."""
 
 
 @dataclass(eq=False)
 class HostServer:
-    """A fork server, with the environment that it has imported in.
+    """A fork server, with the environment of its imports.
 
     Args:
-        server: None on systems other than Linux, where forking such a process is not sound.
-        environment: of this process when the server was started, with what jobs have added since. Libraries read it
-            while they are imported, and workers inherit it, so after another change a job needs a new server.
+        server: None on systems other than Linux, where forking such a process is not safe.
+        environment: of this process at the start of the server, with variables that jobs added since. Libraries read it
+            on import and workers inherit it, so any other change needs a new server.
     """
 
     server: ForkServer | None
@@ -38,16 +38,16 @@ class HostServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can fork workers, or none is needed."""
+        """Whether it can fork workers, or is not needed."""
         return self.server is None or self.server.alive
 
     @property
     def current(self) -> bool:
-        """Whether a worker forked now is what a new process would be."""
+        """Whether its forks have the environment of this process."""
         return self.alive and self.environment == dict(os.environ)
 
     def add_variables(self) -> None:
-        """Enter the variables that have been added since, as libraries and trackers do while a job opens and runs."""
+        """Accept variables that libraries and trackers added while a job opened or ran."""
         self.environment = {**os.environ, **self.environment}
 
 
@@ -55,11 +55,7 @@ _current: HostServer | None = None
 
 
 def warm_up(bindings: Mapping[str, Backend]) -> None:
-    """Start the server if there is none for this environment; it imports while the caller goes on.
-
-    Args:
-        bindings: the backends of a job, whose modules it imports.
-    """
+    """Start the server, which imports the modules of these backends in the background, unless it is current."""
     global _current
     if _current is None or not _current.current:
         close()
@@ -67,7 +63,7 @@ def warm_up(bindings: Mapping[str, Backend]) -> None:
 
 
 def host_server() -> HostServer:
-    """The server; it is started where `warm_up` was not called, or its process has died since."""
+    """The server, started if `warm_up` was not called or its process has died."""
     if _current is None or not _current.alive:
         warm_up({})
     assert _current is not None
@@ -76,18 +72,18 @@ def host_server() -> HostServer:
 
 
 def start_fork_server(bindings: Mapping[str, Backend]) -> ForkServer | None:
-    """A new server that imports what hosts of these backends do; None on systems other than Linux."""
+    """A new server that imports the modules of these backends; None on systems other than Linux."""
     if sys.platform != "linux":
         return None
     named = [name for backend in bindings.values() for name in (type(backend).__module__, *backend.imports)]
-    own = sorted({name for name in named if name.startswith(("flowrl.", "transformers."))})  # none of users' modules
+    own = sorted({name for name in named if name.startswith(("flowrl.", "transformers."))})  # not users' modules
     path = [*sys.path[1:], sys.path[0]]  # the script's folder must not come before the standard library
     return ForkServer(imports([*_MODULES, *own]), path, supervised=False, listens=True)
 
 
 @atexit.register
 def close() -> None:
-    """End the server, and with it the workers that it has forked."""
+    """End the server and its forks."""
     global _current
     if _current is not None and _current.server is not None:
         _current.server.close()
@@ -95,7 +91,7 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """In a process forked from this one, which has no part in the server."""
+    """Drop the server in a fork of this process, which does not own it."""
     global _current
     _current = None
 
@@ -104,5 +100,5 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def node_options(server: ForkServer) -> dict[str, Any]:
-    """The parameters of a Ray node whose workers are forks of a server."""
+    """The parameters of a Ray node whose workers a server forks."""
     return {"worker_path": ray_worker.__file__, "env_vars": {ray_worker.ADDRESS: server.address}}

@@ -1,8 +1,7 @@
-"""The Ray cluster of one machine: started for the first job of this process, and kept for the next ones.
+"""The local Ray cluster: started for the first job of this process, and reused by later ones.
 
 Its workers are forks of a `ForkServer`. Starting Ray takes two seconds, and importing torch and transformers three, so
-that a second job opens in a fraction of the time of the first. The cluster ends with this process, or by
-`ray.shutdown()`.
+a second job opens much faster than the first. The cluster ends with this process, or with `ray.shutdown()`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from flowrl.distributed.cluster.host_server import HostServer, node_options
 from flowrl.errors import BindError
 
 _FORKS_AT_ONCE = 16
-"""Workers that Ray may start at a time; by itself as many as there are processors, since others start by importing."""
+"""Workers that Ray may start concurrently; its default is the number of processors, because usual workers import."""
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-"""Arguments of `ray.init` that leave the terminal to flowrl."""
+"""Arguments of `ray.init` that keep its logs off the terminal."""
 
 
 @dataclass
 class _Cluster:
-    """The cluster that this process has started.
+    """The cluster that this process started.
 
     Args:
         node: Ray's processes on this machine.
-        hosts: the server that its workers are forked from.
+        hosts: the server that forks its workers.
         cpus: logical CPUs.
-        jobs: how many use it now.
+        jobs: how many jobs use it now.
     """
 
     node: Any
@@ -49,30 +48,22 @@ _cluster: _Cluster | None = None
 
 
 def is_connected() -> bool:
-    """Whether Ray is connected to a cluster that this process has started."""
+    """Whether Ray is connected to the cluster that this process started."""
     return _cluster is not None and ray.is_initialized() and ray_worker._global_node is _cluster.node
 
 
 @contextlib.contextmanager
 def local_cluster(cpus: int, hosts: HostServer) -> Iterator[None]:
-    """Ray on this machine within the block, listening on the loopback alone.
-
-    Args:
-        cpus: logical CPUs that it must have.
-        hosts: the server that its workers are forked from.
-
-    Raises:
-        BindError: Ray does not start.
-    """
+    """Start Ray on this machine, listening only on the loopback, with these logical CPUs and this fork server."""
     global _cluster
     _cluster = _start(cpus, hosts)
-    with kept_cluster():
+    with use_cluster():
         yield
 
 
 @contextlib.contextmanager
-def kept_cluster() -> Iterator[None]:
-    """The cluster that this process has started stays up within the block; nothing where another one is connected."""
+def use_cluster() -> Iterator[None]:
+    """Count a job of the cluster that this process started; does nothing if another one is connected."""
     if (cluster := _cluster) is None:
         yield
         return
@@ -87,11 +78,11 @@ def kept_cluster() -> Iterator[None]:
 
 
 def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
-    """Shut the cluster down if it is idle and cannot serve the next job.
+    """Shut down the cluster if it is idle and cannot serve the next job.
 
     Args:
         cpus: that the job needs.
-        hosts: the server that its workers are to be forked from; None where it runs on another cluster.
+        hosts: the fork server of its workers; None if it runs on another cluster.
     """
     if _cluster is None or _cluster.jobs:
         return
@@ -100,7 +91,7 @@ def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
 
 
 def shut_down() -> None:
-    """Shut down the cluster that this process has started, if there is one."""
+    """Shut down the cluster that this process started, if any."""
     global _cluster
     if is_connected():
         ray.shutdown()
@@ -108,7 +99,7 @@ def shut_down() -> None:
 
 
 def _is_alive() -> bool:
-    """Whether all of the cluster's own processes run."""
+    """Whether all of the cluster's processes are running."""
     return _cluster is not None and is_connected() and bool(_cluster.node.remaining_processes_alive())
 
 
@@ -123,20 +114,22 @@ def _start(cpus: int, hosts: HostServer) -> _Cluster:
                 _system_config={"worker_maximum_startup_concurrency": _FORKS_AT_ONCE} if hosts.server else None,
                 **QUIET,
             )
-    except Exception as error:  # Ray has no class of its own for what keeps it from starting
+    except Exception as error:  # Ray has no exception class for a failed start
+        reason = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         raise BindError(
-            f"Ray could not be started on this machine ({type(error).__name__}: "
-            f"{str(error).partition('. ')[0]}); look whether the machine is short of processors, memory or "
-            f"disk, and into Ray's logs, in session_latest/logs under /tmp/ray."
+            f"Ray did not start on this machine ({reason}). Check for free processors, memory and disk, and Ray's "
+            f"logs in /tmp/ray/session_latest/logs.",
+            code="cluster.start-failed",
+            reason=reason,
         ) from error
     return _Cluster(ray_worker._global_node, hosts, cpus)
 
 
 @contextlib.contextmanager
 def _forked_workers(hosts: HostServer) -> Iterator[None]:
-    """The node that Ray starts within the block has forked workers, and neither autoscaler nor log monitor.
+    """Make the node that Ray starts in the block fork its workers, without autoscaler and log monitor.
 
-    `ray.init` has no argument for the program of a worker, which is a parameter of Ray's nodes.
+    `ray.init` has no argument for the worker program, which is a parameter of Ray's nodes.
     """
     before = parameter.RayParams
     options = {} if hosts.server is None else node_options(hosts.server)
@@ -154,12 +147,12 @@ def _forked_workers(hosts: HostServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """What Ray starts within the block listens on the loopback alone, as it does by itself on macOS and Windows.
+    """Make Ray listen only on the loopback in the block, as it does by default on macOS and Windows.
 
-    On Linux it listens on all interfaces, whatever address `ray.init` gets, unless the environment has
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be long before this.
+    On Linux it listens on all interfaces, whatever the address of `ray.init`, unless the environment has
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be much earlier.
     """
-    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a private name of Ray's, which may go
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a private name of Ray, which may disappear
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -168,7 +161,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _object_store_bytes() -> int:
-    """Room for columns and one set of weights: a quarter of what is free in shared memory, at least Ray's minimum."""
+    """Size for columns and one set of weights: a quarter of the free shared memory, at least Ray's minimum."""
     status = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     free = status.f_bavail * status.f_frsize if status is not None else 1 << 30
     return max(80 << 20, min(free // 4, 8 << 30))

@@ -1,4 +1,4 @@
-"""`RayPlace`: what all places on Ray are told."""
+"""`RayPlace`: the settings of all places on Ray."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RayPlace(Place):
     """Base of places whose processes are Ray's.
 
     Args:
-        address: the Ray cluster to join; None is one on this machine, which the first job starts and later ones reuse.
+        address: the Ray cluster to join; None for a local one, which the first job starts and later ones reuse.
         memory: see `Place`.
-        deadline: seconds that a node may take before it counts as stuck, at most a year.
-        restart: ``"role"`` rebuilds a role that died and repeats the step; ``"never"`` raises.
+        deadline: seconds until a running node counts as stuck, at most a year.
+        restart: ``"role"`` rebuilds a role whose process died and repeats the step; ``"never"`` raises.
     """
 
     address: str | None = Field(default=None, kw_only=True)

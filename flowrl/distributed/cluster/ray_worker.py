@@ -1,12 +1,12 @@
-"""The program that a Ray node runs as its worker: a fork of a process that has imported torch, transformers and flowrl.
+"""The worker program of a Ray node: a fork of a process that has imported torch, transformers and flowrl.
 
-Ray starts this file in place of its own ``default_worker.py``. It hands its arguments, environment, folder and standard
-streams to the `ForkServer` that `ADDRESS` names, whose fork then runs Ray's program and so becomes the worker. A worker
-reports its own process id to its node, so Ray finds no difference. Where no server answers, this process runs Ray's
-program itself. It imports the standard library alone.
+Ray starts this file instead of its ``default_worker.py``. It passes its arguments, environment, folder and standard
+streams to the `ForkServer` at `ADDRESS`, whose fork runs Ray's program and becomes the worker. A worker reports its own
+process id to its node, so Ray sees no difference. If no server responds, this process runs Ray's program itself. It
+imports only the standard library.
 
-Ray's C++ library reads the variables ``RAY_*`` once, when it is imported, and the job's id is one of them. So the
-server forks a layer for each such environment, which imports Ray there.
+Ray's C++ library reads the ``RAY_*`` variables once on import, and the job's id is one of them. So the server forks a
+layer for each such environment, which imports Ray there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import sys
 from typing import Any
 
 ADDRESS = "FLOWRL_FORK_SERVER"
-"""The variable of the environment that names the socket of the fork server."""
+"""The environment variable with the socket of the fork server."""
 
 _RAY_WORKER = "ray._private.workers.default_worker"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main() -> None:
-    """Let the fork server start this worker, or start it here."""
+    """Fork this worker from the fork server, or start it here."""
     ray_variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     request = {
         "target": f"flowrl.distributed.cluster.ray_worker:{become_ray_worker.__name__}",
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _forked(request: Any) -> bool:
-    """Whether the fork server has forked a worker for a request."""
+    """Whether the fork server forked a worker for a request."""
     body = json.dumps(request).encode()
     try:
         with socket.socket(socket.AF_UNIX) as server:
@@ -61,11 +61,11 @@ def _forked(request: Any) -> bool:
 
 
 def become_ray_worker(given: Any, fds: list[int]) -> None:
-    """Run Ray's worker program in a fork, with all that a process started by Ray would have.
+    """Run Ray's worker program in a fork, set up as a process that Ray started.
 
     Args:
         given: the program's arguments, the environment and the folder.
-        fds: stdin, stdout, stderr, and the connection of the process that asked.
+        fds: stdin, stdout, stderr, and the connection of the requesting process.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`Slots`: the slots of a place, reserved on a Ray cluster: a placement group with a bundle for each."""
+"""`Slots`: the slots of a place, reserved on a Ray cluster as a placement group with one bundle each."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ _RESERVE_SECONDS = 120
 
 
 class Slots:
-    """The slots of a job.
-
-    Args:
-        place: how many there are.
-        plans: the hosts that share them.
-
-    Raises:
-        BindError: the cluster is too small, its slots are taken, or they are on more machines than can be.
-    """
+    """The slots of a place, and the hosts that share them."""
 
     def __init__(self, place: RayPlace, plans: Sequence[ProcessSpec]) -> None:
         self._plans = plans
@@ -39,18 +31,22 @@ class Slots:
             here = ray.get_runtime_context().get_node_id()
             refuse_torn(plans, [machines[bundle] for bundle in self._bundles], place, here)
             wide = self._kind == "GPU" and any(len(plan.slots) > 1 for plan in plans)
-            self._gpus = self._look() if wide else []
+            self._gpus = self._gpu_numbers() if wide else []
         except BaseException:
             self.release()
             raise
 
     def _reserve(self, place: RayPlace) -> PlacementGroup:
-        asked, kinds = _asked(place), dict.fromkeys([self._kind, "CPU"])
+        kinds = dict.fromkeys([self._kind, "CPU"])
         for kind in kinds:
             if (have := ray.cluster_resources().get(kind, 0)) < place.slots:
                 raise BindError(
-                    f"{asked}, and the Ray cluster has {have:g} {kind}(s); expected at least one for each slot: "
-                    f"ask for fewer slots, or join a larger cluster by address=."
+                    f"{_needs(place)}, but the Ray cluster has only {have:g} {kind}(s), and each slot needs one. Use "
+                    f"fewer slots, or join a larger cluster with address=.",
+                    code="cluster.too-small",
+                    slots=place.slots,
+                    resource=kind,
+                    found=have,
                 )
         group: PlacementGroup = placement_group(
             [{"CPU": 1.0} | {self._kind: 1.0} for _ in range(place.slots)], strategy="PACK"
@@ -58,24 +54,32 @@ class Slots:
         if not group.wait(_RESERVE_SECONDS):
             remove_placement_group(group)
             all_of, free = ray.cluster_resources(), ray.available_resources()
-            found = " and ".join(f"of {all_of.get(kind, 0):g} {kind}(s) {free.get(kind, 0):g}" for kind in kinds)
+            found = " and ".join(f"{free.get(kind, 0):g} of {all_of.get(kind, 0):g} {kind}(s)" for kind in kinds)
             raise BindError(
-                f"{asked}, and {found} of the Ray cluster were free within {_RESERVE_SECONDS} s, a slot's on one "
-                f"machine; end what runs there, or ask for fewer slots."
+                f"{_needs(place)}, but {found} of the Ray cluster are free after {_RESERVE_SECONDS} s, and those of a "
+                f"slot must be on one machine. End other jobs there, or use fewer slots.",
+                code="cluster.busy",
+                slots=place.slots,
+                found=found,
+                seconds=_RESERVE_SECONDS,
             )
         return group
 
-    def _look(self) -> list[str]:
-        """The GPU of each slot, as its machine numbers them, which Ray tells who runs there."""
-        looks = [
+    def _gpu_numbers(self) -> list[str]:
+        """The GPU of each slot, as its machine numbers them; Ray shows it only to processes in the slot."""
+        probes = [
             ray.remote(_gpu).options(num_cpus=0, num_gpus=1, **self._at(slot)) for slot, _ in enumerate(self._bundles)
         ]
         try:
-            return list(ray.get([look.remote() for look in looks], timeout=_RESERVE_SECONDS))
+            return list(ray.get([probe.remote() for probe in probes], timeout=_RESERVE_SECONDS))
         except GetTimeoutError as error:
             raise BindError(
-                f"the {len(looks)} slots are reserved, and no process started there within {_RESERVE_SECONDS} s that "
-                f"says which GPUs they are; look at the cluster by `ray status`."
+                f"The {len(probes)} slots are reserved, but no process that reports their GPUs started there within "
+                f"{_RESERVE_SECONDS} s. Check the cluster with `ray status`.",
+                code="cluster.busy",
+                slots=len(probes),
+                found="no process",
+                seconds=_RESERVE_SECONDS,
             ) from error
 
     def _at(self, slot: int) -> dict[str, Any]:
@@ -85,14 +89,13 @@ class Slots:
         }
 
     def options(self, plan: ProcessSpec) -> dict[str, Any]:
-        """What Ray is to know of a host's process: it runs in the bundle of its first slot, with a fair share of it."""
+        """Ray's options of a host's process: the bundle of its first slot, and a fair share of it."""
         sharing = sum(plan.slots[0] in other.slots for other in self._plans)
         share = int(1e4 / sharing) / 1e4  # Ray counts in 1/10000
         return {"num_cpus": share} | ({"num_gpus": share} if self._kind == "GPU" else {}) | self._at(plan.slots[0])
 
     def gpus(self, plan: ProcessSpec) -> str | None:
-        """The GPUs of a host of several slots, as CUDA_VISIBLE_DEVICES names them; None is as Ray sets it, which shows
-        a process that of its one bundle."""
+        """CUDA_VISIBLE_DEVICES of a host with several slots; None if Ray's setting, the GPU of one bundle, is right."""
         return ",".join(self._gpus[slot] for slot in plan.slots) if self._gpus and len(plan.slots) > 1 else None
 
     def release(self) -> None:
@@ -101,48 +104,46 @@ class Slots:
 
 
 def by_machine(machines: Sequence[str]) -> list[int]:
-    """Bundles in an order in which those of one machine are neighbours.
-
-    Args:
-        machines: of each bundle.
-    """
+    """The bundles, ordered so that those of one machine are adjacent; `machines` has that of each bundle."""
     return sorted(range(len(machines)), key=lambda bundle: machines.index(machines[bundle]))
 
 
 def refuse_torn(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
-    """Refuse what must be on one machine and is not.
+    """Refuse a host over several machines, and ``restart="role"`` over several machines.
 
     Args:
         plans: the hosts.
         machines: of each slot.
-        place: what was asked for.
+        place: of the job.
         here: the driver's machine.
-
-    Raises:
-        BindError: a host's slots are on several machines, or not all are on the driver's and the place says
-            ``restart="role"``.
     """
     for plan in plans:
         if (count := len({machines[slot] for slot in plan.slots})) > 1:
             slots, many = ", ".join(map(str, plan.slots)), len(plan.slots)
             raise BindError(
-                f"{plan.name} is one process over the slots {slots}, and these are on {count} machines; expected one: "
-                f"ask for slots of machines that each have a multiple of {many} free, or bind it with fewer slots a "
-                f"rank (tensor_parallel)."
+                f"{plan.name} is one process with the slots {slots}, which are on {count} machines. Use machines that "
+                f"each have a multiple of {many} slots free, or bind it with fewer slots per rank (tensor_parallel).",
+                code="cluster.several-machines",
+                process=plan.name,
+                slots=plan.slots,
+                machines=count,
             )
     if (count := len({*machines, here})) > 1 and place.restart == "role":
         raise BindError(
-            f"{_asked(place)} with restart='role', and they are on {count} machines, this one counted; weights to go "
-            f"back to are kept in files of this machine: use Training(checkpoint_every=...) in a shared folder, and "
-            f"restart='never'."
+            f"{_needs(place)} with restart='role', but they are on {count} machines including this one, and snapshots "
+            f"of the weights are local files. Use restart='never' and Training(checkpoint_every=...) in a shared "
+            f"folder.",
+            code="cluster.several-machines",
+            slots=place.slots,
+            machines=count,
         )
 
 
-def _asked(place: RayPlace) -> str:
-    return f"{type(place).__name__} wants {place.slots} slot(s)"
+def _needs(place: RayPlace) -> str:
+    return f"{type(place).__name__} needs {place.slots} slot(s)"
 
 
 def _gpu() -> str:
-    """The GPU of the bundle that this runs in."""
+    """The GPU of this process's bundle."""
     [gpu] = ray.get_gpu_ids()
     return str(gpu)

@@ -1,10 +1,10 @@
-"""What can go wrong with a process that was asked for something: it raised, it died, or nothing is heard of it."""
+"""Failures of a host: it raised, it died, or it does not respond."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,47 +25,54 @@ from ray.exceptions import (
 )
 
 from flowrl.distributed.cluster.ray_place import RayPlace
-from flowrl.errors import NodeError
+from flowrl.errors import FlowrlError, NodeError
+from flowrl.run.engine.runner import code_and_facts
 from flowrl.run.placement.place import ProcessSpec
 
 GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
-"""What Ray raises where a process is gone."""
+"""Errors of Ray that mean that a process is gone."""
 
 
 class HostDiedError(NodeError):
-    """The process of a rank ended; `host` says whose it was (None is the general one)."""
+    """The process of a rank died; `host` is its spec (None is the general host)."""
 
-    def __init__(self, message: str, host: ProcessSpec | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", host: ProcessSpec | None = None, /, *, code: str = "", **facts: object
+    ) -> None:
+        super().__init__(message, code=code, **facts)
         self.host = host
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that a node raised, as it travels: Ray would lose its cause.
+    """An exception of a node in a form that can be sent: Ray would lose its cause.
 
     Args:
         message: of the `NodeError`.
-        causes: the exception, and what it was raised from, and so on; those that survive pickling.
-        traceback: where it was raised, on its host.
-        lost: something that the node reads is gone, as it is with the process that wrote it.
+        code, facts: those of the exception if it has a code; see `code_and_facts`.
+        causes: the exception and its chain of causes, without those that cannot be pickled.
+        traceback: that of the host.
+        lost: whether an input of the node is lost, for example because the process that wrote it died.
     """
 
     message: str
+    code: str
+    facts: Mapping[str, Any]
     causes: tuple[BaseException, ...]
     traceback: str
     lost: bool
 
     @staticmethod
-    def of(error: Exception, message: str) -> Failure:
-        """What is left of `error` for another process."""
+    def of(error: Exception, message: str, **facts: object) -> Failure:
+        """The failure of an exception."""
         causes = tuple(copy for one in chain(error) if (copy := _portable(one)) is not None)
         trace = "".join(traceback.format_exception(error))
-        return Failure(message, causes, trace, any(isinstance(one, ObjectLostError) for one in chain(error)))
+        lost = any(isinstance(one, ObjectLostError) for one in chain(error))
+        return Failure(message, *code_and_facts(error, **facts), causes, trace, lost)
 
     def error(self) -> NodeError:
         """The error to raise, with its causes and the traceback of its host."""
-        error = NodeError(self.message)
+        error = NodeError(self.message, code=self.code, **self.facts)
         outer: BaseException = error
         for cause in self.causes:
             outer.__cause__ = outer = cause
@@ -74,79 +81,86 @@ class Failure:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, what it was raised from, and so on."""
+    """An exception and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """`error` as another process gets it, without its cause; None where it does not survive pickling."""
+    """A pickled copy of an exception, without its cause; None if it cannot be pickled."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class of its own may do; its text is in the message
+    except Exception:  # pickling a user's class may raise anything; the message has its text
         return None
     return copy if isinstance(copy, BaseException) else None
 
 
 def named(host: ProcessSpec | None) -> str:
-    """How messages and traces call a host."""
+    """The name of a host in messages and traces."""
     return "the general host" if host is None else f"{'+'.join(host.roles)} rank {host.rank}"
 
 
 def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
-    """What a host answered.
+    """The result of a call to a host.
 
     Args:
-        ref: of the answer.
-        host: whose it is.
-        what: was asked for: a node, and when.
-        place: says how long to wait,
-        patience: unless this does.
-
-    Raises:
-        HostDiedError: the process died.
-        NodeError: it could not be started, did not answer in time, or raised, which is the cause then.
+        ref: of the result.
+        host: which was called.
+        what: the node or task, for messages.
+        place: has the deadline,
+        patience: unless this is given, in seconds.
     """
     seconds = place.deadline if patience is None else patience
     try:
         return ray.get(ref, timeout=seconds)
-    except RayTaskError as error:  # before those that it may be too, as the cause is
+    except RayTaskError as error:  # first, because it may also be an instance of its cause's class
         cause = error.cause
         cause.add_note(f"On the host:\n{error}")
-        raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from cause
+        code, facts = code_and_facts(cause, task=what, host=named(host))
+        text = cause.message if isinstance(cause, FlowrlError) else cause
+        raise NodeError(
+            f"{what} failed on {named(host)}: {type(cause).__name__}: {text}", code=code, **facts
+        ) from cause
     except GetTimeoutError as error:
         raise stuck(host, what, place, seconds) from error
     except GONE as error:
-        if getattr(error, "actor_init_failed", False):  # no death that a new process would mend
-            raise NodeError(f"{what} could not start {named(host)}: {str(error).strip()}") from error
+        if getattr(error, "actor_init_failed", False):  # a new process would fail too
+            raise NodeError(
+                f"{what} could not start {named(host)}: {str(error).strip()}",
+                code="host.start-failed",
+                task=what,
+                host=named(host),
+            ) from error
         raise died(host, what, place, _first_line(error)) from error
     except RayError as error:
-        raise NodeError(f"{what} failed on {named(host)}: {_said(error)}") from error
+        raise _ray_failed(error, what, f"on {named(host)}", host=named(host)) from error
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """What Ray raises in the block, in this process, becomes an error that says what for.
-
-    Raises:
-        NodeError: from it.
-    """
+    """Raise errors of Ray in the block, in this process, as a `NodeError` that names the task."""
     try:
         yield
     except RayError as error:
-        raise NodeError(f"{what} failed in the driver: {_said(error)}") from error
+        raise _ray_failed(error, what, "in the driver") from error
 
 
-def _said(error: RayError) -> str:
-    """What an error of Ray's says in short, and what mends it."""
+def _ray_failed(error: RayError, what: str, where: str, **facts: object) -> NodeError:
+    """The error of a task in which Ray itself failed, with Ray's text and the fix."""
     if isinstance(error, ObjectStoreFullError):
-        fix = "give Ray's object store more memory (ray start --object-store-memory, or a larger /dev/shm)"
+        fix = "Give Ray's object store more memory (ray start --object-store-memory, or a larger /dev/shm)"
     elif isinstance(error, OutOfDiskError):
-        fix = "the disk that Ray spills to is full: make room under its --temp-dir (/tmp/ray)"
+        fix = "The disk that Ray spills to is full: free space under its --temp-dir (/tmp/ray)"
     else:
-        fix = "look into Ray's logs, in session_latest/logs under its --temp-dir (/tmp/ray)"
-    return f"{type(error).__name__}: {_first_line(error)}; {fix}."
+        fix = "Check Ray's logs in session_latest/logs under its --temp-dir (/tmp/ray)"
+    return NodeError(
+        f"{what} failed {where}: {type(error).__name__}: {_first_line(error)}. {fix}.",
+        code="cluster.ray-failed",
+        task=what,
+        error=type(error).__name__,
+        **facts,
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -155,17 +169,27 @@ def _first_line(error: BaseException) -> str:
 
 def died(host: ProcessSpec | None, what: str, place: RayPlace, reason: str) -> HostDiedError:
     """The error of a process that is gone."""
-    fix = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
+    fix = (
+        "" if place.restart == "role" else f" To rebuild it automatically, use {type(place).__name__}(restart='role')."
+    )
     return HostDiedError(
-        f"{what} lost {named(host)}, whose process died ({reason}); look for the kernel's out-of-memory killer or "
-        f"Ray's (RAY_memory_usage_threshold){fix}.",
+        f"{what} lost {named(host)}, whose process died ({reason}). Check for the kernel's or Ray's out-of-memory "
+        f"killer (RAY_memory_usage_threshold).{fix}",
         host,
+        code="host.died",
+        task=what,
+        host=named(host),
+        reason=reason,
     )
 
 
 def stuck(host: ProcessSpec | None, what: str, place: RayPlace, seconds: float) -> NodeError:
-    """The error of a process of which nothing is heard."""
+    """The error of a process that does not respond."""
     return NodeError(
-        f"{what} is stuck on {named(host)}: nothing was heard for {seconds:g} s; find out what it waits for, "
-        f"or give it more time: {type(place).__name__}(deadline=...)."
+        f"{what} is stuck on {named(host)}: no response for {seconds:g} s. Find out what it waits for, or allow more "
+        f"time with {type(place).__name__}(deadline=...).",
+        code="host.stuck",
+        task=what,
+        host=named(host),
+        seconds=seconds,
     )

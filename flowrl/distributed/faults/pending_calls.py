@@ -1,4 +1,4 @@
-"""`PendingCalls`: who owes the driver an answer, and what is said and done about one who is silent."""
+"""`PendingCalls`: pending calls to hosts: log the slow ones, fail those whose host died."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flowrl.run.placement.place import ProcessSpec
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10
-"""For Ray to notice that a process is gone; so long is waited between two looks at who is silent."""
+"""Time for Ray to notice that a process is gone, and between two checks for stragglers."""
 
-_SOON = 0.1
-"""Of its time, after which an answer that is still waited for is spoken of."""
+_LATE = 0.1
+"""The share of its time after which a pending call is logged."""
 
 
 @dataclass
 class PendingCall:
-    """An answer that is waited for.
+    """A call whose result is pending.
 
     Args:
-        host: whose; None is the general host.
-        what: was asked for: a node, and when.
-        kind: of question, of which some take longer than others: the node.
-        since: when it was asked, by `time.monotonic`.
-        seconds: that it may take.
-        told: after so many seconds it is spoken of.
-        ping: a call that was sent after it, since it is late.
+        host: which was called; None is the general host.
+        what: the node or task, for messages.
+        kind: the node or method; calls of one kind take about equally long.
+        since: start, by `time.monotonic`.
+        seconds: its limit.
+        log_after: seconds after which it is logged.
+        ping: a later call that checks whether the host is alive.
     """
 
     host: ProcessSpec | None
@@ -43,20 +43,20 @@ class PendingCall:
     kind: str
     since: float
     seconds: float
-    told: float
+    log_after: float
     ping: Any = None
 
 
 class PendingCalls:
-    """All answers that the driver waits for.
+    """All pending calls of the driver.
 
-    An answer that is late for its kind is spoken of in the log while it is waited for. Whoever is silent is asked
-    whether it is there, since Ray may lose what was sent to a process that was about to die.
+    Calls that are late for their kind are logged. Hosts that do not respond are pinged, because Ray may lose calls to a
+    process that is about to die.
 
     Args:
-        place: says how long to wait.
-        actor_of: the actor of a host, None being the general one.
-        hosts: those that there are.
+        place: has the deadline.
+        actor_of: returns the actor of a host; None is the general one.
+        hosts: returns all hosts.
     """
 
     def __init__(
@@ -66,90 +66,74 @@ class PendingCalls:
         hosts: Callable[[], Iterable[ProcessSpec | None]],
     ) -> None:
         self._place, self._actor_of, self._hosts = place, actor_of, hosts
-        self._owed: dict[Any, PendingCall] = {}
+        self._pending: dict[Any, PendingCall] = {}
         self._longest: dict[str, float] = {}
 
     def add(self, ref: Any, host: ProcessSpec | None, what: str, kind: str, seconds: float | None = None) -> None:
-        """From now on, a host owes an answer.
-
-        Args:
-            ref: of the answer.
-            host, what, kind: see `PendingCall`.
-            seconds: that it has; the place's deadline if None.
-        """
+        """Add a call by the reference of its result; its limit is the place's deadline unless `seconds` is given."""
         limit = self._place.deadline if seconds is None else seconds
-        late = max(_SOON * limit, 2 * self._longest.get(kind, 0.0))
-        self._owed[ref] = PendingCall(host, what, kind, time.monotonic(), limit, late)
+        late = max(_LATE * limit, 2 * self._longest.get(kind, 0.0))
+        self._pending[ref] = PendingCall(host, what, kind, time.monotonic(), limit, late)
 
-    def forget(self, refs: Iterable[Any]) -> None:
-        """These are not waited for any more."""
+    def discard(self, refs: Iterable[Any]) -> None:
+        """Stop watching these calls."""
         for ref in refs:
-            self._owed.pop(ref, None)
+            self._pending.pop(ref, None)
 
     def next(self, refs: Iterable[Any]) -> list[Any]:
-        """Wait until one of these is there; which are.
-
-        Raises:
-            HostDiedError: one will not come, since its process is gone.
-            NodeError: one has not come in its time.
-            RayDiedError: see `flowrl.distributed.faults.ray_processes.wait`.
-        """
+        """Wait until at least one of these calls is done; return those that are."""
         waiting = list(refs)
         while True:
-            left = min(self._left(ref) for ref in waiting)
-            answered, _ = watch.wait(waiting, min(left, GRACE_SECONDS))
-            if answered:
-                for ref in answered:
-                    owed = self._owed.pop(ref)
-                    self._longest[owed.kind] = max(self._longest.get(owed.kind, 0.0), time.monotonic() - owed.since)
-                return answered
-            late = min(waiting, key=self._left)
-            if self._left(late) <= 0:
-                owed = self._owed[late]
-                raise stuck(owed.host, owed.what, self._place, owed.seconds)
-            self._tell(waiting)
+            remaining = min(self._remaining(ref) for ref in waiting)
+            done, _ = watch.wait(waiting, min(remaining, GRACE_SECONDS))
+            if done:
+                for ref in done:
+                    call = self._pending.pop(ref)
+                    self._longest[call.kind] = max(self._longest.get(call.kind, 0.0), time.monotonic() - call.since)
+                return done
+            late = min(waiting, key=self._remaining)
+            if self._remaining(late) <= 0:
+                call = self._pending[late]
+                raise stuck(call.host, call.what, self._place, call.seconds)
+            self._log_late(waiting)
             for ref in waiting:
-                self._refuse_gone(self._owed[ref])
+                self._refuse_dead(self._pending[ref])
 
-    def _left(self, ref: Any) -> float:
-        owed = self._owed[ref]
-        return owed.since + owed.seconds - time.monotonic()
+    def _remaining(self, ref: Any) -> float:
+        call = self._pending[ref]
+        return call.since + call.seconds - time.monotonic()
 
-    def _refuse_gone(self, owed: PendingCall) -> None:
-        """Ask who owes it whether it is there; whoever is busy answers later.
-
-        Raises:
-            HostDiedError: it is not, and so will not answer what it was asked before.
-        """
-        if owed.ping is not None and ray.wait([owed.ping], timeout=0)[0]:
-            answer(owed.ping, owed.host, owed.what, self._place)
-            owed.ping = None
-        if owed.ping is None:
-            owed.ping = self._actor_of(owed.host).pid.remote()
+    def _refuse_dead(self, call: PendingCall) -> None:
+        """Ping the host of a call, and raise if it is dead; a busy host responds later."""
+        if call.ping is not None and ray.wait([call.ping], timeout=0)[0]:
+            answer(call.ping, call.host, call.what, self._place)
+            call.ping = None
+        if call.ping is None:
+            call.ping = self._actor_of(call.host).pid.remote()
 
     # ---- stragglers
 
-    def _tell(self, waiting: Iterable[Any]) -> None:
-        """Speak of those that are late, each again after twice the time."""
+    def _log_late(self, waiting: Iterable[Any]) -> None:
+        """Log late calls, each again after twice the time."""
         now = time.monotonic()
         late: dict[str, list[PendingCall]] = {}
-        for owed in (self._owed[ref] for ref in waiting):
-            if now - owed.since >= owed.told:
-                owed.told = 2 * (now - owed.since)
-                late.setdefault(owed.what, []).append(owed)
-        for what, silent in late.items():
-            logger.warning("%s", self._said(what, silent, now))
+        for call in (self._pending[ref] for ref in waiting):
+            if now - call.since >= call.log_after:
+                call.log_after = 2 * (now - call.since)
+                late.setdefault(call.what, []).append(call)
+        for what, calls in late.items():
+            logger.warning("%s", self._warning(what, calls, now))
 
-    def _said(self, what: str, silent: Sequence[PendingCall], now: float) -> str:
-        """Who is waited for and since when, and what the others do meanwhile."""
-        others = [owed for owed in self._owed.values() if owed.what != what]
-        at_work = {owed.host for owed in self._owed.values()}
-        meanwhile = [f"{named(one.host)} has been at {one.what} for {now - one.since:.0f} s" for one in others]
-        if idle := [named(host) for host in self._hosts() if host not in at_work]:
-            meanwhile.append(f"idle are {', '.join(idle)}")
-        names, first = " and ".join(named(one.host) for one in silent), silent[0]
+    def _warning(self, what: str, late: Sequence[PendingCall], now: float) -> str:
+        """The late hosts of a task, and what the others do."""
+        others = [call for call in self._pending.values() if call.what != what]
+        busy = {call.host for call in self._pending.values()}
+        meanwhile = [f"{named(one.host)} has run {one.what} for {now - one.since:.0f} s" for one in others]
+        if idle := [named(host) for host in self._hosts() if host not in busy]:
+            meanwhile.append(f"idle: {', '.join(idle)}")
+        names, first = " and ".join(named(one.host) for one in late), late[0]
         return (
-            f"{what} is still waited for, {now - first.since:.0f} s after it began: {names} "
-            f"{'has' if len(silent) == 1 else 'have'} not answered. Meanwhile: {'; '.join(meanwhile) or 'nothing'}. It "
-            f"counts as stuck after {first.seconds:g} s: {type(self._place).__name__}(deadline=...)."
+            f"{what} has run for {now - first.since:.0f} s without a response from {names}. Meanwhile: "
+            f"{'; '.join(meanwhile) or 'nothing'}. It counts as stuck after {first.seconds:g} s "
+            f"({type(self._place).__name__}(deadline=...))."
         )

@@ -1,5 +1,4 @@
-"""Ray's own processes on this machine, without which nothing of Ray's goes on: the raylet, and the GCS of a cluster
-that this process has started."""
+"""Watch Ray's own processes on this machine, which a job depends on: the raylet, and the GCS of a local cluster."""
 
 from __future__ import annotations
 
@@ -22,20 +21,20 @@ from flowrl.errors import NodeError
 logger = logging.getLogger(__name__)
 
 _SLICE = 0.2
-"""Seconds between two looks, while something is waited for."""
+"""Seconds between two checks while waiting."""
 
-_gone: list[str] = []
-"""What is said of the first of them that is gone."""
+_gone: list[tuple[str, str]] = []
+"""The first of them that died, with the message."""
 
 
 class RayDiedError(NodeError):
-    """Ray itself has died on the driver's machine, with all processes of the job there."""
+    """A process of Ray itself died on the driver's machine, and with it all processes of the job there."""
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Watch them within the block, in a thread that says at once when one has died: a driver that then touches the
-    object store is ended by Ray, without a word and without unwinding. On Linux; elsewhere nothing is watched."""
+    """Watch them in the block, in a thread that logs a death at once: if the driver then uses the object store, Ray
+    ends it without a message or unwinding. Linux only; does nothing elsewhere."""
     if not hasattr(os, "pidfd_open"):
         yield
         return
@@ -48,13 +47,13 @@ def watched() -> Iterator[None]:
             found.register(descriptor, select.POLLIN)
         for died, _ in found.poll():
             if died in watches and not _gone:
-                _gone.append(
-                    f"a process of Ray's own on this machine has died ({watches[died]}), and with it all that runs on "
-                    f"Ray here; look for the kernel's out-of-memory killer, and into Ray's logs, in "
-                    f"session_latest/logs under its --temp-dir (/tmp/ray). Training(resume=True) goes on from the last "
-                    f"checkpoint."
+                message = (
+                    f"A process of Ray on this machine died ({watches[died]}), and with it everything that runs on Ray "
+                    f"here. Check for the kernel's out-of-memory killer, and Ray's logs in session_latest/logs under "
+                    f"its --temp-dir (/tmp/ray). Training(resume=True) resumes from the last checkpoint."
                 )
-                logger.error(_gone[0])
+                _gone.append((watches[died], message))
+                logger.error(message)
 
     thread = threading.Thread(target=look, name="flowrl-watch", daemon=True)
     thread.start()
@@ -69,35 +68,32 @@ def watched() -> Iterator[None]:
 
 
 def is_gone() -> bool:
-    """Whether one has died, as far as they are watched."""
+    """Whether a watched process has died."""
     return bool(_gone)
 
 
 def wait(refs: list[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:
-    """`ray.wait` for `count` of these, as long as Ray is there.
-
-    Raises:
-        RayDiedError: one of its own processes has died.
-    """
+    """`ray.wait` for `count` of these; raises `RayDiedError` if a process of Ray has died."""
     until = time.monotonic() + seconds
     while True:
         if _gone:
-            raise RayDiedError(_gone[0])
-        left = max(0.0, until - time.monotonic())
-        answered, waiting = ray.wait(refs, num_returns=count, timeout=min(_SLICE, left))
-        if len(answered) >= count or left <= _SLICE:
-            return answered, waiting
+            process, message = _gone[0]
+            raise RayDiedError(message, code="cluster.ray-died", process=process)
+        remaining = max(0.0, until - time.monotonic())
+        done, waiting = ray.wait(refs, num_returns=count, timeout=min(_SLICE, remaining))
+        if len(done) >= count or remaining <= _SLICE:
+            return done, waiting
 
 
 def _processes() -> dict[int, str]:
-    """Those that this process depends on, by number; by names of Ray's own, which may go."""
+    """The processes to watch: name by process id. Uses private names of Ray, which may disappear."""
     node, found = ray_worker._global_node, dict[int, str]()
     for gcs in getattr(node, "all_processes", {}).get("gcs_server", []):
         found[gcs.process.pid] = "the GCS"
     if (path := getattr(node, "raylet_socket_name", None)) is not None:
         with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(path)  # whoever listens there
+            peer.connect(path)  # the listener is the raylet
             raylet: int = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        if raylet:  # 0 is in another namespace
+        if raylet:  # 0: in another namespace
             found[raylet] = "the raylet"
     return found

@@ -1,7 +1,7 @@
-"""A folder that goes with this process, however that ends.
+"""A temporary folder that is removed when this process ends, even if it is killed.
 
-A process that is killed cannot clean up, so another one does: it runs this file by its path, imports the standard
-library alone, and lives in a session of its own.
+A killed process cannot clean up, so a helper process does: it runs this file by its path, imports only the standard
+library, and has its own session.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LAST_SECONDS = 30
-"""So long may processes of a driver that was killed still write into it."""
+"""How long the processes of a killed driver may still write into it."""
 
 
 @contextmanager
-def spare_folder() -> Iterator[Path]:
-    """A new folder in the one for temporary files, which is removed after the block, or when this process dies."""
+def scratch_folder() -> Iterator[Path]:
+    """A new temporary folder, which is removed after the block or when this process dies."""
     folder = Path(tempfile.mkdtemp(prefix="flowrl-"))
-    keeper = subprocess.Popen(
+    helper = subprocess.Popen(
         [sys.executable, "-I", __file__, str(folder)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # whoever reads the output of this process need not wait for it
+        stdout=subprocess.DEVNULL,  # so that readers of this process's output do not wait for the helper
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
         yield folder
     finally:
-        keeper.communicate(b".")
+        helper.communicate(b".")
         shutil.rmtree(folder)
 
 
 def main(folder: Path) -> None:
-    """Wait for a word, or for the end of whoever would say it; then remove what is there, and what comes after."""
+    """Wait for a byte or the end of the parent; after the latter, remove the folder, repeatedly for some time."""
     if sys.stdin.buffer.read(1):
         return
     until = time.monotonic() + _LAST_SECONDS

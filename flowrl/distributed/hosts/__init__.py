@@ -1,1 +1,1 @@
-"""Host processes: one for each rank, and how columns travel between them."""
+"""Host processes, one per rank, and how they exchange columns."""

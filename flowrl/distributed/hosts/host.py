@@ -1,4 +1,4 @@
-"""`Host`: one process that holds the engines of one rank (or none), and runs nodes on them; a Ray actor."""
+"""`Host`: a Ray actor with the engines of one rank (or none), which runs nodes on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flowrl.distributed.faults.faults import Failure, named
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.distributed.hosts.wire import Array, ColumnPart, join, pack, unpack, widths
 from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
-from flowrl.errors import SyncError
+from flowrl.errors import FlowrlError, SyncError
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Adapted, Sleeper
 from flowrl.records import Receipt
@@ -49,24 +49,25 @@ from flowrl.sync.wanted import WeightSelection, rounded
 
 @dataclass(frozen=True)
 class HostTask:
-    """An instance that a host is to run, or its part of one.
+    """An instance for a host to run, or its part of one.
 
     Args:
-        operator: under its node's name.
-        step, seed: what keys are derived from; None is between steps, where nothing is drawn.
-        when: it runs, for messages.
+        operator: has the node's name.
+        step, seed: of the keys; step is None between steps, where no random numbers are used.
+        when, task: the step, and node and step as facts, for errors.
         state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
-        now: what is injected, with the share of these rows where several ranks share the batch.
-        sources: where the weights of trainers that live elsewhere are to be had, by role.
-        written: the output that each input is of, for messages.
+        now: injected into the operator, with the share of these rows if several ranks split the batch.
+        sources: by role of a trainer in another process, the source of its weights.
+        written: the output that each input comes from, for messages.
     """
 
     operator: Operator
     step: int | None
     seed: int
     when: str
+    task: Mapping[str, Any]
     state: Mapping[str, Any]
     inputs: Mapping[PortField, Any]
     rows: Array | None
@@ -77,14 +78,14 @@ class HostTask:
 
 @dataclass(frozen=True)
 class Report:
-    """What an instance left on one host: pieces of its columns (in the object store), its values, metrics and state.
+    """The results of an instance on one host: pieces of its columns (in the object store), values, metrics and state.
 
     Args:
         waits: what it waited for.
-        said: what it warned of.
-        lengths: of the rows that it wrote, where it wrote tokens.
+        warnings: what it logged.
+        lengths: of the rows that it wrote, if it wrote tokens.
         received: bytes that it fetched.
-        started, fetched, ended: Unix seconds: of the call, when its columns were there, and when it was done.
+        started, fetched, ended: Unix seconds of the call, of the arrival of its inputs, and of its end.
     """
 
     columns: Mapping[str, ColumnPart]
@@ -92,7 +93,7 @@ class Report:
     metrics: Metrics
     state: Mapping[str, Any]
     waits: Sequence[Wait]
-    said: Sequence[Warned]
+    warnings: Sequence[Warned]
     lengths: Lengths | None
     received: int
     started: float
@@ -102,7 +103,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a host sent: bytes, and when it started and ended, in Unix seconds."""
+    """Weights that a host sent: bytes, and start and end in Unix seconds."""
 
     nbytes: int
     started: float
@@ -110,23 +111,23 @@ class Sent:
 
 
 class Host:
-    """The process of one `ProcessSpec`; without a plan it is the general host, for nodes that use no role.
+    """The process of one `ProcessSpec`; without a plan, the general host, for nodes without a role.
 
     Args:
         plan: roles, rank and slots.
         seed: of the run.
-        path: where the driver imports from: whoever uses a class of their own in a graph has it there.
-        folder: the driver's working directory, which is this process's too where there is one of that name: a worker
-            of a cluster that was joined has that of ``ray start``.
-        gpus: which the process is to see, if not the one that Ray shows it.
+        path: the driver's import path, so that users' classes can be imported.
+        folder: the driver's working directory, which becomes that of this process if it exists here: workers of a
+            joined cluster start in that of ``ray start``.
+        gpus: CUDA_VISIBLE_DEVICES of the process, if not the GPU that Ray assigns.
     """
 
     def __init__(
         self, plan: ProcessSpec | None, seed: int, path: Sequence[str], folder: str, gpus: str | None = None
     ) -> None:
         if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before anything asks for a device; Ray has set it before this
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before any use of a device, and after Ray set it
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # like threads below: several processes share few cores
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -137,7 +138,7 @@ class Host:
         self._store: Any = None
 
     def settle(self, backends: Sequence[Backend]) -> Seat:
-        """Get ready to load these; where this process is, as Ray knows it."""
+        """Import the modules of these backends; returns where Ray placed this process."""
         for backend in backends:
             for module in backend.imports:
                 importlib.import_module(module)
@@ -147,16 +148,16 @@ class Host:
         return Seat(str(context.get_node_id()), os.getpid(), devices)
 
     def sees(self, file: str) -> bool:
-        """Whether this machine has a file."""
+        """Whether a file exists on this machine."""
         return os.path.exists(file)
 
     def pid(self) -> int:
-        """Of this process."""
+        """The process id."""
         return os.getpid()
 
     def meeting_point(self, alone: bool, timeout: float) -> tuple[str, int]:
-        """Open a store where the ranks can meet: at the loopback, if the job is on this machine alone; its address and
-        port."""
+        """Open a rendezvous store for the ranks, on the loopback if the whole job is on this machine; returns address
+        and port."""
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
         self._store = store_at(address, timeout)
         return address, self._store.port
@@ -166,9 +167,9 @@ class Host:
 
         Args:
             bindings: the backends of the plan's roles.
-            meeting: where several ranks meet, see `meeting_point`.
-            alone: whether all of the job's processes with engines are on this machine.
-            timeout: seconds that they wait for each other, then and in every collective.
+            meeting: the rendezvous of several ranks, see `meeting_point`.
+            alone: whether all processes of the job with engines are on this machine.
+            timeout: seconds of the rendezvous and of every collective.
         """
         assert self.plan is not None
         if alone:
@@ -187,7 +188,7 @@ class Host:
         self.engines = self._built.all()
 
     def close(self) -> None:
-        """End the engines."""
+        """Close the engines."""
         if self._built is not None:
             self._built.close()
 
@@ -196,74 +197,68 @@ class Host:
         return int(self.engines[role].version)
 
     def tokenizer_folder(self, role: str) -> str:
-        """Where the tokeniser of an engine that generates was loaded from."""
+        """The folder of the tokenizer of an engine that generates."""
         return str(self.engines[role].tokenizer.folder)
 
     def sleep(self) -> None:
-        """Give the device's memory back until `wake`."""
+        """Release the device until `wake`."""
         for engine in self.engines.values():
             if isinstance(engine, Sleeper):
                 engine.sleep()
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Reclaim the device."""
         for engine in self.engines.values():
             if isinstance(engine, Sleeper):
                 engine.wake()
 
     def wanted(self, role: str) -> WeightSelection:
-        """What an engine that generates wants of its trainer."""
+        """The weights that an engine needs from its trainer."""
         assert self._built is not None
         engine, backend = self.engines[role], self._built.bindings[role]
         return WeightSelection(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
 
     def export(self, role: str, wanted: WeightSelection, bucket_bytes: int) -> Export | None:
-        """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
-        rank 0 answers.
-
-        Args:
-            role: the trainer's.
-            wanted: by the engine.
-            bucket_bytes: see `Export.of`.
-
-        Raises:
-            SyncError: an adapter is wanted, and the trainer has none.
-        """
+        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""
         assert self.plan is not None
-        with self._leaving(role, wanted) as (origin, tensors):
+        with self._outgoing(role, wanted) as (origin, tensors):
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
     def send(self, role: str, wanted: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
-        """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
+        """Stream a trainer's weights to the hosts with the same ticket. Gathering is collective, as in `export`.
 
         Args:
-            role, wanted: see `export`.
+            role: of the trainer.
+            wanted: the weights that the engine needs.
             bucket_bytes: see `flowrl.sync.stream.send`.
-            ticket: where the others are met.
-            what: the sync and its step, for the error.
+            ticket: the rendezvous with the receivers.
+            what: the sync and its step, for errors.
         """
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
-            with self._leaving(role, wanted) as (origin, tensors):
+            with self._outgoing(role, wanted) as (origin, tensors):
                 if self.plan.rank in ticket.senders:
                     nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
         except Exception as error:
-            message = f"{what} failed on {named(self.plan)}, which sends: {type(error).__name__}: {error}"
-            return Failure.of(error, message)
+            text = error.message if isinstance(error, FlowrlError) else error
+            message = f"{what} failed on {named(self.plan)}, which sends: {type(error).__name__}: {text}"
+            return Failure.of(error, message, task=what, host=named(self.plan))
         return Sent(nbytes, started, time.time())
 
     @contextmanager
-    def _leaving(self, role: str, wanted: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
-        their end whatever happens in the block."""
+    def _outgoing(self, role: str, wanted: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
+        """A trainer's weights and their origin. Gathering is collective, so all of them are iterated even if the block
+        raises."""
         engine = self.engines[role]
         adapter_of = None
         if wanted.part == "adapter_weights":
             if not isinstance(engine, Adapted):
                 raise SyncError(
-                    f"the engine that generates takes an adapter alone, and {role} trains all weights; give both the "
-                    f"same lora=LoRA(...), or neither."
+                    f"The rollout engine needs an adapter, but {role} trains all weights. Give both the same "
+                    f"lora=LoRA(...), or neither.",
+                    code="sync.no-adapter",
+                    role=role,
                 )
             adapter_of = engine.adapter_of
         probe = wanted.probe
@@ -282,24 +277,24 @@ class Host:
         self.engines[role].save_pretrained(folder)
 
     def save_checkpoint(self, role: str, folder: str) -> None:
-        """Write what a trained engine needs to go on."""
+        """Write the checkpoint of a trained engine."""
         self.engines[role].save_checkpoint(folder)
 
     def load_checkpoint(self, role: str, folder: str) -> None:
-        """Go on from what was written."""
+        """Restore a trained engine from its checkpoint."""
         self.engines[role].load_checkpoint(folder)
 
     def run(self, task: HostTask) -> Report | Failure:
         """Run an instance."""
         inputs: dict[PortField, Any] = {}
         try:
-            with collect_warnings() as said:
-                return self._run(task, inputs, said)
+            with collect_warnings() as warnings:
+                return self._run(task, inputs, warnings)
         except Exception as error:
             message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs, task.written)
-            return Failure.of(error, message)
+            return Failure.of(error, message, **task.task, host=named(self.plan))
 
-    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
+    def _run(self, task: HostTask, inputs: dict[PortField, Any], warnings: Sequence[Warned]) -> Report:
         started = time.time()
         received, read = self._gather(task, inputs)
         fetched = time.time()
@@ -320,7 +315,7 @@ class Host:
             session.all_metrics(),
             session.changed(),
             task.now.waits,
-            said,
+            warnings,
             lengths_of(columns),
             received,
             started,
@@ -329,18 +324,18 @@ class Host:
         )
 
     def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, Mapping[Own | None, tuple[int, int]]]:
-        """Enter the inputs: of every column the rows of this rank, out of the pieces that hold them.
+        """Fill in the inputs: of each column the rows of this rank, from its pieces.
 
         Returns:
-            the bytes that were taken, and how wide prompts and responses are; those of each port with axes of its own.
+            the fetched bytes, and the widths of prompts and responses for each port with its own axes.
         """
         received = 0
         fields = task.operator.signature.fields
-        # As wide as the widest, since the same rows may be in pieces of other widths in another column.
+        # The largest widths, because the same rows may be in pieces of other widths in another column.
         read: dict[Own | None, tuple[int, int]] = {}
-        for end, held in task.inputs.items():
+        for end, pieces in task.inputs.items():
             if isinstance(wanted := fields[end], ColumnType):
-                widest = (max(piece.prompt for piece in held), max(piece.response for piece in held))
+                widest = (max(piece.prompt for piece in pieces), max(piece.response for piece in pieces))
                 prompt, response = read.get(wanted.own, (0, 0))
                 read[wanted.own] = max(prompt, widest[0]), max(response, widest[1])
         for end, source in task.inputs.items():
@@ -361,20 +356,20 @@ def join_pieces(
     least: tuple[int, int] = (0, 0),
     seconds: float | None = None,
 ) -> tuple[Any, int]:
-    """The column of which these are pieces, out of the object store: these rows of it, or all; see `join`.
+    """Fetch some or all rows of a column from its pieces in the object store; see `join`.
 
-    It is waited for so many seconds; without them for ever, which is for a host, whose answer the driver waits for.
+    The timeout is `seconds`; a host needs none, because the driver waits for its result.
 
     Returns:
-        the column, and the bytes that were taken for it: those of its rows, as they travel.
+        the column, and the bytes of its rows on the wire.
     """
     everything = np.sort(np.concatenate([piece.rows for piece in pieces])) if rows is None else rows
     mine = [np.flatnonzero(np.isin(piece.rows, everything, assume_unique=True)) for piece in pieces]
-    # Where no row is wanted, any piece says what a column of none looks like.
+    # If no row is wanted, any piece has the dtype and axes.
     needed = [(piece, own) for piece, own in zip(pieces, mine, strict=True) if len(own)] or [(pieces[0], mine[0])]
     parts, nbytes = [], 0
-    held = ray.get([piece.ref for piece, _ in needed], timeout=seconds)
-    for (piece, own), packed in zip(needed, held, strict=True):
+    fetched = ray.get([piece.ref for piece, _ in needed], timeout=seconds)
+    for (piece, own), packed in zip(needed, fetched, strict=True):
         taken = packed if len(own) == len(piece.rows) else packed.take(own)
         parts.append((piece.rows[own], unpack(taken), piece.prompt, piece.response))
         nbytes += taken.nbytes
@@ -384,7 +379,7 @@ def join_pieces(
 def _put(
     columns: Mapping[str, Any], task: HostTask, read: Mapping[Own | None, tuple[int, int]]
 ) -> dict[str, ColumnPart]:
-    """Put what an instance wrote into the object store, with the widths by which its pieces meet those of others."""
+    """Put the columns of an instance into the object store, with the widths for joining them with other pieces."""
     sizes: dict[Own | None, dict[str, int]] = {}
     types = {name: wanted for name, wanted in task.operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
     for name, column in columns.items():

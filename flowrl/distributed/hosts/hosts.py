@@ -1,4 +1,4 @@
-"""`Hosts`: the processes of a job, on the slots of a place, and whose turn it is on each slot."""
+"""`Hosts`: the processes of a job on the slots of a place, and which of them is awake on each slot."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.turns import Turns
 from flowrl.sync.route import Seat
 
-_LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
+_LOAD_SECONDS = 600  # the least deadline for loading engines
 _GENERAL_AT_ONCE = 8
 SWAPPING = "swapping"
-"""The thread of a host that swaps weights under what another generates."""
+"""The concurrency group of a host that updates weights during generation."""
 
 
 class Hosts:
@@ -37,10 +37,7 @@ class Hosts:
         bindings: backends by role.
         place: where they run.
         seed: of the run.
-        swapping: roles whose weights change under answers that are under way.
-
-    Raises:
-        BindError: see `Slots`.
+        swapping: roles whose weights change while requests are in flight.
     """
 
     def __init__(
@@ -53,33 +50,28 @@ class Hosts:
     ) -> None:
         self.processes, self.bindings, self.place, self.seed = processes, bindings, place, seed
         self._swapping = swapping
-        self.timeline = Timeline()  # of whoever steps now
+        self.timeline = Timeline()  # of the current `Steps`
         self._turns = Turns(processes)
         self.unsynced_hosts: set[ProcessSpec] = set()  # engines that lost their weights asleep, until a sync
         self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
         self.seats: dict[ProcessSpec, Seat] = {}
-        self.vigil = PendingCalls(place, self.actor, lambda: [*self.actors, None])
+        self.pending = PendingCalls(place, self.actor, lambda: [*self.actors, None])
         self.start_general()
 
     # ---- processes
 
     def start_general(self) -> None:
-        """Start the process for nodes that use no role; it runs several at once."""
+        """Start the process for nodes without a role; it runs several concurrently."""
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
         self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
     def actor(self, host: ProcessSpec | None) -> Any:
-        """Of a host; None is the general one."""
+        """The actor of a host; None is the general one."""
         return self.general if host is None else self.actors[host]
 
     def start(self, plans: list[ProcessSpec]) -> None:
-        """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
-
-        Raises:
-            HostDiedError, NodeError: a process died or took too long.
-            BindError and what else the backends raise.
-        """
+        """Start processes for `plans` and load their engines; those of one slot in turn, so that they fit."""
         swapping: Any = ray.remote(concurrency_groups={SWAPPING: 1})  # type: ignore[call-overload]  # it takes that
         for plan in plans:
             kind = swapping(Host) if set(self._swapping) & set(plan.roles) else ray.remote(Host)
@@ -90,7 +82,7 @@ class Hosts:
         for plan in plans:
             groups.setdefault(plan.roles, []).append(plan)
         self.seats |= zip(plans, self._settle(plans, patience), strict=True)
-        # Ranks of one machine may have to reach an engine on another, so all of the job counts.
+        # All processes of the job count, because ranks of one machine may send to an engine on another.
         alone = len({seat.node for seat in self.seats.values()}) == 1
         for roles, ranks in groups.items():
             loading = _loading(roles)
@@ -103,22 +95,22 @@ class Hosts:
             except NodeError as error:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
-                raise error.__cause__ from None  # what a backend says of its own binding, as it is said without Ray
+                raise error.__cause__ from None  # a backend's own error, as without Ray
             if self._turns.shared(ranks):
                 self.ask(ranks, loading, "sleep")
 
     def method(self, plan: ProcessSpec | None, name: str, swapping: bool = False) -> Any:
-        """A method of a host, whose calls wait for each other; where it is `swapping`, not for those of other methods.
-        None is the general host."""
+        """A method of a host (None is the general one). Calls run one at a time, but `swapping` ones run concurrently
+        with the others."""
         found = getattr(self.actor(plan), name)
         return found.options(concurrency_group=SWAPPING) if swapping else found
 
     def _settle(self, plans: Sequence[ProcessSpec], patience: float) -> list[Seat]:
-        """Let these processes start and get ready to load, all at once; where they are."""
+        """Start these processes concurrently and import what they need; returns where Ray placed them."""
         with naming("starting"):
             backends = {plan: [self.bindings[role] for role in plan.roles] for plan in plans}
-            asked = {self.actors[plan].settle.remote(backends[plan]): plan for plan in plans}
-        return self._answers(asked, "starting", "settle", patience)
+            calls = {self.actors[plan].settle.remote(backends[plan]): plan for plan in plans}
+        return self._answers(calls, "starting", "settle", patience)
 
     def ask(
         self,
@@ -129,83 +121,79 @@ class Hosts:
         patience: float | None = None,
         swapping: bool = False,
     ) -> list[Any]:
-        """Call a method of these hosts, all at once; the first that fails ends it, since others may wait for that one.
+        """Call a method of these hosts concurrently, and return their results.
+
+        The first failure is raised without waiting for the others, which may wait for the failed one. If a host fails
+        because another died, the `HostDiedError` of that one is raised.
 
         Args:
-            what: for, which is said where one fails.
+            what: the task, for errors.
             method, arguments: of `Host`.
-            patience: seconds that they have; the place's deadline if None.
+            patience: limit in seconds; the place's deadline if None.
             swapping: see `method`.
-
-        Raises:
-            HostDiedError: one died, also where that is only noticed by another that failed for it.
-            NodeError: see `answer`.
         """
         with naming(what):
-            asked = {self.method(plan, method, swapping).remote(*arguments): plan for plan in plans}
-        return self._answers(asked, what, method, patience)
+            calls = {self.method(plan, method, swapping).remote(*arguments): plan for plan in plans}
+        return self._answers(calls, what, method, patience)
 
     def _answers(
-        self, asked: Mapping[Any, ProcessSpec], what: str, method: str, patience: float | None = None
+        self, calls: Mapping[Any, ProcessSpec], what: str, method: str, patience: float | None = None
     ) -> list[Any]:
-        """The answers of these hosts to calls of a method, by their references; see `ask`."""
-        for ref, plan in asked.items():
-            self.vigil.add(ref, plan, what, method, patience)
-        answers: dict[Any, Any] = {}
+        """The results of these calls (host by reference); see `ask`."""
+        for ref, plan in calls.items():
+            self.pending.add(ref, plan, what, method, patience)
+        results: dict[Any, Any] = {}
         try:
-            while waiting := [ref for ref in asked if ref not in answers]:
-                for ref in self.vigil.next(waiting):
-                    answers[ref] = self._answer(ref, asked[ref], what, asked.values())
+            while waiting := [ref for ref in calls if ref not in results]:
+                for ref in self.pending.next(waiting):
+                    results[ref] = self._answer(ref, calls[ref], what, calls.values())
         finally:
-            self.vigil.forget(asked)
-        return [answers[ref] for ref in asked]
+            self.pending.discard(calls)
+        return [results[ref] for ref in calls]
 
-    def _answer(self, ref: Any, plan: ProcessSpec, what: str, asked: Iterable[ProcessSpec]) -> Any:
-        """What one of those that were asked has answered; where it fails for another's death, that is raised."""
+    def _answer(self, ref: Any, plan: ProcessSpec, what: str, called: Iterable[ProcessSpec]) -> Any:
+        """The result of a call; if it failed because another called host died, raises that death."""
         try:
             return answer(ref, plan, what, self.place)
         except HostDiedError:
             raise
         except NodeError as error:
-            if dead := self.dead([other for other in asked if other != plan]):
-                raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
+            if dead := self.dead([other for other in called if other != plan]):
+                raise died(dead[0], what, self.place, error.message.partition("\n")[0]) from error
             raise
 
     def ranks(self, role: str | None) -> list[ProcessSpec]:
-        """The hosts of a role, in order of their rank; none of None."""
+        """The hosts of a role, in order of rank; empty for None."""
         return [plan for plan in self.processes if role in plan.roles]
 
     def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all ranks of a role, awake."""
+        """Wake all ranks of a role, and call a method."""
         self.take_turns(self.ranks(role), what)
         return self.ask(self.ranks(role), what, method, *arguments)
 
     def dead(self, among: Iterable[ProcessSpec | None]) -> list[ProcessSpec | None]:
-        """Those hosts whose process is gone, if there are any, at least one of them; None is the general host.
+        """Hosts whose process is gone, at least one if there are any; None is the general host.
 
-        A host that is busy does not answer, and counts as alive after some seconds.
+        A busy host does not respond, and counts as alive after some seconds.
         """
         pings = {self.actor(plan).pid.remote(): plan for plan in among}
         gone: list[ProcessSpec | None] = []
         until = time.monotonic() + GRACE_SECONDS
         while pings and not gone:
-            answered, _ = watch.wait(list(pings), until - time.monotonic())
-            if not answered:
+            done, _ = watch.wait(list(pings), until - time.monotonic())
+            if not done:
                 break
-            for ref in answered:
+            for ref in done:
                 plan = pings.pop(ref)
                 try:
                     ray.get(ref)
                 except GONE as error:
-                    if not getattr(error, "actor_init_failed", False):  # it never was there, for a reason of its own
+                    if not getattr(error, "actor_init_failed", False):  # it never started
                         gone.append(plan)
         return gone
 
     def rebuild(self, host: ProcessSpec | None) -> None:
-        """New processes for `host`, of which it is known that it died, and for whatever else has died.
-
-        A role gets all its ranks anew, since the others wait for the dead one.
-        """
+        """Restart a dead host and all others that have died, with all ranks of their roles, which wait for them."""
         gone = [host]
         while gone:
             if None in gone:
@@ -218,7 +206,7 @@ class Hosts:
         try:
             self.start(absent)
         except BaseException:
-            self._kill(absent)  # so that none of them counts as built
+            self._kill(absent)  # so that none of them counts as started
             raise
 
     def _kill(self, plans: Iterable[ProcessSpec]) -> None:
@@ -226,12 +214,12 @@ class Hosts:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
             self._turns.awake.discard(plan)
-            self.unsynced_hosts.discard(plan)  # a new one is synced before it does anything
+            self.unsynced_hosts.discard(plan)  # a new process is synced first
 
     def close(self) -> None:
-        """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
+        """End all processes and release the slots; `Closable` engines have some seconds for `close`."""
         if watch.is_gone():
-            return  # and they with it
+            return  # the processes are gone with Ray
         if ending := [actor.close.remote() for plan, actor in self.actors.items() if self._closes(plan)]:
             watch.wait(ending, GRACE_SECONDS, len(ending))
         self._kill(self.processes)
@@ -239,18 +227,17 @@ class Hosts:
         self._slots.release()
 
     def _closes(self, plan: ProcessSpec) -> bool:
-        """Whether an engine of a host has something to end."""
+        """Whether a host has a `Closable` engine."""
         return any(Closable in self.bindings[role].serves for role in plan.roles)
 
     # ---- turns
 
     def take_turns(self, plans: Sequence[ProcessSpec], what: str, keep_awake: Sequence[ProcessSpec] = ()) -> None:
-        """Wake these hosts, on all of their slots, after putting to sleep those that are awake on one of these, but for
-        those `keep_awake`; they are idle."""
+        """Wake these hosts, after putting to sleep the idle hosts on their slots other than `keep_awake`."""
         slept, woken = self._turns.needed(plans, keep_awake)
         self._sleep(slept, what)
         if woken:
-            self._turns.awake.update(woken)  # before it is known: one that fails in it may hold memory all the same
+            self._turns.awake.update(woken)  # first, because one that fails to wake may use memory
             with self.timeline.span("wake", "driver", "wait"):
                 self.ask(woken, f"{what}, waking,", "wake")
 
@@ -266,7 +253,7 @@ class Hosts:
         return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
-        """Put to sleep those of these hosts whose slots others have taken beside them."""
+        """Put to sleep those of these hosts that share a slot with another awake host."""
         self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._turns.awake)], what)
 
 

@@ -1,7 +1,6 @@
-"""Where processes of a job meet: a `torch.distributed.TCPStore` that listens at one address alone.
+"""The rendezvous of a job's processes: a `torch.distributed.TCPStore` that listens at a single address.
 
-Whoever reaches a store can read and write it, since it asks for no password. Left to itself, it listens on all
-interfaces of the machine.
+A store has no password, so anyone who can connect can read and write it. By default it listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 
-c10d: Any = dist  # whose annotations hide the stores that it documents
+c10d: Any = dist  # its annotations lack the documented stores
 
 
 def store_at(address: str, seconds: float) -> Any:
-    """A store that listens at an address of this machine, on a free port; whoever waits in it waits so many seconds."""
+    """A store that listens at an address of this machine, on a free port, with a timeout of so many seconds."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     return c10d.TCPStore(
@@ -34,7 +33,7 @@ def store_at(address: str, seconds: float) -> Any:
 
 
 def stay_on_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback alone in this process, unless its environment names an interface."""
+    """Make gloo and NCCL listen only on the loopback in this process, unless its environment names an interface."""
     name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if name is not None:
         for library in ("GLOO", "NCCL"):

@@ -1,4 +1,4 @@
-"""What the ranks of an instance report, as one."""
+"""Merge the reports of the ranks of an instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.run.engine.runner import Lengths
 
 
 def joined(reports: Sequence[Report]) -> Lengths | None:
-    """How long the rows are that several ranks wrote, in the order of the rows."""
+    """The lengths of the rows that several ranks wrote, in the order of the rows."""
     found = [report for report in reports if report.lengths is not None]
     if not found:
         return None
@@ -22,16 +22,17 @@ def joined(reports: Sequence[Report]) -> Lengths | None:
     order = np.argsort(rows)
     tokens = np.concatenate([report.lengths.tokens for report in found if report.lengths])
     responses = [report.lengths.response for report in found if report.lengths]
-    whole = [response for response in responses if response is not None]
-    return Lengths(tokens[order], np.concatenate(whole)[order] if len(whole) == len(found) else None)
+    known = [response for response in responses if response is not None]
+    return Lengths(tokens[order], np.concatenate(known)[order] if len(known) == len(found) else None)
 
 
 def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
-    """Refuse receipts of which the ranks of one engine got different ones.
-
-    Raises:
-        SyncError: they differ in version or digest.
-    """
+    """Refuse a sync in which the ranks of an engine got different weights."""
     receipts = [value for report in reports for value in report.values.values() if isinstance(value, Receipt)]
     if len({(receipt.version, receipt.digest) for receipt in receipts}) > 1:
-        raise SyncError(f"{node.name}: the ranks of the engine received different weights: {receipts}; sync again.")
+        raise SyncError(
+            f"{node.name}: the ranks of the engine received different weights: {receipts}. Sync again.",
+            code="sync.unequal-ranks",
+            node=node.name,
+            found=[f"version {receipt.version}, digest {receipt.digest}" for receipt in receipts],
+        )

@@ -1,4 +1,4 @@
-"""`Running`: an instance that runs on hosts now."""
+"""`Running`: an instance that is running on hosts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flowrl.run.placement.place import ProcessSpec
 
 @dataclass
 class Running:
-    """An instance that runs now.
+    """A running instance.
 
     Args:
-        task: which.
-        hosts: where, by the reference of the answer; None is the general host. Those of a sync may be the trainer's
-            too, while it sends its weights.
-        rows: of each rank; None is all.
-        since: when it was launched, by `time.monotonic`.
-        delivery: of the weights that it carries.
-        reports: the answers so far.
+        task: the instance.
+        hosts: its hosts by the references of their results; None is the general host. Those of a sync include the
+            trainer's while it sends weights.
+        rows: of each rank; None for all.
+        since: its launch, by `time.monotonic`.
+        delivery: of the weights of a sync.
+        reports: the results so far.
     """
 
     task: Task
@@ -36,15 +36,15 @@ class Running:
 
     @property
     def all(self) -> list[Report]:
-        """The reports in order of rank; complete only when the instance is."""
+        """The reports in order of rank, once the instance is complete."""
         return [report for ref in self.hosts if isinstance(report := self.reports[ref], Report)]
 
     @property
     def swaps(self) -> bool:
-        """Whether it swaps weights under answers that are under way."""
+        """Whether it updates weights while requests are in flight."""
         return swaps(self.task)
 
 
 def swaps(task: Task) -> bool:
-    """Whether an instance swaps weights under answers that are under way."""
+    """Whether an instance updates weights while requests are in flight."""
     return Effect.SPANS in task.node.effects

@@ -1,8 +1,8 @@
-"""The wire format of a column, in which it crosses a process boundary.
+"""The wire format of columns, between processes.
 
-Tensors travel as NumPy arrays, which Ray hands over out of band. A ragged ``[rows, width]`` column travels without its
-padding: each row loses the run of equal values at either end, and gets it back on arrival. This is exact whatever the
-column holds, so nothing needs to know where a column is padded or with what.
+Tensors are sent as NumPy arrays, which Ray transfers out of band. A ragged ``[rows, width]`` column is sent without its
+padding: runs of equal values at both ends of each row are removed, and restored on arrival. This is exact for any
+values, so the format does not depend on where or with what a column is padded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from flowrl.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-# Values travel as integers of their size: equal bits are equal, so NaN is, and 0.0 and -0.0 are not.
+# Values are compared as integers of their size, so NaN equals NaN, and 0.0 differs from -0.0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The runs that each row of a column ``[rows, width]`` lost at its ends.
+    """The runs that were removed from the ends of each row of a column ``[rows, width]``.
 
     Args:
-        left, right: int32 ``[rows]``, how many leading and trailing values.
+        left, right: int32 ``[rows]``, the number of leading and trailing values.
         left_value, right_value: ``[rows]``, the value of each run.
         width: the column's width.
     """
@@ -41,8 +41,8 @@ class Ends:
     right_value: Array
     width: int
 
-    def kept(self) -> Array:
-        """Bool ``[rows, width]``: which values are left."""
+    def mask(self) -> Array:
+        """Bool ``[rows, width]``: the values that were not removed."""
         columns = np.arange(self.width, dtype=np.int32)
         return (columns >= self.left[:, None]) & (columns < (self.width - self.right)[:, None])
 
@@ -52,9 +52,9 @@ class Packed:
     """A column on the wire.
 
     Args:
-        flat: the values that are left, row after row; or the whole array where there are no `ends`.
+        flat: the remaining values, row by row; or the full array without `ends`.
         dtype: the column's dtype; None for objects.
-        ends: what was removed.
+        ends: the removed runs.
     """
 
     flat: Array
@@ -69,7 +69,7 @@ class Packed:
         return sum(int(array.nbytes) for array in arrays)
 
     def take(self, rows: Array) -> Packed:
-        """Some rows of the column, by their numbers, without unpacking the others."""
+        """Some rows of the column, without unpacking the others."""
         if self.ends is None:
             return Packed(self.flat[rows], self.dtype)
         e = self.ends
@@ -81,26 +81,26 @@ class Packed:
 
 
 def pack(column: Tensor | Array) -> Packed:
-    """A column as it travels: a tensor ``[rows ...]`` of up to 8 bytes an element on any device, or objects ``[rows]``.
+    """Pack a tensor ``[rows ...]`` of up to 8 bytes per element on any device, or objects ``[rows]``.
 
-    Where there is little padding, the column is sent whole.
+    A column with little padding is sent unchanged.
     """
     if not isinstance(column, Tensor):
         return Packed(column, None)
     array: Array = column.detach().cpu().contiguous().view(_BITS[column.element_size()]).numpy()
-    whole = Packed(array, column.dtype)
+    unchanged = Packed(array, column.dtype)
     if array.ndim != 2 or array.size == 0:
-        return whole
+        return unchanged
     width = array.shape[1]
-    left, right = _run(array), _run(array[:, ::-1])  # each the whole width where a row is of one value
+    left, right = _run(array), _run(array[:, ::-1])  # both equal the width if a row has a single value
     values = np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, -1])
     ends = Ends(left.astype(np.int32), right.astype(np.int32), *values, width)
-    packed = Packed(array[ends.kept()], column.dtype, ends)
-    return packed if packed.nbytes < whole.nbytes else whole
+    packed = Packed(array[ends.mask()], column.dtype, ends)
+    return packed if packed.nbytes < unchanged.nbytes else unchanged
 
 
 def _run(array: Array) -> Array:
-    """Per row, how many values at its start equal the first."""
+    """Per row, the number of leading values that equal the first."""
     other = array != array[:, :1]
     run: Array = np.where(other.any(axis=1), other.argmax(axis=1), array.shape[1])
     return run
@@ -114,17 +114,17 @@ def unpack(packed: Packed) -> Tensor | Array:
     if ends is not None:
         leading = np.arange(ends.width, dtype=np.int32) < ends.left[:, None]
         array = np.where(leading, ends.left_value[:, None], ends.right_value[:, None])
-        array[ends.kept()] = packed.flat
+        array[ends.mask()] = packed.flat
     # arrays from the object store are read-only, and torch has no read-only tensors
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(packed.dtype)
 
 
 def widths(sizes: Mapping[str, int], read: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """How wide prompts and responses are.
+    """The widths of prompts and responses.
 
     Args:
-        sizes: of the axes of what was written.
-        read: what was read had these widths, which hold for axes that were not written.
+        sizes: widths of the written axes, by name.
+        read: the widths of the inputs, for axes that were not written.
     """
     response = sizes.get("response", read[1])
     if "prompt" in sizes:
@@ -139,7 +139,7 @@ class ColumnPart:
     Args:
         rows: int64, the indices of these rows in the node's output.
         ref: the `Packed` column in the object store.
-        prompt, response: widths of these axes where the column was written, for padding pieces to one width.
+        prompt, response: widths of these axes on that host, for padding pieces to one width.
         nbytes: size on the wire.
     """
 
@@ -162,48 +162,53 @@ def join(
     Args:
         parts: per piece its rows, its column, and its widths of prompt and response; at least one.
         axes: the column's axes by name; ``prompt`` is padded on the left, ``response`` on the right, and a ``sequence``
-            is a prompt with its response.
-        pad: the value to fill with.
+            is a prompt followed by its response.
+        pad: the pad value.
         wanted: int64, the rows of the result, in order; each at most once.
-        least: how wide prompts and responses become at least, where other pieces of the batch are wider.
-
-    Raises:
-        DataError: a wanted row is in no piece or in several, or pieces differ in an axis that is not padded.
+        least: minimal widths of prompts and responses, for a batch with wider pieces in other columns.
     """
     *grown, _ = growth([{"prompt": p, "response": r} for p, r in (*((p, r) for *_, p, r in parts), least)])
     margins = [[margin_of(PAD_SIDE.get(axis), own) for axis in axes[1:]] for own in grown]
     shapes = {tuple(padded_widths(column, own)) for (_, column, *_), own in zip(parts, margins, strict=True)}
     if len(shapes) > 1:
         raise DataError(
-            f"pieces of a column [{' '.join(axes)}] have the widths {sorted(shapes)} once prompts and responses are "
-            f"padded alike; expected one: the ranks of the node that wrote it must agree on its other axes."
+            f"Pieces of a column [{' '.join(axes)}] have the shapes {sorted(shapes)} after padding prompts and "
+            f"responses. Make the node write the same width of all other axes on each of its ranks.",
+            code="host.unequal-pieces",
+            axes=axes,
+            found=sorted(shapes),
         )
     targets = _targets([rows for rows, *_ in parts], wanted)
     first = parts[0][1]
     if len(parts) == 1 and np.array_equal(parts[0][0], wanted) and {tuple(first.shape[1:])} == shapes:
-        return first  # as it is, without a copy
-    whole: Tensor | Array = (
+        return first  # without a copy
+    joined: Tensor | Array = (
         first.new_full((len(wanted), *shapes.pop()), pad)
         if isinstance(first, Tensor)
         else np.empty(len(wanted), dtype=object)
     )
     for (_, column, *_), margin, target in zip(parts, margins, targets, strict=True):
         taken = np.flatnonzero(target >= 0)
-        paste(whole, target[taken], column[taken], margin)
-    return whole
+        paste(joined, target[taken], column[taken], margin)
+    return joined
 
 
 def _targets(rows: Sequence[Array], wanted: Array) -> list[Array]:
-    """For each row of each piece its place in the result, or -1 where it is not wanted."""
+    """For each row of each piece its position in the result, or -1 if it is not wanted."""
     given = np.concatenate(rows)
     size = 1 + max(int(given.max(initial=-1)), int(wanted.max(initial=-1)))
-    times, asked = np.bincount(given, minlength=size), np.bincount(wanted, minlength=size)
-    if len(wrong := np.flatnonzero(asked * times != (asked > 0))):
+    times, needed = np.bincount(given, minlength=size), np.bincount(wanted, minlength=size)
+    if len(wrong := np.flatnonzero(needed * times != (needed > 0))):
         row = int(wrong[0])
         raise DataError(
-            f"row {row} of a column is wanted {asked[row]} time(s) and was written {times[row]} time(s), as are "
-            f"{len(wrong)} row(s) in all; expected every row once: the ranks that wrote it must share the rows out."
+            f"Row {row} of a column was written {times[row]} time(s) and is read {needed[row]} time(s); expected one "
+            f"each ({len(wrong)} row(s) are wrong). Make the node write each row on exactly one rank.",
+            code="host.unequal-pieces",
+            row=row,
+            found=int(times[row]),
+            read=int(needed[row]),
+            count=len(wrong),
         )
-    place = np.full(size, -1, dtype=np.int64)
-    place[wanted] = np.arange(len(wanted))
-    return [place[own] for own in rows]
+    position = np.full(size, -1, dtype=np.int64)
+    position[wanted] = np.arange(len(wanted))
+    return [position[own] for own in rows]

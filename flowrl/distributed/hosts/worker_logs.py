@@ -1,4 +1,4 @@
-"""What flowrl warns of in a process whose log nobody reads, carried to the log that the user sees."""
+"""Relay flowrl's warnings from worker processes to the driver's log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Warned(NamedTuple):
-    """A warning or an error: the logger's name, the level and the text."""
+    """A log record: the logger's name, the level and the text."""
 
     logger: str
     level: int
@@ -19,7 +19,7 @@ class Warned(NamedTuple):
 
 @contextmanager
 def collect_warnings() -> Iterator[list[Warned]]:
-    """Collect what flowrl's loggers warn of inside the block and in its thread (another may run another node)."""
+    """Collect warnings and errors of flowrl's loggers in the block and its thread; others may run other nodes."""
     collected: list[Warned] = []
     thread = threading.get_ident()
 
@@ -37,6 +37,6 @@ def collect_warnings() -> Iterator[list[Warned]]:
 
 
 def relay_warnings(collected: Iterable[Warned]) -> None:
-    """Log the warnings here; what several ranks say in the same words is logged once."""
+    """Log the warnings here; identical ones of several ranks are logged once."""
     for logger, level, text in dict.fromkeys(collected):
         logging.getLogger(logger).log(level, "%s", text)

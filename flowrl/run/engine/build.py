@@ -1,4 +1,4 @@
-"""`EngineBuilder`: builds the live engines of a process, each once."""
+"""`EngineBuilder`: builds the live engines of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.protocols.protocols import Closable
 
 
 class EngineBuilder:
-    """Builds engines, each once, those that another asks for first; the `BuildContext` of the backends."""
+    """Builds each engine once, after those that it shares; the `BuildContext` of the backends."""
 
     def __init__(self, bindings: Mapping[str, Backend], seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.bindings, self._seed = bindings, seed
@@ -26,23 +26,25 @@ class EngineBuilder:
         return self._seed
 
     def engine(self, role: str) -> Any:
-        """The engine of `role`, built if need be.
-
-        Raises:
-            BindError: the role is not bound, roles ask for each other in a circle, or the engine lacks what its
-                backend says that it serves.
-        """
+        """The engine of `role`, built if needed."""
         if role in self._built:
             return self._built[role]
         if role not in self.bindings:
-            asker = repr(self._building[-1]) if self._building else "a backend"
+            asker = self._building[-1] if self._building else None
             raise BindError(
-                f"{asker} shares the weights of {role!r}, which is not bound; bind {role}=..., or give it a model of "
-                f"its own."
+                f"{'A backend' if asker is None else f'The role {asker!r}'} shares the weights of {role!r}, which is "
+                f"not bound. Bind {role}=..., or pass it its own model.",
+                code="job.shared-weights",
+                role=asker,
+                owner=role,
             )
         if role in self._building:
+            cycle = [*self._building, role]
             raise BindError(
-                f"roles share weights in a circle: {' -> '.join([*self._building, role])}; give one a model of its own."
+                f"Roles share weights in a cycle: {' -> '.join(cycle)}. Pass one of them its own model.",
+                code="job.shared-weights",
+                role=role,
+                cycle=cycle,
             )
         backend = self.bindings[role]
         self._building.append(role)
@@ -57,14 +59,14 @@ class EngineBuilder:
 
     @contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
-        """Every engine; those that are `Closable` are closed at the end of the block, also where others fail to."""
+        """Every engine within the block; closed at its end, see `close`."""
         try:
             yield self.all()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the engines that are `Closable`, the one that was built last first."""
+        """Close the engines that are `Closable`, last built first, even if some fail."""
         with ExitStack() as stack:
             for engine in self._built.values():
                 if isinstance(engine, Closable):

@@ -1,23 +1,21 @@
-"""`ExecutionGraph`: a run as one DAG. A run is the graph once for each step; an *instance* is a node in one of these
-steps.
+"""`ExecutionGraph`: a run as one DAG, with a copy of the graph for each step; an *instance* is a node in one step.
 
-What an instance waits for is a pure function of the plan and the lag:
+The dependencies of an instance are a pure function of the plan and the lag:
 
-- data and state edges, within the step (`Plan.network`);
-- between steps, whoever reads a role's weights comes after those who wrote them in the step before, and whoever writes
-  them comes after those who still read what was written before; a node with state comes after itself; batches are drawn
-  in order;
-- what generates at step s comes after the sync of step s - 1 - lag, and that is the newest it may see: the sync of
-  step s waits for what generates up to step s + lag. So the version that samples a row does not depend on the clock.
-  A sync that swaps weights under answers (`flowrl.core.graphs.lag`) does not wait, where it can run beside what
-  generates: so a token of step s is of the weights after step s - 1 - lag, or later ones up to those after step s - 1,
-  since the sync of step s comes after what is trained on the rows of that step.
-- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done. What runs ahead goes by
-  the order of the steps.
-- What is trained comes after all of the step before. So when a step is done, weights are as it left them, and can be
-  kept and gone back to, whatever of later steps has run.
-- What runs in rounds comes after all rounds of the step before, so further prompts are drawn in the order of the steps;
-  and what reads it comes after all of its own.
+- Within a step: data and state edges (`Plan.network`).
+- Between steps: readers of a role's weights follow the writers of the previous step, and writers follow the readers of
+  the previous weights; a node with state follows itself; batches are drawn in order.
+- Generation of step s follows the sync of step s - 1 - lag and uses exactly its weights: the sync of step s waits for
+  generation up to step s + lag. So the version that samples a row does not depend on timing. A live weight update
+  (`flowrl.core.graphs.lag`) that can run concurrently with generation does not wait: a token of step s is then sampled
+  with the weights after step s - 1 - lag, or later ones up to those after step s - 1, because the sync of step s
+  follows the training on the rows of that step.
+- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done. Later steps run ahead
+  in order.
+- Training follows all nodes of the previous step. So the weights after a step can be saved and restored whatever later
+  steps have run.
+- Nodes that run in rounds follow all rounds of the previous step, so further prompts are drawn in the order of the
+  steps; their readers follow all rounds of their own step.
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutionGraph:
-    """What every instance of a run waits for.
+    """The dependencies of every instance of a run.
 
     Args:
         plan: the graph with its state edges.
         lag: how many versions generation may run ahead; 0 is on-policy.
-        concurrent_sync: whether a sync that swaps weights may run beside what generates.
+        concurrent_sync: whether a live weight update may run concurrently with generation.
     """
 
     plan: Plan
@@ -63,14 +61,14 @@ class ExecutionGraph:
 
     @property
     def flight(self) -> int:
-        """How many steps may be in flight."""
+        """The most steps in flight."""
         return self.lag + 1
 
     @cached_property
     def waits(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """By node, what it waits for: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
+        """By node, its dependencies: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
         found: dict[str, dict[tuple[str, int], None]] = {name: {} for name in self.plan.graph.nodes}
-        rules = (self._within(), self._drawn(), self._in_rounds(), self._with_state(), self._with_weights())
+        rules = (self._within(), self._inputs(), self._in_rounds(), self._with_state(), self._with_weights())
         for node, other, offset in itertools.chain(*rules):
             found[node][other, offset] = None
         if (collector := self.plan.collector) is not None:
@@ -82,7 +80,7 @@ class ExecutionGraph:
 
     @cached_property
     def frees(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """By node, who waits for it: ``(other, k)`` is the other node, k steps later."""
+        """By node, its dependents: ``(other, k)`` is the other node, k steps later."""
         frees: dict[str, list[tuple[str, int]]] = {name: [] for name in self.plan.graph.nodes}
         for node, waits in self.waits.items():
             for other, offset in waits:
@@ -90,12 +88,12 @@ class ExecutionGraph:
         return {node: tuple(found) for node, found in frees.items()}
 
     def before(self, instance: Instance, steps: range) -> list[Instance]:
-        """The instances that `instance` waits for, in a run of these steps."""
+        """The dependencies of an instance in a run of these steps."""
         found = [Instance(instance.step - offset, other) for other, offset in self.waits[instance.node]]
         return [one for one in found if one.step in steps]
 
     def network(self, steps: range) -> nx.DiGraph[Instance]:
-        """All instances of a run of these steps, with what each waits for."""
+        """All instances of a run of these steps, with their dependencies."""
         network: nx.DiGraph[Instance] = nx.DiGraph()
         for step, node in product(steps, self.plan.graph.nodes):
             network.add_node(Instance(step, node))
@@ -103,31 +101,30 @@ class ExecutionGraph:
         return network
 
     def refuse_deadlock(self) -> None:
-        """Refuse a lag by which instances would wait for each other in a circle.
-
-        Raises:
-            GraphError: naming them.
-        """
-        network = self.network(range(2 * self.flight))  # no circle is longer: one edge leads back, by lag steps
+        """Refuse a lag with which instances would wait for each other in a cycle."""
+        network = self.network(range(2 * self.flight))  # no cycle is longer: one edge leads back, by lag steps
         if not nx.is_directed_acyclic_graph(network):
-            circle = [str(one) for one, _ in nx.find_cycle(network)]
+            cycle = [str(one) for one, _ in nx.find_cycle(network)]
             raise GraphError(
-                f"{self.plan.graph.name} cannot let generation run {self.lag} version(s) ahead: it would wait in a "
-                f"circle ({' -> '.join([*circle, circle[0]])}); generate from what does not depend on training in the "
-                f"same step, or edit(lag=0)."
+                f"{self.plan.graph.name} with lag={self.lag} would deadlock: {' -> '.join([*cycle, cycle[0]])}. "
+                f"Generate from what does not depend on training in the same step, or use edit(lag=0).",
+                code="step.lag-deadlock",
+                graph=self.plan.graph.name,
+                lag=self.lag,
+                cycle=cycle,
             )
 
     def _in_rounds_of(self, collector: str, node: str) -> bool:
-        """Whether a node runs in rounds, of which only the collector knows the last."""
+        """Whether a node runs in rounds other than as the collector, which knows the last round."""
         return node in self.plan.region and node != collector and not self.plan.graph[node].is_input
 
-    # ---- rules: (node, whom it waits for, how many steps before)
+    # ---- rules: (node, its dependency, how many steps before)
 
     def _within(self) -> Iterator[tuple[str, str, int]]:
         for before, after in self.plan.network.edges:
             yield after, before, 0
 
-    def _drawn(self) -> Iterator[tuple[str, str, int]]:
+    def _inputs(self) -> Iterator[tuple[str, str, int]]:
         for source, node in product(self.plan.graph.inputs, self.plan.graph.nodes):
             yield source, node, self.flight
         for source in self.plan.graph.inputs:
@@ -136,7 +133,7 @@ class ExecutionGraph:
     def _in_rounds(self) -> Iterator[tuple[str, str, int]]:
         if self.plan.collector is not None:
             for node in self.plan.region:
-                if not self.plan.graph[node].is_input:  # these are drawn as the step is opened
+                if not self.plan.graph[node].is_input:  # drawn when the step is opened
                     yield node, self.plan.collector, 1
 
     def _with_state(self) -> Iterator[tuple[str, str, int]]:
@@ -152,7 +149,7 @@ class ExecutionGraph:
                 by_mode[use.mode].append(use.node)
             lag = self.lag if role in ahead else 0
             for writer, reader in product(by_mode["writes"], by_mode["reads"]):
-                if reader in self.plan.downstream(writer):  # it reads what was just written
+                if reader in self.plan.downstream(writer):  # it reads the new weights
                     yield writer, reader, 1
                 else:
                     yield reader, writer, 1 + lag

@@ -1,11 +1,10 @@
-"""`InFlightSteps`: the steps that are under way: which instances are ready, and what those that are done left.
+"""`InFlightSteps`: the steps in flight: which instances are ready, and the outputs of those that are done.
 
-Where a gate collects, a region of a step runs in rounds (`Region`): each is on prompts of its own, and what the gate
-took in all of them is what it leaves.
+If a gate collects, a region of a step runs in rounds (`Region`), each on its own prompts. The output of the gate is
+what it passed in all rounds.
 
-With a lag, a step that is under way holds what older weights have sampled, which no later ones could sample again. So
-that is kept (`StepSnapshot`) where the step is begun anew, or goes into a checkpoint; all else is computed again from
-it.
+With a lag, a step in flight has samples of older weights, which newer weights could not reproduce. So a step that
+restarts, or goes into a checkpoint, keeps them (`StepSnapshot`); everything else is recomputed from them.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
 from flowrl.run.engine.result import StepResult, merge_metrics
-from flowrl.run.engine.runner import Held, Lengths, Runner, Task, TaskResult
+from flowrl.run.engine.runner import Held, Lengths, Runner, Task, TaskResult, code_and_facts
 from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
 
 Batches = DataProto | Mapping[str, DataProto]
-"""The batch of each input, by its name; or one that has the columns of all."""
+"""The batch of each input by its name, or one batch with the columns of all."""
 Draw = Callable[[int], Batches]
 OnNode = Callable[[str], None]
 Wanted = Callable[[int], Mapping[str, Collection[str] | None]]
@@ -37,21 +36,21 @@ Wanted = Callable[[int], Mapping[str, Collection[str] | None]]
 
 @dataclass
 class _Step:
-    """A step under way.
+    """A step in flight.
 
     Args:
-        batches: by input, what it was opened with; and the further prompts of each round.
-        waits: by node that has not started, how many instances it still waits for.
-        outputs: what nodes left that is still read, or wanted in the end.
-        past: what some nodes left in the rounds before, of which columns are wanted.
-        readers: by node, how many of its readers are not done.
-        lengths: of the rows of each batch axis.
+        batches: for each round, the batch of each input.
+        round: the current round of the region.
+        waits: by node that has not started, how many dependencies are not done.
+        readers: by node, how many readers have not read it.
+        outputs: the outputs of nodes that are still needed.
+        earlier_rounds: for each finished round, outputs of nodes for the result.
+        lengths: row lengths by batch axis.
         metrics, seconds: of the nodes that have run, over all rounds.
-        over: the nodes that are done, or do not run in this step.
-        round: in which its region is.
-        rounds: what the collector took in each that is over.
-        left: by node, what is kept where the step is begun anew.
-        state: the state cells that it has changed.
+        finished: the nodes that are done, or do not run in this step.
+        round_results: the results of the collector in the finished rounds.
+        sampled: by node, the outputs that a restart of the step keeps.
+        state: the state cells that it changed.
         filled: see `StepResult`.
     """
 
@@ -60,18 +59,18 @@ class _Step:
     waits: dict[str, int] = field(default_factory=dict)
     readers: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, Mapping[str, Held]] = field(default_factory=dict)
-    past: list[Mapping[str, Mapping[str, Held]]] = field(default_factory=list)
+    earlier_rounds: list[Mapping[str, Mapping[str, Held]]] = field(default_factory=list)
     lengths: dict[str, Lengths] = field(default_factory=dict)
     metrics: dict[str, Metrics] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    over: set[str] = field(default_factory=set)
-    rounds: list[TaskResult] = field(default_factory=list)
-    left: dict[str, NodeOutputs] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    round_results: list[TaskResult] = field(default_factory=list)
+    sampled: dict[str, NodeOutputs] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     filled: int | None = None
 
     def report(self, done: TaskResult) -> None:
-        """Enter what an instance reported, and how long it took."""
+        """Add the metrics and duration of an instance."""
         name = done.task.node.name
         merged = Metrics(self.metrics.get(name))
         merged.merge(done.metrics)
@@ -80,7 +79,7 @@ class _Step:
 
 
 class InFlightSteps:
-    """Steps under way: their instances run in the graph's order, as far as what they wait for allows.
+    """Steps in flight, whose instances run in the graph's order once their dependencies are done.
 
     Args:
         infos: the nodes, by name.
@@ -89,13 +88,13 @@ class InFlightSteps:
         seed: root of the keys.
         steps: all steps of the run.
         state: the state cells of all operators.
-        wanted: by step, the nodes whose outputs the result holds, and which columns of these, of all rounds; None is
-            all that they left in the end.
+        wanted: by step, the nodes whose outputs the result includes, and which of their columns, over all rounds; None
+            for the final outputs.
         on_node: called with the name of each node as it starts.
         during: see `Task`.
-        now: the step by which numbers over time are taken; None is the step itself.
-        region: what runs in rounds.
-        more: gives the batches of so many further prompts, for the inputs of the region.
+        now: the step that scheduled parameters use; None for the step itself.
+        region: the nodes that run in rounds.
+        more: returns batches of so many further prompts for the inputs of the region.
     """
 
     def __init__(
@@ -113,70 +112,62 @@ class InFlightSteps:
         region: Region,
         more: Callable[[int], Mapping[str, DataProto]],
     ) -> None:
-        self.infos, self.lag, self._runner, self._seed, self._all = infos, lag, runner, seed, steps
+        self.infos, self.lag, self._runner, self._seed, self._all_steps = infos, lag, runner, seed, steps
         self._wanted, self._on_node, self._during, self._now = wanted, on_node, during, now
         self._region, self._more = region, more
         self._order = list(infos.values())
         self._count = sum(not info.is_input for info in self._order)
-        self._ahead = ahead_of(infos, region) if lag else frozenset()
+        self._sampling_nodes = ahead_of(infos, region) if lag else frozenset()
         self.state = dict(state)
         self._committed = dict(state)  # of the steps that are closed
         self._steps: dict[int, _Step] = {}
         self._ready: list[tuple[int, int]] = []  # a heap of (step, position)
         self._done: set[tuple[int, str]] = set()
         self._busy: set[int] = set()
-        self._swapped: set[int] = set()  # steps that are open whose weights may have sampled for later ones
+        self._swapped: set[int] = set()  # open steps whose weights may have sampled later ones
         self._running = 0
 
     def __contains__(self, step: object) -> bool:
         return step in self._steps
 
-    def open(self, step: int, opened: StepSnapshot) -> None:
-        """Take up a step."""
-        left, metrics, seconds, state = map(dict, (opened.left, opened.metrics, opened.seconds, opened.state))
-        self._steps[step] = _Step(opened.batches, left=left, metrics=metrics, seconds=seconds, state=state)
+    def open(self, step: int, snapshot: StepSnapshot) -> None:
+        """Start a step from a snapshot."""
+        parts = snapshot.sampled, snapshot.metrics, snapshot.seconds, snapshot.state
+        sampled, metrics, seconds, state = map(dict, parts)
+        self._steps[step] = _Step(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
         self._begin(step)
 
     @property
-    def opened(self) -> Mapping[int, StepSnapshot]:
-        """What the steps that are open could begin anew with. Not with what weights may have sampled that would be
-        gone then."""
+    def snapshots(self) -> Mapping[int, StepSnapshot]:
+        """The snapshots of the open steps, without samples of weights that a restart would lose."""
         first = min(self._swapped, default=None)
-        gone = {step for step in self._steps if first is not None and step > first}
-        return {step: self._kept(one, {} if step in gone else one.left) for step, one in self._steps.items()}
+        lost = {step for step in self._steps if first is not None and step > first}
+        return {step: self._snapshot(one, {} if step in lost else one.sampled) for step, one in self._steps.items()}
 
     @property
-    def kept_state(self) -> dict[str, Any]:
-        """The state cells after the last step that was closed, and of what is kept of those that are open."""
+    def snapshot_state(self) -> dict[str, Any]:
+        """The state cells after the last closed step, with those of the snapshots of open steps."""
         state = dict(self._committed)
-        for opened in self.opened.values():
-            state |= opened.state
+        for snapshot in self.snapshots.values():
+            state |= snapshot.state
         return state
 
     def restart(self) -> None:
-        """Begin all open steps anew, each with what is kept of it."""
-        self.state, begun = self.kept_state, self.opened
+        """Restart every open step from its snapshot."""
+        self.state, snapshots = self.snapshot_state, self.snapshots
         self._steps, self._ready, self._busy, self._swapped, self._running = {}, [], set(), set(), 0
-        self._done = {instance for instance in self._done if instance[0] not in begun}
-        for step, opened in begun.items():
-            self.open(step, opened)
+        self._done = {instance for instance in self._done if instance[0] not in snapshots}
+        for step, snapshot in snapshots.items():
+            self.open(step, snapshot)
 
-    def rest(self) -> None:
-        """Wait for all that runs, and start nothing.
-
-        Raises:
-            NodeError: an instance failed.
-        """
+    def drain(self) -> None:
+        """Wait for all running instances without starting others."""
         while self._running:
             self._collect()
 
     def draw_before(self, step: int) -> None:
-        """Run until all further prompts of the steps before this one are drawn. Without spans they are: a sync waits
-        for what generates for them. So data are drawn in one order, whatever the clock says.
-
-        Raises:
-            NodeError: an instance failed.
-        """
+        """Run until all further prompts of earlier steps are drawn, so that data are drawn in one order, whatever the
+        timing. Without spans they are drawn already, because a sync waits for their generation."""
         if step > self.lag and self._runner.swaps and self._region.collector is not None:
             while self._collecting(step):
                 self._launch()
@@ -184,38 +175,34 @@ class InFlightSteps:
                     self._collect()
 
     def _collecting(self, step: int) -> bool:
-        """Whether an open step before this one may still draw prompts."""
-        return any(self._region.collector not in one.over for other, one in self._steps.items() if other < step)
+        """Whether an earlier open step may still draw prompts."""
+        return any(self._region.collector not in one.finished for other, one in self._steps.items() if other < step)
 
     def finish(self, step: int) -> StepResult:
-        """Run until a step is done; what it left.
-
-        Raises:
-            NodeError: an instance failed, of this step or of one after it.
-        """
+        """Run until a step is done, and return its result."""
         one = self._steps[step]
-        while len(one.over) < self._count:
+        while len(one.finished) < self._count:
             self._launch()
-            if len(one.over) < self._count:
+            if len(one.finished) < self._count:
                 self._collect()
         return self._result(step, one)
 
     def close(self, step: int) -> None:
-        """A step that is done will not be run again: from now on, others begin anew from after it."""
+        """Commit a step that is done: restarts begin after it."""
         self._committed |= self._steps.pop(step).state
         self._swapped.discard(step)
         self._done = {instance for instance in self._done if instance[0] >= step - self.lag}
 
     def _begin(self, step: int) -> None:
-        """Put in the batch of a step, and see what its instances wait for."""
+        """Put in the batch of a step, and count the dependencies of its instances."""
         one = self._steps[step]
-        settled = self._settled(one.left)
+        complete = self._complete_by(one.sampled)
         if self._region.collector is not None:
             one.round = Round(0, self._gate(step).missing(()))
         for name, info in self.infos.items():
             one.readers[name] = info.readers
-            if not info.is_input and name not in settled:
-                before = [(step - k, other) for other, k in info.waits if step - k in self._all]
+            if not info.is_input and name not in complete:
+                before = [(step - k, other) for other, k in info.waits if step - k in self._all_steps]
                 one.waits[name] = sum(instance not in self._done for instance in before)
                 if not one.waits[name]:
                     heapq.heappush(self._ready, (step, info.position))
@@ -223,27 +210,27 @@ class InFlightSteps:
             if info.is_input:
                 self._put(one, info)
                 self._free(step, info)
-        for name in (name for name in self.infos if name in settled):
-            self._read(step, one, self.infos[name])
-            if name in one.left:
-                self._enter(step, one, self.infos[name], one.left[name])
+        for name in (name for name in self.infos if name in complete):
+            self._mark_read(step, one, self.infos[name])
+            if name in one.sampled:
+                self._enter(step, one, self.infos[name], one.sampled[name])
                 self._free(step, self.infos[name])
-        one.over |= settled
+        one.finished |= complete
 
-    def _kept(self, one: _Step, left: Mapping[str, NodeOutputs]) -> StepSnapshot:
-        settled = self._settled(left)
-        metrics = {name: metrics for name, metrics in one.metrics.items() if name in settled}
-        seconds = {name: s for name, s in one.seconds.items() if name in settled}
-        state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in settled}
-        return StepSnapshot(one.batches, dict(left), metrics, seconds, state)
+    def _snapshot(self, one: _Step, sampled: Mapping[str, NodeOutputs]) -> StepSnapshot:
+        complete = self._complete_by(sampled)
+        metrics = {name: metrics for name, metrics in one.metrics.items() if name in complete}
+        seconds = {name: s for name, s in one.seconds.items() if name in complete}
+        state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in complete}
+        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state)
 
-    def _settled(self, left: Mapping[str, NodeOutputs]) -> set[str]:
-        """The nodes of a step that need not run again, for what is kept of it; without inputs."""
-        inside = self._region.nodes if self._region.collector in left else ()
-        return {*left, *(name for name in inside if not self.infos[name].is_input)}
+    def _complete_by(self, sampled: Mapping[str, NodeOutputs]) -> set[str]:
+        """The nodes of a step, without inputs, that need not run again with these samples."""
+        inside = self._region.nodes if self._region.collector in sampled else ()
+        return {*sampled, *(name for name in inside if not self.infos[name].is_input)}
 
     def _put(self, one: _Step, info: NodeInfo) -> None:
-        """Put in what an input is in the newest batch."""
+        """Put in the columns of an input from the current round's batch."""
         batch = one.batches[one.round.number][info.node.name]
         given = {column: batch.columns[column] for column in info.columns}
         one.outputs[info.node.name] = self._runner.put(info.node, given)
@@ -251,14 +238,14 @@ class InFlightSteps:
             one.lengths[info.written] = lengths
 
     def _launch(self) -> None:
-        """Start what is ready, as far as its slots are free; what comes first in the graph's order goes first."""
+        """Start ready instances whose slots are free, in the graph's order."""
         blocked = []
         while self._ready:
             step, position = entry = heapq.heappop(self._ready)
             info, one = self._order[position], self._steps[step]
-            if not info.runs(self._moment(step)):
-                self._read(step, one, info)
-                self._leave(step, info)
+            if not info.runs(self._schedule_step(step)):
+                self._mark_read(step, one, info)
+                self._end(step, info)
                 continue
             if info.slots & self._busy:
                 blocked.append(entry)
@@ -274,29 +261,29 @@ class InFlightSteps:
     def _start(
         self, info: NodeInfo, step: int, inputs: Mapping[PortField, Held], lengths: Lengths | None, round: Round
     ) -> None:
-        """Start an instance, with the numbers that its operator has in its step."""
-        now = Now(self._moment(step), round, ahead=info.ahead)
+        """Start an instance, with the scheduled parameters of its step."""
+        now = Now(self._schedule_step(step), round, ahead=info.ahead)
         node, state = info.node.in_step(now.step) if info.changes else info.node, self.state
         task = Task(node, step, self._seed, inputs, state, lengths, self._during, now)
         if info.ahead and (one := self._steps[step]).filled is None:
-            one.filled = sum(self._ahead <= other.left.keys() for other in self._steps.values())
+            one.filled = sum(self._sampling_nodes <= other.sampled.keys() for other in self._steps.values())
         if self._runner.swaps and Effect.SPANS in node.effects:
             self._swapped.add(step)
         self._runner.launch(task)
         self._running += 1
         self._busy |= info.slots
 
-    def _moment(self, step: int) -> int:
-        """The step by which numbers over time are taken."""
+    def _schedule_step(self, step: int) -> int:
+        """The step that scheduled parameters use."""
         return step if self._now is None else self._now
 
     def _collect(self) -> None:
-        """Wait, and enter what is done; in a frame of its own, so that nothing here holds on to it."""
+        """Wait, and accept what is done; a separate frame, so that no local variable keeps the results alive."""
         for done in self._runner.wait():
             self._accept(done)
 
     def _accept(self, done: TaskResult) -> None:
-        """Enter what an instance left, and let go of what nobody reads any more."""
+        """Enter the result of an instance, and release outputs that are no longer needed."""
         step, name = done.task.step, done.task.node.name
         assert step is not None
         info, one = self.infos[name], self._steps[step]
@@ -306,40 +293,40 @@ class InFlightSteps:
         self._running -= 1
         self._busy -= info.slots
         if not done.task.now.round.sizes:
-            self._read(step, one, info)
+            self._mark_read(step, one, info)
         if name == self._region.collector:
-            whole = self._collected(step, one, done)
-            if whole is None:  # there is more to do
+            collected = self._finish_round(step, one, done)
+            if collected is None:  # another round has started
                 return
-            done = whole
-        left = NodeOutputs(done.outputs, done.lengths)
-        self._enter(step, one, info, left)
-        if name in self._ahead:
-            one.left[name] = NodeOutputs(self._runner.secure(info.node, left.outputs), left.lengths)
-        self._leave(step, info)
+            done = collected
+        outputs = NodeOutputs(done.outputs, done.lengths)
+        self._enter(step, one, info, outputs)
+        if name in self._sampling_nodes:
+            one.sampled[name] = NodeOutputs(self._runner.secure(info.node, outputs.outputs), outputs.lengths)
+        self._end(step, info)
 
-    def _enter(self, step: int, one: _Step, info: NodeInfo, left: NodeOutputs) -> None:
-        """Take up what a node left, for its readers."""
-        if left.lengths is not None and info.written is not None:
-            one.lengths[info.written] = left.lengths
+    def _enter(self, step: int, one: _Step, info: NodeInfo, outputs: NodeOutputs) -> None:
+        """Enter the outputs of a node, for its readers."""
+        if outputs.lengths is not None and info.written is not None:
+            one.lengths[info.written] = outputs.lengths
         if info.readers or info.node.name in self._wanted(step):
-            one.outputs[info.node.name] = left.outputs
+            one.outputs[info.node.name] = outputs.outputs
 
-    def _read(self, step: int, one: _Step, info: NodeInfo) -> None:
-        """An instance has read its inputs, or will not in this step: let go of what it was the last to read."""
+    def _mark_read(self, step: int, one: _Step, info: NodeInfo) -> None:
+        """An instance has read its inputs, or does not run in this step: release those that it was the last to read."""
         for source in info.node.sources:
             one.readers[source] -= 1
             if not one.readers[source] and source not in self._wanted(step):
-                one.outputs.pop(source, None)  # what did not run left nothing
+                one.outputs.pop(source, None)  # none if it did not run
 
-    def _leave(self, step: int, info: NodeInfo) -> None:
-        """A node is done, or is none of this step's."""
-        self._steps[step].over.add(info.node.name)
+    def _end(self, step: int, info: NodeInfo) -> None:
+        """A node is done, or does not run in this step."""
+        self._steps[step].finished.add(info.node.name)
         self._free(step, info)
 
     def _free(self, step: int, info: NodeInfo) -> None:
-        """An instance is done: those that waited for nothing else are ready. Outside of a region they wait until its
-        collector is done with all rounds."""
+        """An instance is done: unblock its dependents. Those outside its region wait until the collector has finished
+        all rounds."""
         inside = self._region.nodes
         if info.node.name not in inside:
             self._release(step, info, lambda other, k: True)
@@ -361,42 +348,40 @@ class InFlightSteps:
     # ---- rounds
 
     def _gate(self, step: int) -> Gate:
-        """The collector, with the numbers that it has in a step."""
+        """The collector, with the scheduled parameters of a step."""
         assert self._region.collector is not None
-        return cast(Gate, self.infos[self._region.collector].node.in_step(self._moment(step)).operator)
+        return cast(Gate, self.infos[self._region.collector].node.in_step(self._schedule_step(step)).operator)
 
-    def _collected(self, step: int, one: _Step, done: TaskResult) -> TaskResult | None:
-        """All that the collector took in the step; None where it is not over, since something was started for it.
-
-        Raises:
-            NodeError: groups are missing, the rounds are over, and that is an error.
-        """
+    def _finish_round(self, step: int, one: _Step, done: TaskResult) -> TaskResult | None:
+        """The collector's result over all rounds of the step; None if another round, or a repetition, has started."""
         if done.task.now.round.sizes or not isinstance(done.outputs.get("collected"), Collected):
-            return done  # it has repeated what was too few; or nothing was computed, as on a virtual clock
+            return done  # it has repeated groups; or nothing was computed, as on a virtual clock
         gate = self._gate(step)
-        one.rounds.append(done)
-        sizes = tuple(size for part in one.rounds for size in part.outputs["collected"].sizes)
+        one.round_results.append(done)
+        sizes = tuple(size for part in one.round_results for size in part.outputs["collected"].sizes)
         missing = gate.missing(sizes)
-        if missing and len(one.rounds) < gate.rounds_at_most:
-            self._again(step, one, missing)
+        if missing and len(one.round_results) < gate.rounds_at_most:
+            self._start_round(step, one, missing)
             return None
         try:
-            short = gate.underfill_action(sizes)
+            action = gate.underfill_action(sizes)
         except FlowrlError as error:
-            raise NodeError(f"{gate.name} failed {done.task.when}: {type(error).__name__}: {error}") from error
-        whole = self._joined(one, sizes)
-        if short != "repeat":
-            return whole
-        inputs = {PortField(ROWS, output): whole.outputs[output] for output in self._region.makers}
-        self._start(self.infos[gate.name], step, inputs, whole.lengths, Round(len(one.rounds), 0, sizes))
+            code, facts = code_and_facts(error, **done.task.facts)
+            message = f"{gate.name} failed {done.task.when}: {type(error).__name__}: {error.message}"
+            raise NodeError(message, code=code, **facts) from error
+        collected = self._join_rounds(one, sizes)
+        if action != "repeat":
+            return collected
+        inputs = {PortField(ROWS, output): collected.outputs[output] for output in self._region.makers}
+        self._start(self.infos[gate.name], step, inputs, collected.lengths, Round(len(one.round_results), 0, sizes))
         return None
 
-    def _joined(self, one: _Step, sizes: tuple[int, ...]) -> TaskResult:
-        """What the collector took in all rounds, as if it had been in the last one."""
-        parts = [part for part in one.rounds if part.outputs["collected"].sizes]
+    def _join_rounds(self, one: _Step, sizes: tuple[int, ...]) -> TaskResult:
+        """The collector's results of all rounds, joined into one."""
+        parts = [part for part in one.round_results if part.outputs["collected"].sizes]
         if len(parts) == 1:
             return parts[0]
-        last = one.rounds[-1]
+        last = one.round_results[-1]
         columns = self._runner.join(last.task.node, self._region.makers, [part.outputs for part in parts])
         lengths = [part.lengths for part in parts if part.lengths is not None]
         return dataclasses.replace(
@@ -405,11 +390,11 @@ class InFlightSteps:
             lengths=joined_lengths(lengths) if len(lengths) == len(parts) else None,
         )
 
-    def _again(self, step: int, one: _Step, missing: int) -> None:
-        """Begin another round, on so many further prompts; a step that is begun anew has drawn them already."""
+    def _start_round(self, step: int, one: _Step, missing: int) -> None:
+        """Start another round on so many further prompts; a restarted step has drawn them already."""
         some = {name for name, columns in self._wanted(step).items() if columns is not None}
-        one.past.append({name: one.outputs[name] for name in some & self._region.nodes})
-        one.round = Round(len(one.rounds), missing)
+        one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
+        one.round = Round(len(one.round_results), missing)
         if len(one.batches) == one.round.number:
             one.batches.append(self._more(missing))
         for name in self._region.nodes:
@@ -430,18 +415,18 @@ class InFlightSteps:
         values: dict[str, dict[str, Any]] = {}
         wanted = self._wanted(step)
         for name in (name for name in self.infos if name in wanted and name in one.outputs):
-            info, left, some = self.infos[name], one.outputs[name], wanted[name]
-            parts = [*(past[name] for past in one.past if name in past), left]
+            info, outputs, some = self.infos[name], one.outputs[name], wanted[name]
+            parts = [*(earlier[name] for earlier in one.earlier_rounds if name in earlier), outputs]
             fetched = [self._fetched(info, part, info.columns if some is None else some) for part in parts]
             columns[name] = fetched[0] if len(fetched) == 1 else DataProto.concat(fetched)
-            values[name] = {output: value for output, value in left.items() if output not in info.columns}
+            values[name] = {output: value for output, value in outputs.items() if output not in info.columns}
         ordered = {name: one.metrics[name] for name in self.infos if name in one.metrics}
-        told = {name: scores for name, metrics in ordered.items() if (scores := metrics.scores())}
-        return StepResult(columns, values, merge_metrics(ordered), one.seconds, told, one.filled)
+        scores = {name: found for name, metrics in ordered.items() if (found := metrics.scores())}
+        return StepResult(columns, values, merge_metrics(ordered), one.seconds, scores, one.filled)
 
-    def _fetched(self, info: NodeInfo, left: Mapping[str, Held], outputs: Iterable[str]) -> DataProto:
-        """Some columns of what a node left."""
-        fetched = {output: self._runner.fetch(info.node, output, left[output]) for output in outputs}
+    def _fetched(self, info: NodeInfo, outputs: Mapping[str, Held], names: Iterable[str]) -> DataProto:
+        """Some columns of a node's outputs."""
+        fetched = {name: self._runner.fetch(info.node, name, outputs[name]) for name in names}
         return DataProto(fetched) if fetched else _EMPTY
 
 

@@ -1,7 +1,7 @@
 """`LocalRunner`: runs one instance at a time, in this process.
 
-There are no threads and there is no Ray: breakpoints work inside every operator. Its numbers are what other runners are
-held against.
+It uses neither threads nor Ray, so breakpoints work inside every operator. Its numbers are the reference for other
+runners.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import lengths_of
-from flowrl.run.engine.runner import Lengths, Task, TaskResult, load_of, pairs
+from flowrl.run.engine.runner import Lengths, Task, TaskResult, code_and_facts, load_of, pairs
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
@@ -52,7 +52,7 @@ class LocalRunner:
         self._done: list[TaskResult] = []
 
     def slots(self, node: Node) -> frozenset[int]:
-        """All share this process."""
+        """Slot 0, which all nodes share."""
         return _HERE
 
     def put(self, node: Node, columns: Mapping[str, Column]) -> Mapping[str, Column]:
@@ -60,11 +60,7 @@ class LocalRunner:
         return columns
 
     def launch(self, task: Task) -> None:
-        """Run the instance.
-
-        Raises:
-            NodeError: it raised; names node, step and the shapes that it was given.
-        """
+        """Run the instance."""
         name, operator = task.node.name, task.node.operator
         made_for, call = self._calls.get(name, (None, None))
         if call is None or made_for is not operator:
@@ -78,7 +74,9 @@ class LocalRunner:
                 _, outputs = call.run_in(session, task.inputs)
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
-            raise NodeError(failure(operator, task.when, error, task.inputs, task.node.inputs)) from error
+            code, facts = code_and_facts(error, **task.facts)
+            message = failure(operator, task.when, error, task.inputs, task.node.inputs)
+            raise NodeError(message, code=code, **facts) from error
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
@@ -86,7 +84,7 @@ class LocalRunner:
         self._done.append(TaskResult(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
 
     def wait(self) -> Sequence[TaskResult]:
-        """What `launch` has run."""
+        """The results of `launch`."""
         done, self._done = self._done, []
         return done
 
@@ -95,11 +93,11 @@ class LocalRunner:
         return held
 
     def secure(self, node: Node, outputs: Mapping[str, Column]) -> Mapping[str, Column]:
-        """The same: nothing outlives this process."""
+        """The same outputs: nothing outlives this process."""
         return outputs
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-        """The columns of all rounds, as wide as the widest."""
+        """The columns of all rounds, padded to the widest."""
         types = node.signature.outputs
         together: dict[tuple[str, int], dict[str, str]] = {}  # by maker, the outputs by the names of their columns
         for output, maker in makers.items():
@@ -119,11 +117,11 @@ class LocalRunner:
 
     @property
     def needs_sync(self) -> bool:
-        """Engines of one process do not lose their weights."""
+        """False: engines of this process do not lose their weights."""
         return False
 
     def can_recover(self, error: NodeError) -> bool:
-        """Nothing of this process comes back without it."""
+        """False: an error of this process ends the run."""
         return False
 
     def recover(self, error: NodeError) -> None:
@@ -147,13 +145,7 @@ class LocalRunner:
 
 
 def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
-    """The steps of a plan on engines of this process.
-
-    Args:
-        plan: what to run.
-        engines: live engines by role.
-        seed: root of the keys.
-    """
+    """The steps of a plan on live engines of this process, by role."""
     runner = LocalRunner(engines)
     return Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
 
@@ -161,26 +153,26 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
 def failure(
     operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any], sources: Mapping[Any, Any]
 ) -> str:
-    """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what.
+    """The message of a `NodeError`: what an operator raised, in which step, at which line, with which inputs.
 
     Args:
-        operator, where, error, inputs: see above.
-        sources: the output that each input is of.
+        sources: the output that each input comes from.
     """
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(type(operator).__call__).__code__.co_filename
-    # the user's line, be it of the operator or of a loss that an operator of flowrl was given
+    # the user's line, in the operator or in a loss passed to an operator of flowrl
     own = [f for f in frames if _is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
-    # what flowrl itself raises says where to look
+    # flowrl's own errors name the place
     line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
+    text = error.message if isinstance(error, FlowrlError) else error
     return (
-        f"{operator.name} failed {where}: {type(error).__name__}: {error}{line}\n"
-        f"  it is {operator!r}\n"
-        f"  it was given {shapes(inputs)}{_not_finite(inputs, sources)}"
+        f"{operator.name} failed {where}: {type(error).__name__}: {text}{line}\n"
+        f"  operator: {operator!r}\n"
+        f"  inputs: {shapes(inputs)}{_not_finite(inputs, sources)}"
     )
 
 
-# Where the code of flowrl, of Python and of installed packages is.
+# folders of flowrl, Python and installed packages
 _OTHERS = (str(Path(errors.__file__).parent), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
 
 
@@ -200,16 +192,16 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
 
 
 def _not_finite(inputs: Mapping[Any, Any], sources: Mapping[Any, Any]) -> str:
-    """Which columns hold NaN or infinity, and who wrote them; looked for only where something has failed."""
+    """The columns with NaN or infinity, and the outputs they come from."""
     found = ""
     for place, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point() and len(bad := (~value.isfinite()).nonzero()):
             at = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "token"), bad[0].tolist(), strict=False))
-            found += f"\n  {place} is NaN or infinite in {len(bad)} places, first in {at}; {sources[place]} wrote it"
+            found += f"\n  {place} is NaN or infinite in {len(bad)} places, first in {at}; written by {sources[place]}"
     return found
 
 
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
-    """The span of a task that ran on all its rows, with what is known of these."""
+    """The span of a task that ran on all its rows."""
     load = load_of(written or task.lengths)
     return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))

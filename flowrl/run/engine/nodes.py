@@ -1,4 +1,4 @@
-"""What is known of the nodes of a plan before they run, and of their rows once these are there."""
+"""Static information on the nodes of a plan, and the lengths of their rows."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from flowrl.spec import schedules
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What is known of a node before it runs.
+    """Static information on a node.
 
     Args:
-        node: which.
-        is_input: whether the batch stands for it.
+        is_input: whether the batch provides its outputs.
         position: in the plan's order.
-        slots: that it takes while it runs.
-        inputs: of each port field, the node that writes it, and the output.
-        columns: of its outputs, those that are columns.
-        read, written: the row axis that it works on, and that of what it writes; None where these are no columns.
+        slots: that it occupies while it runs.
+        inputs: by port field, the node that writes it, and the output.
+        columns: those of its outputs that are columns.
+        read, written: the row axes of its inputs and of its outputs; None if there are no columns.
         waits, frees: see `ExecutionGraph`.
-        readers: how many nodes read what it writes.
-        whens: what says in which steps it runs.
-        changes: whether its operator has other numbers in other steps.
+        readers: how many nodes read its outputs.
+        whens: the conditions on the steps in which it runs.
+        changes: whether its operator has scheduled parameters.
         ahead: by how many versions generation may be ahead of what it trains.
     """
 
@@ -55,7 +54,7 @@ class NodeInfo:
     ahead: int
 
     def runs(self, step: int) -> bool:
-        """Whether it runs in a step. Otherwise it only takes its place in the order, and leaves nothing."""
+        """Whether it runs in a step; otherwise it keeps its place in the order and has no outputs."""
         return all(when.runs(step) for when in self.whens)
 
     @staticmethod
@@ -89,9 +88,9 @@ class Region:
     """The nodes of a plan that run in rounds.
 
     Args:
-        collector: the gate that says whether there is another; None where nothing runs in rounds.
-        nodes: it, and all that it depends on.
-        makers: by output of the collector, the node that made the responses; columns of one are equally wide.
+        collector: the gate that decides whether there is another round; None if nothing runs in rounds.
+        nodes: the collector and its ancestors.
+        makers: by output of the collector, the node that generated the responses; columns of one are equally wide.
     """
 
     collector: str | None
@@ -100,7 +99,7 @@ class Region:
 
     @staticmethod
     def of(plan: Plan) -> Region:
-        """That of a plan."""
+        """The region of a plan."""
         makers: dict[str, str] = {}
         for edge, typed in plan.graph.types.items() if plan.collector is not None else ():
             if edge.node == plan.collector and isinstance(typed.type, ColumnType):
@@ -110,15 +109,15 @@ class Region:
 
 
 def _ahead(graph: Graph, node: Node, lag: int) -> int:
-    """By how many versions generation may be ahead of what a node trains; a version is one update."""
+    """By how many versions generation may be ahead of the weights that a node trains; a version is one update."""
     trained = set(node.writes) & set(graph.trained)
     writers = [use.mode == "writes" for role in trained for use in graph.roles()[role]]
     return lag * sum(writers)
 
 
 def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
-    """The nodes whose outputs come of weights that may have changed by the time that they are used: those that read
-    what a sync fills; of those that run in rounds, the one that collects."""
+    """The nodes whose outputs depend on weights that may change before the outputs are used: the readers of synced
+    roles, and of those that run in rounds, the collector."""
     synced = {role for info in infos.values() if info.node.is_sync for role in info.node.writes}
     found = {name for name, info in infos.items() if synced & set(info.node.reads)}
     if region.collector is None or not found & region.nodes:
@@ -127,7 +126,7 @@ def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
 
 
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
-    """The row axis that a node works on, and that of what it writes; None where these are no columns."""
+    """The row axes of a node's inputs and of its outputs; None if there are no columns."""
     fields = node.signature.fields
     on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
     read = (graph.types[edge].axes for edge in on_batch)
@@ -137,21 +136,21 @@ def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
 
 
 def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
-    """How long the rows of a node that writes tokens are; None of one that does not."""
+    """The row lengths of a node that writes tokens; None of others."""
     attended = columns.get("attention_mask", columns.get("prompt_mask"))
     if attended is None:
         return None
     response = columns.get("response_mask")
-    return Lengths(_counted(attended), None if response is None else _counted(response))
+    return Lengths(_count(attended), None if response is None else _count(response))
 
 
-def _counted(mask: Tensor) -> Counts:
-    counted: Counts = mask.sum(-1).cpu().numpy()
-    return counted
+def _count(mask: Tensor) -> Counts:
+    counts: Counts = mask.sum(-1).cpu().numpy()
+    return counts
 
 
 def joined_lengths(parts: Sequence[Lengths]) -> Lengths:
-    """Those of several rounds, one behind the other."""
+    """The concatenated lengths of several rounds."""
     responses = [part.response for part in parts if part.response is not None]
-    whole = np.concatenate(responses) if len(responses) == len(parts) else None
-    return Lengths(np.concatenate([part.tokens for part in parts]), whole)
+    joined = np.concatenate(responses) if len(responses) == len(parts) else None
+    return Lengths(np.concatenate([part.tokens for part in parts]), joined)

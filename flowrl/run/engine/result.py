@@ -1,4 +1,4 @@
-"""`StepResult`: what one step left."""
+"""`StepResult`: the results of a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flowrl.data.proto.dataproto import DataProto
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step left.
+    """The results of a step.
 
     Args:
-        columns: the columns of the nodes that were asked for, by node; of those that ran in this step.
+        columns: the columns of the returned nodes that ran in this step, by node.
         values: their batchless values, by node.
-        metrics: every number that was reported; a key that two nodes report is prefixed by the node.
-        scores: of each node that told how groups scored, the scores by `uid`, over all rounds.
+        metrics: all reported metrics; a key that two nodes report is prefixed with the node.
         seconds: how long each node took.
-        filled: with a lag, how many batches were sampled and not yet trained on as this one was taken up to train.
+        scores: by node that reported scores of groups, the scores by `uid`, over all rounds.
+        filled: with a lag, how many batches were sampled but not yet trained on when training on this one started.
     """
 
     columns: Mapping[str, DataProto]
@@ -32,12 +32,12 @@ class StepResult:
     filled: int | None = None
 
     def under(self, names: Mapping[str, str]) -> StepResult:
-        """The same, where columns of some nodes also stand under other names: by name, the node."""
+        """The same result with columns of some nodes added under other names (``{name: node}``)."""
         columns = {name: self.columns[node] for name, node in names.items() if node in self.columns}
         return replace(self, columns={**self.columns, **columns}) if columns else self
 
     def timing(self, makespan: float) -> dict[str, float]:
-        """What it took, as metrics; `makespan` is how many seconds the step took as a whole."""
+        """Timing metrics; `makespan` is the duration of the step in seconds."""
         timing = {f"timing/{node}": s for node, s in self.seconds.items()} | {"timing/step": makespan}
         if totals := self._reported("response_length/total"):
             timing["throughput/tokens_per_second"] = sum(totals) / makespan
@@ -48,12 +48,12 @@ class StepResult:
         return timing
 
     def _reported(self, key: str) -> list[float]:
-        """What the nodes reported under a key."""
+        """All values reported under a key."""
         return [float(m.compute()) for name, m in self.metrics.items() if f"/{name}".endswith(f"/{key}")]
 
 
 def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
-    """All nodes' metrics; a key that two nodes report is prefixed by the node."""
+    """The metrics of all nodes; a key that two nodes report is prefixed with the node."""
     merged: dict[str, Metric] = {}
     times = Counter(key for metrics in reported.values() for key in metrics)
     for node, metrics in reported.items():

@@ -1,8 +1,7 @@
-"""`Runner`: where the instances of an execution graph run. It puts, launches, waits and fetches; `Steps` decides what
-and when.
+"""`Runner`: runs the instances of an execution graph; `Steps` decides which, and when.
 
-What an instance leaves stays where it ran: between two nodes travels what the runner *holds* a column by (the tensor
-itself, or pieces in an object store), and only the runner looks into that.
+Outputs stay where an instance ran. Nodes exchange handles of columns (the tensor itself, or pieces in an object store),
+which only the runner opens.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from flowrl.core.operators.ports import PortField
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import NodeError
+from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.timeline import Timeline
 
 Held = Any
-"""What a runner holds a column by."""
+"""A runner's handle of a column."""
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Lengths(NamedTuple):
-    """How long rows are, which says what they cost.
+    """The lengths of rows, which determine their cost.
 
     Args:
-        tokens: int64 ``[rows]``, attended tokens, prompt and response together.
-        response: int64 ``[rows]``, those of the response; None before there is one.
+        tokens: int64 ``[rows]``, attended tokens of prompt and response.
+        response: int64 ``[rows]``, tokens of the response; None before there is one.
     """
 
     tokens: Counts
     response: Counts | None = None
 
     def of(self, rows: Counts | None) -> Lengths:
-        """Those of some rows; None is all."""
+        """The lengths of some rows; None for all."""
         if rows is None:
             return self
         return Lengths(self.tokens[rows], None if self.response is None else self.response[rows])
 
 
 def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
-    """Rows; tokens; and tokens if every row were padded to the longest; zeros where nothing is known."""
+    """Rows, tokens, and tokens if every row were padded to the longest; zeros if unknown."""
     if lengths is None:
         return 0, 0, 0
     rows = len(lengths.tokens)
@@ -56,7 +55,7 @@ def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
 
 
 def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
-    """Both lengths of each row, as a span holds them; none of rows without a response."""
+    """Both lengths of each row, for a span; empty without responses."""
     if lengths is None or lengths.response is None:
         return ()
     return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))
@@ -64,17 +63,17 @@ def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An instance that is to run.
+    """An instance to run.
 
     Args:
-        node: which; its operator bears the node's name.
-        step: None is between steps, where nothing is drawn.
+        node: its operator has the node's name.
+        step: None between steps, where no random numbers are used.
         seed: root of its keys.
-        inputs: what its columns are held by, and its batchless values.
+        inputs: handles of columns, and batchless values.
         state: all state cells, as ``{"node.field": value}``.
-        lengths: of its rows, where they are known.
-        during: when it runs, for messages, where the step is none of a training.
-        now: what is injected; the numbers of the operator were taken by its step.
+        lengths: of its rows, if known.
+        during: replaces the step in messages, for steps outside a training.
+        now: injected into the operator, whose scheduled parameters have the values of its step.
     """
 
     node: Node
@@ -88,8 +87,13 @@ class Task:
 
     @property
     def when(self) -> str:
-        """When it runs, for messages; people count steps from 1, as the metrics do."""
+        """When it runs, for messages, which count steps from 1 as the metrics do."""
         return self.during or ("between steps" if self.step is None else f"in step {self.step + 1}")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Node and step, for errors."""
+        return {"node": self.node.name, "step": None if self.step is None or self.during else self.step + 1}
 
     def __str__(self) -> str:
         return f"{self.node.name} {self.when}"
@@ -97,15 +101,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What an instance left.
+    """The result of an instance.
 
     Args:
-        task: which it was.
-        outputs: by output, what a column is held by, or the batchless value.
+        task: the instance.
+        outputs: by output, the handle of a column, or the batchless value.
         metrics: what it reported.
         state: the state cells that it changed.
-        lengths: of the rows that it wrote, where it wrote tokens.
-        seconds: how long it took, over all its ranks.
+        lengths: of the rows that it wrote, if it wrote tokens.
+        seconds: from the first start to the last end over its ranks.
     """
 
     task: Task
@@ -116,66 +120,61 @@ class TaskResult:
     seconds: float
 
 
+def code_and_facts(error: BaseException, **facts: object) -> tuple[str, dict[str, Any]]:
+    """Code and facts of a `NodeError` that wraps an error: the error's own if it has a code, with these facts added."""
+    own: Mapping[str, Any] = error.facts if isinstance(error, FlowrlError) else {}
+    code = error.code if isinstance(error, FlowrlError) else ""
+    return code or "step.node-failed", {**facts, "error": type(error).__name__, **own}
+
+
 class Runner(Protocol):
-    """Where instances run. Runners differ in where, never in what is computed."""
+    """Runs instances. Runners differ in where they run, not in what they compute."""
 
     timeline: Timeline
-    """Of whoever steps now; what the runner does is entered there."""
+    """The timeline of the current `Steps`, to which the runner adds spans."""
 
     @property
     def swaps(self) -> bool:
-        """Whether weights may change under answers that are under way: a sync with `Effect.SPANS`
-        then runs beside what generates."""
+        """Whether weights may change while requests are in flight: a sync with `Effect.SPANS` then runs concurrently
+        with generation."""
         ...
 
     @property
     def engines(self) -> Mapping[str, Any]:
-        """The live engines that are in this process, by role."""
+        """The live engines of this process, by role."""
         ...
 
     def slots(self, node: Node) -> frozenset[int]:
-        """The slots that a node takes while it runs; nodes that share one do not run at once."""
+        """The slots that a node occupies; nodes with a common slot do not run concurrently."""
         ...
 
     def put(self, node: Node, columns: Mapping[str, Tensor | np.ndarray[Any, Any]]) -> Mapping[str, Held]:
-        """Take in the columns of an input, by output."""
+        """Handles of the columns of an input, by output."""
         ...
 
     def launch(self, task: Task) -> None:
-        """Start an instance, whose slots are free.
-
-        Raises:
-            NodeError: it could not be started.
-        """
+        """Start an instance whose slots are free."""
         ...
 
     def wait(self) -> Sequence[TaskResult]:
-        """The next of those launched that are done, at least one.
-
-        Raises:
-            NodeError: an instance failed; names node and step, with the error as its cause. What else runs is given up.
-        """
+        """Wait until at least one launched instance is done. If one fails, abandon all others and raise a
+        `NodeError`."""
         ...
 
     def fetch(self, node: Node, output: str, held: Held) -> Tensor | np.ndarray[Any, Any]:
-        """A column in this process."""
+        """The column of a handle."""
         ...
 
     def secure(self, node: Node, outputs: Mapping[str, Held]) -> Mapping[str, Held]:
-        """What a node left, held so that it outlives the processes that wrote it, where these would be started anew.
-
-        Raises:
-            NodeError: they have died before.
-        """
+        """The outputs of a node, copied if needed so that they survive a restart of the processes that wrote them."""
         ...
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Held]]) -> Mapping[str, Held]:
-        """What a node left in several rounds, one behind the other.
+        """Concatenate the columns of a node over several rounds.
 
         Args:
-            node: which.
-            makers: by output, which node made its responses; columns of one are equally wide.
-            parts: its columns by output, of each round.
+            makers: by output, the node that generated its responses; columns of one are equally wide.
+            parts: the columns of each round, by output.
         """
         ...
 
@@ -183,15 +182,15 @@ class Runner(Protocol):
 
     @property
     def needs_sync(self) -> bool:
-        """Whether an engine has lost its weights, in its sleep, so that it must be synced before it generates."""
+        """Whether an engine lost its weights while asleep and must be synced before it generates."""
         ...
 
     def can_recover(self, error: NodeError) -> bool:
-        """Whether `recover` can bring back what `error` says is lost."""
+        """Whether `recover` can restore the processes that an error reports lost."""
         ...
 
     def recover(self, error: NodeError) -> None:
-        """Bring it back; weights are to be loaded and synced afterwards."""
+        """Restart them; the caller then loads and syncs weights."""
         ...
 
     def version(self, role: str) -> int:
@@ -203,11 +202,11 @@ class Runner(Protocol):
         ...
 
     def save(self, role: str, folder: Path) -> None:
-        """Write all that a trained role needs to go on into a new folder."""
+        """Checkpoint a trained role into a new folder."""
         ...
 
     def load(self, role: str, folder: Path) -> None:
-        """Take a trained role back to what `save` wrote."""
+        """Restore a trained role from what `save` wrote."""
         ...
 
     def save_pretrained(self, role: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""`StepSnapshot`: what a step restarts from: the batches that were drawn, and with a lag, what older weights sampled.
+"""`StepSnapshot`: what a step restarts from: its batches, and with a lag, the samples of older weights.
 
-A checkpoint holds those of the steps that are under way in a folder: each has the batch of each input, the columns of
-each node that sampled, and what these reported.
+A checkpoint has a folder with the snapshots of the steps in flight: the batch of each input, and the columns and
+metrics of each node that sampled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ REPORTS = "reports.json"
 
 @dataclass(frozen=True)
 class NodeOutputs:
-    """What a node left.
+    """The outputs of a node.
 
     Args:
-        outputs: by output, what a column is held by, or the batchless value.
-        lengths: of the rows that it wrote, where it wrote tokens.
+        outputs: by output, the handle of a column, or the batchless value.
+        lengths: of the rows that it wrote, if it wrote tokens.
     """
 
     outputs: Mapping[str, Held]
@@ -40,102 +40,95 @@ class NodeOutputs:
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """What a step begins with.
+    """What a step restarts from.
 
     Args:
-        batches: by input, what was drawn for it; and the further prompts of each round.
-        left: by node, what was sampled for it before.
-        metrics, seconds: of the nodes that were run for that.
-        state: the state cells that these have changed.
+        batches: for each round, the batch of each input.
+        sampled: by node, its samples, which are not recomputed.
+        metrics, seconds: of the nodes that ran for them.
+        state: the state cells that these changed.
     """
 
     batches: list[Mapping[str, DataProto]]
-    left: Mapping[str, NodeOutputs] = field(default_factory=dict)
+    sampled: Mapping[str, NodeOutputs] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_snapshots(
-    opened: Mapping[int, StepSnapshot], lag: int, infos: Mapping[str, NodeInfo], runner: Runner, folder: Path
+    snapshots: Mapping[int, StepSnapshot], lag: int, infos: Mapping[str, NodeInfo], runner: Runner, folder: Path
 ) -> None:
-    """Write what steps that are open begin with.
+    """Write the snapshots of open steps.
 
     Args:
-        opened: by step.
-        lag: with which they were sampled for.
+        snapshots: by step.
+        lag: with which they were sampled.
         infos: of all nodes.
-        runner: which holds the columns.
-        folder: to be made; nothing is written where no step is open.
-
-    Raises:
-        DataError: a column holds objects that JSON would not give back exactly.
+        runner: opens the handles of columns.
+        folder: created if there are snapshots.
     """
-    for step, one in opened.items():
+    for step, one in snapshots.items():
         place = folder / str(step)
         for number, batches in enumerate(one.batches):
             for name, batch in batches.items():
                 batch.save(_input(place, number, name))
-        for name, left in one.left.items():
+        for name, node in one.sampled.items():
             info = infos[name]
-            columns = {column: runner.fetch(info.node, column, left.outputs[column]) for column in info.columns}
+            columns = {column: runner.fetch(info.node, column, node.outputs[column]) for column in info.columns}
             DataProto(columns).save(_node(place, name))
         metrics = {name: {key: asdict(metric) for key, metric in found.items()} for name, found in one.metrics.items()}
-        drawn = [[*batches] for batches in one.batches]
-        said = {"lag": lag, "inputs": drawn, "nodes": [*one.left], "metrics": metrics, "seconds": one.seconds}
-        (place / REPORTS).write_text(json.dumps(said), encoding="utf-8")
+        inputs = [[*batches] for batches in one.batches]
+        written = {"lag": lag, "inputs": inputs, "nodes": [*one.sampled], "metrics": metrics, "seconds": one.seconds}
+        (place / REPORTS).write_text(json.dumps(written), encoding="utf-8")
 
 
 def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner: Runner) -> dict[int, StepSnapshot]:
-    """What `save_snapshots` wrote, by step; nothing where there is no such folder.
+    """What `save_snapshots` wrote, by step; empty if there is no such folder.
 
     Args:
         folder, infos, runner: see `save_snapshots`.
-        lag: with which it goes on. Where it was larger, what was sampled may be too old now: then the same rows are
-            sampled for again.
-
-    Raises:
-        DataError: it is damaged.
+        lag: with which the run resumes. If it is smaller than before, samples may be too stale, and the same rows are
+            sampled again.
     """
-    opened: dict[int, StepSnapshot] = {}
+    snapshots: dict[int, StepSnapshot] = {}
     for place in sorted(folder.glob("*"), key=lambda place: int(place.name)):
-        said = parse_json((place / REPORTS).read_bytes())
-        drawn = enumerate(said["inputs"])
+        saved = parse_json((place / REPORTS).read_bytes())
         batches: list[Mapping[str, DataProto]] = [
-            {name: DataProto.load(_input(place, number, name)) for name in names} for number, names in drawn
+            {name: DataProto.load(_input(place, number, name)) for name in names}
+            for number, names in enumerate(saved["inputs"])
         ]
-        if said["lag"] != lag and not opened:
-            again = "is sampled again, for the same rows" if said["lag"] > lag else "is trained on as it is"
+        if saved["lag"] != lag and not snapshots:
             logger.warning(
-                "%s was written with lag=%d, and the run goes on with lag=%d; what had been sampled ahead %s.",
+                "%s was written with lag=%d, and the run resumes with lag=%d. The rows that were sampled ahead are %s.",
                 folder.parent,
-                said["lag"],
+                saved["lag"],
                 lag,
-                again,
+                "sampled again" if saved["lag"] > lag else "trained on unchanged",
             )
-        if said["lag"] > lag:
-            opened[int(place.name)] = StepSnapshot(batches)
+        if saved["lag"] > lag:
+            snapshots[int(place.name)] = StepSnapshot(batches)
             continue
-        left = {}
-        for name in said["nodes"]:
+        sampled = {}
+        for name in saved["nodes"]:
             columns = DataProto.load(_node(place, name)).columns
-            left[name] = NodeOutputs(runner.put(infos[name].node, columns), lengths_of(columns))
-        metrics = {name: Metrics({k: _metric(m) for k, m in found.items()}) for name, found in said["metrics"].items()}
-        opened[int(place.name)] = StepSnapshot(batches, left, metrics, said["seconds"])
-    return opened
+            sampled[name] = NodeOutputs(runner.put(infos[name].node, columns), lengths_of(columns))
+        metrics = {name: Metrics({k: _metric(m) for k, m in found.items()}) for name, found in saved["metrics"].items()}
+        snapshots[int(place.name)] = StepSnapshot(batches, sampled, metrics, saved["seconds"])
+    return snapshots
 
 
 def _input(place: Path, number: int, name: str) -> Path:
-    """Where the batch of an input is, of a round."""
+    """The folder of an input's batch in a round."""
     return place / "inputs" / str(number) / quote(name, safe="")
 
 
 def _node(place: Path, name: str) -> Path:
-    """Where the columns of a node are."""
+    """The folder of a node's columns."""
     return place / "nodes" / quote(name, safe="")
 
 
-def _metric(said: Mapping[str, Any]) -> Metric:
-    if "scores" not in said:
-        return Metric(**said)
-    return GroupScores(scores={uid: tuple(scores) for uid, scores in said["scores"].items()})
+def _metric(saved: Mapping[str, Any]) -> Metric:
+    if "scores" not in saved:
+        return Metric(**saved)
+    return GroupScores(scores={uid: tuple(scores) for uid, scores in saved["scores"].items()})

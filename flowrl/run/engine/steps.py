@@ -1,7 +1,6 @@
-"""`Steps`: runs the steps of a plan: draws batches, flies them, and goes back where something is lost.
+"""`Steps`: runs the steps of a plan: draws batches, runs their nodes, and restarts steps when a process is lost.
 
-`InFlightSteps` holds the steps in flight. Where nodes run is up to the runner: in this process, on Ray, or on a virtual
-clock.
+`InFlightSteps` schedules the steps in flight. The runner runs nodes in this process, on Ray, or on a virtual clock.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from flowrl.run.engine.timeline import Timeline
 from flowrl.run.engine.weights import TrainedWeights
 
 AHEAD = "ahead"
-"""The folder of a checkpoint with the steps that were under way."""
+"""The folder of a checkpoint with the steps in flight."""
 
 T = TypeVar("T")
 
@@ -42,9 +41,9 @@ class Steps:
         plan: what to run.
         runner: where.
         seed: root of the keys.
-        weights: of the job, which forks share; when something is lost, all trained roles go back to what they were
-            after the last step, and what was in flight is repeated with the same batches and keys. So no row is lost,
-            and none is trained on twice.
+        weights: of the job, shared with forks. If a process is lost, all trained roles are restored to the snapshot
+            after the last step, and the steps in flight restart with the same batches and keys. So no row is lost or
+            trained on twice.
     """
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
@@ -52,14 +51,14 @@ class Steps:
         self._fused, self._swaps = scorers(plan.graph), bool(swaps(plan.graph))
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
-        self.during: str | None = None  # for messages, where its steps are none of a training
+        self.during: str | None = None  # replaces the step in messages
         self._weights = weights
         self._infos: dict[int, dict[str, NodeInfo]] = {}  # by lag
-        self._flight: InFlightSteps | None = None
-        self._resumed: dict[int, StepSnapshot] = {}  # steps that a checkpoint holds as they were under way
+        self._in_flight: InFlightSteps | None = None
+        self._resumed: dict[int, StepSnapshot] = {}  # snapshots of a checkpoint
 
     def fork(self, plan: Plan, seed: int) -> Steps:
-        """Another plan on the same engines, with keys and state cells of its own."""
+        """Another plan on the same engines, with its own keys and state cells."""
         return Steps(plan, self.runner, seed, self._weights)
 
     def step(
@@ -74,15 +73,15 @@ class Steps:
         """Run every node once.
 
         Args:
-            batch: columns of the graph's inputs; where they stand on other rows, the batch of each, by its name.
-            step: the step's number, from which keys are derived.
-            now: the step of which parameters over time are taken, where it is another one, as in a validation.
-            return_nodes: nodes whose outputs the result holds, besides the sinks.
-            on_node: called with the name of each node as it starts; again, where a step is repeated.
+            batch: columns of the graph's inputs; if these have different rows, the batch of each by its name.
+            step: the number of the step, from which keys are derived.
+            now: the step that scheduled parameters use, if it differs, as in a validation.
+            return_nodes: nodes whose outputs the result includes, in addition to the sinks.
+            on_node: called with the name of each node as it starts, including repetitions.
 
         Raises:
-            NodeError: a node raised, or a process died; names node and step, with the error as its cause.
-            GraphError: `batch` lacks a column of an input, or `return_nodes` names a node that is not there.
+            NodeError: a node raised or a process died; names node and step, with the error as its cause.
+            GraphError: `batch` lacks a column of an input, or `return_nodes` names an unknown node.
         """
         [result] = self.run(
             lambda step: batch, range(step, step + 1), now=now, return_nodes=return_nodes, on_node=on_node
@@ -101,28 +100,27 @@ class Steps:
         more: Draw | None = None,
         tell: Callable[[int], Collection[Edge]] = lambda step: (),
     ) -> Iterator[StepResult]:
-        """Run these steps, and give the result of each, in order.
+        """Run these steps, and yield the result of each, in order.
 
-        Nothing starts while the caller holds a result, so with ``lag=0`` the engines stand still between two steps.
+        Nothing starts between a yield and the next iteration, so with ``lag=0`` the engines are idle then.
 
         Args:
-            draw: gives the batch of a step, or that of each input by its name; called once for each step, in order.
+            draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
             steps: their numbers.
             lag: see `ExecutionGraph`.
             now, return_nodes, on_node: see `step`.
-            more: gives the batch of so many further prompts, which a `Collect` asks for, or that of each input in front
-                of it.
-            tell: the columns that the result of a step holds besides what is kept in all; those of all rounds.
+            more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
+            tell: further columns that the result of a step includes, those of all rounds.
 
         Raises:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
-        kept = {*map(self._known, return_nodes), *self.plan.graph.sinks}
+        returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
         def wanted(step: int) -> Mapping[str, Collection[str] | None]:
-            edges = [edge for edge in tell(step) if edge.node not in kept]
+            edges = [edge for edge in tell(step) if edge.node not in returned]
             some = {edge.node: [other.output for other in edges if other.node == edge.node] for edge in edges}
-            return {**dict.fromkeys(kept), **some}
+            return {**dict.fromkeys(returned), **some}
 
         infos, region = self._known_nodes(lag), Region.of(self.plan)
         inputs = self.plan.graph.inputs
@@ -131,23 +129,24 @@ class Steps:
         def further(prompts: int) -> Mapping[str, DataProto]:
             return self._complete((more or self._refuse_more)(prompts), infos, again)
 
-        asked = wanted, on_node, self.during, now, region, further
-        flight = self._flight = InFlightSteps(infos, lag, self.runner, self.seed, steps, self.state, *asked)
+        settings = wanted, on_node, self.during, now, region, further
+        in_flight = InFlightSteps(infos, lag, self.runner, self.seed, steps, self.state, *settings)
+        self._in_flight = in_flight
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
-                if ahead not in flight:
+                if ahead not in in_flight:
                     resumed = self._resumed.pop(ahead, None)
                     if resumed is None and self._swaps:
-                        self._protected(functools.partial(flight.draw_before, ahead), flight)
-                    flight.open(ahead, resumed or StepSnapshot([self._complete(draw(ahead), infos, inputs)]))
-            result = self._protected(functools.partial(self._finish, flight, step), flight)
-            flight.close(step)
-            self.state = flight.kept_state
+                        self._protected(functools.partial(in_flight.draw_before, ahead), in_flight)
+                    in_flight.open(ahead, resumed or StepSnapshot([self._complete(draw(ahead), infos, inputs)]))
+            result = self._protected(functools.partial(self._finish, in_flight, step), in_flight)
+            in_flight.close(step)
+            self.state = in_flight.snapshot_state
             yield result.under({name: self._fused[name] for name in return_nodes if name in self._fused})
 
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
-        """What is known of the nodes where generation runs so far ahead; raises `GraphError` where it cannot."""
+        """The nodes for a lag; raises `GraphError` if it would deadlock."""
         if lag not in self._infos:
             instances = ExecutionGraph(self.plan, lag, self.runner.swaps)
             if lag:
@@ -155,40 +154,48 @@ class Steps:
             self._infos[lag] = NodeInfo.all(instances, self.runner)
         return self._infos[lag]
 
-    def _protected(self, act: Callable[[], T], flight: InFlightSteps) -> T:
-        """Do something; again, from after the last step, where a process is lost in it that can be mended."""
-        return self._weights.protect(act, flight.restart) if self._weights.spare else act()
+    def _protected(self, act: Callable[[], T], in_flight: InFlightSteps) -> T:
+        """Call `act`; if a process is lost, recover and restart the steps in flight."""
+        return self._weights.protect(act, in_flight.restart) if self._weights.spare else act()
 
     def _complete(
         self, given: Batches, infos: Mapping[str, NodeInfo], inputs: Iterable[str]
     ) -> Mapping[str, DataProto]:
-        """The batch of each of these inputs, which has its columns."""
+        """The batch of each of these inputs; refuses missing columns."""
         batches = dict.fromkeys(inputs, given) if isinstance(given, DataProto) else given
         for name in inputs:
             wanted = infos[name].columns
             found = batches[name].columns if name in batches else {}
             if missing := [column for column in wanted if column not in found]:
                 raise GraphError(
-                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(wanted)}, and the "
-                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
-                    f"PromptData(...).load(...).next(n), or one for each input: {{{name!r}: ...}}."
+                    f"The batch for the input {name!r} of {self.plan.graph.name} lacks {', '.join(missing)}. Pass one "
+                    f"with the columns {', '.join(wanted)}, such as PromptData(...).load(...).next(n), or a batch for "
+                    f"each input: {{{name!r}: ...}}.",
+                    code="step.missing-columns",
+                    graph=self.plan.graph.name,
+                    node=name,
+                    missing=missing,
                 )
         return batches
 
     def _refuse_more(self, prompts: int) -> Batches:
         raise GraphError(
-            f"{self.plan.collector} of {self.plan.graph.name} wants {prompts} further prompts, and nobody draws them; "
-            f"say how: steps.run(draw, range(3), more=stream.next), or let Training draw."
+            f"{self.plan.collector} of {self.plan.graph.name} needs {prompts} further prompts, but there is no source "
+            f"for them. Pass `more=`: steps.run(draw, range(3), more=stream.next), or use Training.",
+            code="step.no-further-prompts",
+            graph=self.plan.graph.name,
+            node=self.plan.collector,
+            prompts=prompts,
         )
 
     def _known(self, name: str) -> str:
         return self.plan.graph[self._fused.get(name, name)].name
 
-    def _finish(self, flight: InFlightSteps, step: int) -> StepResult:
+    def _finish(self, in_flight: InFlightSteps, step: int) -> StepResult:
         if self.runner.needs_sync:
-            flight.rest()
+            in_flight.drain()
             self._weights.sync()
-        result = flight.finish(step)
+        result = in_flight.finish(step)
         if self._weights.spare and self.plan.graph.trained:
             self._weights.snapshot()
         return result
@@ -196,20 +203,20 @@ class Steps:
     # ---- between steps
 
     def still(self) -> None:
-        """Wait until nothing runs: with a lag, later steps are under way when one is done.
+        """Wait for all running nodes: with a lag, later steps are in flight when one is done.
 
         Raises:
-            NodeError: what ran has failed.
+            NodeError: a node failed.
         """
-        if self._flight is not None:
+        if self._in_flight is not None:
             self.runner.timeline = self.timeline
-            self._protected(self._flight.rest, self._flight)
+            self._protected(self._in_flight.drain, self._in_flight)
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
-        """Carry weights to the engines that generate, before the first step and after a restore; or by `syncs` alone.
+        """Sync weights to the engines that generate, before the first step and after a restore; or only by `syncs`.
 
         Raises:
-            NodeError: they did not arrive; with a `SyncError` as its cause.
+            NodeError: a sync failed; with a `SyncError` as its cause.
         """
         self.runner.timeline = self.timeline
         self._weights.protect(lambda: self._weights.sync(syncs))
@@ -217,26 +224,25 @@ class Steps:
             self._weights.snapshot()
 
     def save(self, folder: Path) -> None:
-        """Write the state of every trained role into a folder of its own, and with a lag the steps that are under way.
+        """Checkpoint each trained role into its own folder, and with a lag the steps in flight.
 
         Raises:
-            DataError: machines that would write there do not share the folder; or JSON would not give back exactly what
-                older weights have sampled.
+            DataError: the machines do not share the folder, or JSON would not restore samples of older weights exactly.
         """
         self.still()
         self._weights.protect(lambda: self._weights.save(folder))
-        if self._flight is not None:
-            save_snapshots(self._flight.opened, self._flight.lag, self._flight.infos, self.runner, folder / AHEAD)
+        if (steps := self._in_flight) is not None:
+            save_snapshots(steps.snapshots, steps.lag, steps.infos, self.runner, folder / AHEAD)
 
     def load(self, folder: Path, lag: int = 0) -> None:
-        """Take every trained role back to what `save` wrote, and sync.
+        """Restore each trained role from what `save` wrote, and sync.
 
         Args:
             folder: where.
-            lag: by which it goes on; see `flowrl.run.engine.step_snapshot.load_snapshots`.
+            lag: of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
 
         Raises:
-            DataError: a role's folder is of another model or optimiser, or damaged.
+            DataError: the checkpoint belongs to another model or optimizer, or is damaged.
         """
         self._weights.load(folder)
         self._weights.snapshot()
@@ -247,8 +253,7 @@ class Steps:
         self._weights.protect(lambda: self.runner.save_pretrained(role, Path(folder)))
 
     def tokenizer(self) -> ChatTokenizer | None:
-        """The tokenizer of the engine that generates tokens; where none does, that of a model that is trained; None
-        where there is neither."""
+        """The tokenizer of the engine that generates tokens, else that of a trained model, else None."""
         graph = self.plan.graph
         if writers := writers_of_tokens(graph):
             return self.runner.tokenizer(writers[0])
@@ -257,10 +262,10 @@ class Steps:
 
 
 def writers_of_tokens(graph: Graph) -> list[str]:
-    """The roles that generate tokens, which have a tokeniser."""
+    """The roles that generate tokens, which have a tokenizer."""
     return [role for role in graph.generators if any(use.goes_through(Rollout) for use in graph.roles()[role])]
 
 
 def folder_of_trained(graph: Graph) -> str | None:
-    """The folder of a model that is trained, whose tokeniser data becomes tokens by; None where none is known."""
+    """The folder of a trained model, whose tokenizer encodes the data; None if none is known."""
     return next((folder for role in graph.trained if (folder := graph.bindings[role].starts_from)), None)

@@ -1,4 +1,4 @@
-"""Traces: who did what when, as Chrome trace JSON (opens in Perfetto and chrome://tracing), and as a table."""
+"""Traces of a run: as Chrome trace JSON (for Perfetto and chrome://tracing), and as a table."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 
 Kind = Literal["node", "transfer", "wait", "environment"]
-_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # written if known
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An interval of work or waiting.
 
     Args:
-        name: of a node, or of what was done for one.
-        place: where it was.
+        name: of a node, or of a transfer or wait for one.
+        place: where it ran.
         start, end: Unix seconds.
-        bytes: that it fetched.
-        kind: what it was; of the kind "environment" are stretches in which a node waited for what is outside of its
-            place.
+        bytes: bytes that it fetched.
+        kind: ``"environment"`` is a node's wait for something outside its place.
         step: of the run; None between steps.
-        rows, tokens: that it was given, as far as known.
+        rows, tokens: of its inputs, if known.
         padded: tokens if every row were as long as the longest.
         lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
     """
@@ -61,24 +60,24 @@ class Span:
 
 
 class Timeline:
-    """What took time in a run, as spans."""
+    """The spans of a run."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def add(self, name: str, place: str, start: float, end: float, bytes: int = 0, kind: Kind = "node") -> None:
-        """Enter a span that is over."""
+        """Add a finished span."""
         self.spans.append(Span(name, place, start, end, bytes, kind))
 
     def add_waits(self, node: str, place: str, step: int | None, waits: Iterable[Wait]) -> None:
-        """Enter what a node waited for, in a lane of its own beside its place."""
+        """Add what a node waited for, in a separate lane next to its place."""
         for wait in waits:
-            name, beside = f"{node}: {wait.name}", f"{place}: environments"
-            self.spans.append(Span(name, beside, wait.start, wait.end, kind="environment", step=step))
+            name, lane = f"{node}: {wait.name}", f"{place}: environments"
+            self.spans.append(Span(name, lane, wait.start, wait.end, kind="environment", step=step))
 
     @contextmanager
     def span(self, name: str, place: str, kind: Kind = "node") -> Iterator[None]:
-        """Enter what happens in the block."""
+        """Add a span of the block."""
         start = time.time()
         try:
             yield
@@ -86,10 +85,9 @@ class Timeline:
             self.add(name, place, start, time.time(), kind=kind)
 
     def save(self, path: Path) -> None:
-        """Write the trace in the Chrome trace event format: one process of the picture for every place. Steps are
-        counted from 1 there, as in the metrics.
+        """Write the trace in the Chrome trace event format, with one process per place and steps counted from 1.
 
-        Spans of one place that overlap are on threads of their own, since viewers draw those of one thread nested.
+        Overlapping spans of a place are on different threads, because viewers nest those of one thread.
         """
         places = {place: i for i, place in enumerate(dict.fromkeys(span.place for span in self.spans), 1)}
         begin = min((span.start for span in self.spans), default=0.0)
@@ -98,7 +96,7 @@ class Timeline:
             for place, pid in places.items()
         ]
         for span, lane in zip(self.spans, lanes(self.spans), strict=True):
-            # both ends are rounded, and not the duration, so that rounding makes no overlap
+            # rounding both ends, rather than the duration, creates no overlaps
             start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
             load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
@@ -106,15 +104,11 @@ class Timeline:
                 load["step"] = span.step + 1
             events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
-        write(path, json.dumps(trace).encode())  # whole or not at all, since a resumed run adds to it
+        write(path, json.dumps(trace).encode())  # atomic, because a resumed run extends it
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        """The trace that `save` wrote, its times rounded to microseconds.
-
-        Raises:
-            DataError: the file is not what `save` writes.
-        """
+        """The trace that `save` wrote, with times rounded to microseconds."""
         trace = cls()
         try:
             written = parse_json(path.read_bytes())
@@ -128,22 +122,24 @@ class Timeline:
                         args["step"] -= 1
                     span = Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args)
                     if not _is_sound(span):
-                        raise ValueError(f"it says {span}")
+                        raise ValueError(f"invalid {span}")
                     trace.spans.append(span)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{path} is not the trace that a run writes ({type(error).__name__}: {error}); put a copy of it back, "
-                f"or remove it."
+                f"{path} is not the trace of a run, or is damaged ({type(error).__name__}: {error}). Restore it from a "
+                f"copy, or remove it.",
+                code="run.damaged-trace",
+                path=path,
             ) from error
         return trace
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
-        """What the run spent its time on.
+        """The time of each node, transfer and wait.
 
         Args:
             plan: what ran.
-            steps: seconds by node, a mapping for every step (`StepResult.seconds`).
-            makespans: seconds that each step took as a whole.
+            steps: seconds by node, for each step (`StepResult.seconds`).
+            makespans: seconds of each step.
         """
         rows = {node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order}
         for span in self.spans:
@@ -164,7 +160,7 @@ class Timeline:
 
 
 def _is_sound(span: Span) -> bool:
-    """Whether a span that was read is of the types that it should be, which JSON does not say."""
+    """Whether a span that was read has the right types and values."""
     counts = (span.bytes, span.rows, span.tokens, span.padded, *(n for pair in span.lengths for n in pair))
     return (
         isinstance(span.name, str)
@@ -183,8 +179,8 @@ class Total:
 
     Args:
         calls: how many.
-        seconds: of all of them.
-        share: of the time of all steps; what runs at once adds up to more than 1.
+        seconds: their sum.
+        share: of the time of all steps; shares of concurrent work add up to more than 1.
         bytes: fetched, by all ranks.
     """
 
@@ -197,14 +193,14 @@ class Total:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run spent its time on.
+    """Summary of a run's time.
 
     Args:
         totals: nodes in the order of the plan, then transfers and waits.
         idle: see `idle`.
         path: the critical path of the mean step.
-        path_seconds: how long it takes: no executor can make the step shorter than that.
-        step_seconds: how long a step took on average.
+        path_seconds: its duration, a lower bound of the duration of a step.
+        step_seconds: the mean duration of a step.
     """
 
     totals: tuple[Total, ...]
@@ -214,7 +210,7 @@ class Summary:
     step_seconds: float
 
     def table(self) -> Table:
-        """The summary for a terminal; where several processes ran, nodes of the critical path bear a star."""
+        """The summary for a terminal; with several processes, a star marks nodes of the critical path."""
         several = len(self.idle) > 1
         lines = [f"a step takes {self.step_seconds:.3f} s"]
         if several and self.path_seconds:
@@ -237,11 +233,11 @@ class Summary:
 
 
 def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tuple[list[str], float]:
-    """The longest chain of nodes that must follow each other, and its seconds.
+    """The longest chain of dependent nodes, and its seconds.
 
     Args:
         network: data and state edges, as `Plan.network`.
-        seconds: by node; a node that is not there (an input) takes none, and is left out of the chain.
+        seconds: by node; nodes without an entry (inputs) take no time and are not part of the chain.
     """
     finish: dict[str, float] = {}
     previous: dict[str, str | None] = {}
@@ -259,7 +255,7 @@ def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tup
 
 
 def idle(spans: Iterable[Span]) -> dict[str, float]:
-    """The share of time, from the first start to the last end anywhere, in which a place did nothing but wait."""
+    """The share of time, from the first start to the last end of any place, in which each place only waited."""
     spans = sorted((span for span in spans if span.kind != "environment"), key=lambda span: span.start)
     if not spans:
         return {}
@@ -274,7 +270,7 @@ def idle(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """For each span the first lane of its place, counted from 0, that is free when it starts."""
+    """For each span the first lane of its place (from 0) that is free when it starts."""
     lane = [0] * len(spans)
     ends: dict[str, list[float]] = {}
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start):

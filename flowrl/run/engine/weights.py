@@ -1,4 +1,4 @@
-"""`TrainedWeights`: what a job trains, as it is synced, saved, and gone back to when something is lost."""
+"""`TrainedWeights`: sync, checkpoint and restore the trained roles of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""What loses something so many times is given up."""
+"""How often `TrainedWeights.protect` tries."""
 
 
 class TrainedWeights:
@@ -30,66 +30,60 @@ class TrainedWeights:
         plan: of the graph that trains them.
         runner: where the engines are.
         seed: of the run.
-        spare: a folder of this machine in which they are kept as they were after the last step, so that `protect` can
-            go back to them; None keeps none.
+        spare: a local folder for a snapshot after each step, which `protect` restores; None for no snapshots.
     """
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, spare: Path | None = None) -> None:
         self._plan, self._runner, self._seed, self.spare = plan, runner, seed, spare
-        self._kept: Path | None = None
+        self._snapshot: Path | None = None
         self._numbers = itertools.count()
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
-        """Carry them to the engines that generate; by these nodes alone, where some are given.
-
-        Raises:
-            NodeError: they did not arrive; with a `SyncError` as its cause.
-        """
+        """Sync weights to the engines that generate, by all sync nodes or by these."""
         for node in self._plan.syncs if syncs is None else syncs:
             version = Updated(self._runner.version(node.reads[0]))
             self._runner.launch(Task(node.in_step(0), None, self._seed, dict.fromkeys(node.inputs, version)))
             self._runner.wait()
 
     def save(self, folder: Path) -> None:
-        """Write the state of every trained role into a folder of its own."""
+        """Checkpoint each trained role into its own folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for role in self._plan.graph.trained:
-            shutil.rmtree(folder / role, ignore_errors=True)  # what a role that died has left half written
+            shutil.rmtree(folder / role, ignore_errors=True)  # partly written by a role that died
             self._runner.save(role, folder / role)
 
     def load(self, folder: Path) -> None:
-        """Take every trained role back to what `save` wrote, and sync."""
+        """Restore each trained role from what `save` wrote, and sync."""
         for role in self._plan.graph.trained:
             self._runner.load(role, folder / role)
         self.sync()
 
     def snapshot(self) -> None:
-        """Where there is a spare folder: this is what to go back to."""
+        """If there is a spare folder, replace the snapshot in it."""
         if self.spare is None:
             return
-        fresh, old = self.spare / str(next(self._numbers)), self._kept
-        self.save(fresh)
-        self._kept = fresh
+        new, old = self.spare / str(next(self._numbers)), self._snapshot
+        self.save(new)
+        self._snapshot = new
         if old is not None:
             shutil.rmtree(old)
 
     def protect(self, act: Callable[[], T], restart: Callable[[], None] = lambda: None) -> T:
-        """Do something; where a process is lost in it, mend that, go back to what was kept, `restart`, and do it again.
+        """Call `act`. If a process is lost in it, recover, load the snapshot, call `restart`, and retry.
 
-        Raises:
-            NodeError: the runner cannot mend it, nothing was kept, or it happened too often.
+        The `NodeError` is raised if the runner cannot recover, there is no snapshot, or after `ATTEMPTS` attempts.
         """
         lost: NodeError | None = None
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                if lost is not None and self._kept is not None:
+                if lost is not None and self._snapshot is not None:
                     self._runner.recover(lost)
-                    self.load(self._kept)
+                    self.load(self._snapshot)
                     restart()
                 return act()
             except NodeError as error:
-                if not self._runner.can_recover(error) or self._kept is None or attempt == ATTEMPTS:
+                if not self._runner.can_recover(error) or self._snapshot is None or attempt == ATTEMPTS:
                     raise
-                logger.warning("%s\nWhat was lost is rebuilt and synced, and that is done again.", error)
+                logger.warning("%s\nRebuilding and syncing the lost processes, then retrying.", error)
                 lost = error
         raise AssertionError("unreachable")

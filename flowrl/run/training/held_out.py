@@ -46,7 +46,7 @@ class HeldOut:
 
     def refuse_unready(self) -> None:
         """Refuse a validation that could not run: its rules, data, roles, or the order of its weights."""
-        refuse_broken(self.graph, f"the validation {self.validation.name!r}")
+        refuse_broken(self.graph, f"The validation {self.validation.name!r}")
         _ = Plan(self.graph).order, self.sources
         if unbound := [role for role in self.graph.roles() if role not in self.graph.bindings]:
             name, role = self.validation.name, unbound[0]

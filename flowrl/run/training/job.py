@@ -293,9 +293,6 @@ class Job(Generic[GraphT]):
 def ends_of_responses(graph: Graph) -> str | None:
     """The tokens that end a response, and the file that lists them, as text; None if the model or its tokenizer is not
     on this machine.
-
-    Raises:
-        DataError: the tokenizer does not load.
     """
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
@@ -304,11 +301,7 @@ def ends_of_responses(graph: Graph) -> str | None:
 
 
 def tokenizer_of(graph: Graph, role: str) -> ChatTokenizer | None:
-    """The tokenizer of the model that a role starts from; None if it, or the model, is not on this machine.
-
-    Raises:
-        DataError: it does not load.
-    """
+    """The tokenizer of the model that a role starts from; None if it, or the model, is not on this machine."""
     backend = graph.bindings.get(role)
     owner = graph.bindings.get(backend.shares) if backend is not None and backend.shares else backend
     folder = owner.starts_from if owner is not None else None

@@ -25,12 +25,7 @@ _open: set[int] = set()
 
 
 class FolderLock:
-    """Locks an existing folder until `release` or the end of the process, when the kernel releases the lock.
-
-    Raises:
-        ParameterError: another process, or this one, holds the lock; names the process.
-        OSError: the folder cannot be written.
-    """
+    """Locks an existing folder until `release` or the end of the process, when the kernel releases the lock."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._process = folder / LOCK, os.getpid()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
 from flowrl.protocols.protocols import CacheStats, LiveWeightUpdate, StreamingRollout
 from tests.backends.hosted.toy import KEY, PROBE, Toy, asking, expected
 from tests.engines.sources import Altered
+from tests.support.errors import raises
 
 
 def test_requests_begin_with_the_next_step_and_leave_when_they_end(engine: Toy) -> None:
@@ -78,7 +78,7 @@ def test_one_that_is_dropped_is_gone(engine: Toy) -> None:
     assert sorted(engine.step()) == ["begun", "stays"]
     assert engine.take("begun") == expected(asking("begun", [8], 1))
     engine.drop("stays")
-    with pytest.raises(ParameterError, match="no response to a request 'stays'"):
+    with raises("engine.no-response", request="stays"):
         engine.take("stays")
 
 
@@ -86,16 +86,16 @@ def test_a_name_is_of_one_request_at_a_time(engine: Toy) -> None:
     asked = asking("a", [7], 2)
     engine.submit(asked)
     for _ in range(3):  # it waits; it is under way; it has ended
-        with pytest.raises(ParameterError, match="named 'a' is under way"):
+        with raises("engine.request-exists", request="a"):
             engine.submit(asked)
         engine.step()
     assert engine.take("a") == expected(asked)
 
 
-def test_what_the_engine_cannot_do_is_refused_when_it_is_asked(engine: Toy) -> None:
-    with pytest.raises(DataError, match="no top_k"):
+def test_unsupported_requests_are_refused_when_they_are_submitted(engine: Toy) -> None:
+    with raises("engine.unsupported-sampling"):
         engine.submit(asking("a", [7], top_k=3))
-    with pytest.raises(DataError, match="more than the 64 tokens"):
+    with raises("model.too-long", row="a", found=65, expected=64):
         engine.submit(asking("a", [7] * 62, 3))
     assert engine.step() == []
 
@@ -110,7 +110,7 @@ def test_weights_change_under_what_waits_and_not_under_what_is_begun(engine: Toy
     engine.submit(begun)
     engine.step()
     engine.submit(waits)
-    with pytest.raises(SyncError, match=r"1 requests are under way \('begun' is one\), whose tokens are of version 0"):
+    with raises("engine.requests-in-flight", engine="Toy", requests=1, request="begun", version=0):
         engine.sync(later)
     assert engine.receipt is not None and engine.receipt.version == 0
     assert engine.step() == ["begun"]
@@ -182,7 +182,7 @@ def test_asleep_it_forgets_what_it_computed_and_no_request(engine: Toy) -> None:
     engine.sleep()
     assert engine.told[2:] == ["abort one", "abort two"]
     for call in (engine.step, lambda: engine.submit(asking("four", [7]))):
-        with pytest.raises(AsleepError):
+        with raises("engine.asleep", engine="Toy"):
             call()
     engine.drop("two")
     engine.wake()

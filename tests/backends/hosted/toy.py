@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flowrl.backends.hosted.arrival import IncomingWeights
-from flowrl.backends.hosted.base import Answer, HostedRollout
+from flowrl.backends.hosted.base import HostedRollout, RawResponse
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
 from flowrl.data.keys import Key
@@ -60,7 +60,7 @@ class Toy(HostedRollout):
 
     def _settings(self, sampling: Sampling, ending: Ending) -> Any:
         if sampling.top_k:
-            raise DataError("Toy has no top_k.")
+            raise DataError("Toy has no top_k.", code="engine.unsupported-sampling")
         return sampling
 
     def _begin(self, name: str, ids: Sequence[int], settings: Any, seed: int) -> None:
@@ -69,13 +69,13 @@ class Toy(HostedRollout):
         assert name not in self.under_way and 0 <= seed < 2**63
         self.under_way[name] = ([*ids], settings, seed, [])
 
-    def _advance(self) -> dict[str, Answer]:
+    def _advance(self) -> dict[str, RawResponse]:
         """It does not know of stop tokens, and so says too much."""
         assert self.under_way
         self._fail("advance")
         if self.fault == "interrupted":
             raise KeyboardInterrupt
-        answers = {}
+        responses = {}
         for name, (ids, sampling, seed, versions) in [*self.under_way.items()]:
             if self.idle == name:
                 continue
@@ -83,8 +83,8 @@ class Toy(HostedRollout):
             if len(versions) == sampling.max_new_tokens or self.fault == "short":
                 del self.under_way[name]
                 tokens, log_probs = said(ids, seed, len(versions)), [self.log_prob] * len(versions)
-                answers[name] = Answer(tokens, log_probs, versions, "length", len(ids) // 2)
-        return answers
+                responses[name] = RawResponse(tokens, log_probs, versions, "length", len(ids) // 2)
+        return responses
 
     def _abort(self, name: str) -> None:
         self._fail("abort")
@@ -93,7 +93,7 @@ class Toy(HostedRollout):
 
     def _fail(self, call: str) -> None:
         if self.fault == call:
-            raise EngineError("the toy broke.")
+            raise EngineError("The toy broke.", code="engine.call-failed", engine="Toy", call=call)
 
     def _halt(self, caches: Caches | None) -> list[str]:
         self.told.append(f"halt {caches}")

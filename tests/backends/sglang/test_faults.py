@@ -25,7 +25,7 @@ from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as module
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError, EngineError, SyncError
+from flowrl.errors import EngineError
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Sampling
 from flowrl.sync.digest import weights_digest
@@ -34,9 +34,10 @@ from tests.engines.answers import CONTEXT, GREEDY, KEY, names, ragged, rows
 from tests.engines.requests import Counts
 from tests.engines.sources import Altered
 from tests.operators.engines.test_interact import prompts_of
+from tests.support.errors import raises
 from tests.support.models import tiny_folder
 
-GONE = "the process of SGLang was killed by SIGKILL"
+KILLED = {"engine": "SGLang", "how": "was killed by SIGKILL"}
 
 
 class Agreeing(Altered):
@@ -91,7 +92,7 @@ def answers(engine: SGLangEngine, sampling: Sampling = GREEDY) -> list[list[int]
 def refuse_unsynced(engine: SGLangEngine, trainer: Any) -> None:
     """Without a receipt it must not generate; a sync must bring it back."""
     assert engine.receipt is None
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt", engine="SGLang"):
         answers(engine)
     assert engine.sync(trainer).digest == weights_digest(trainer.weights())
     assert answers(engine) == [[WORD] * GREEDY.max_new_tokens] * 2
@@ -108,7 +109,7 @@ def test_killed_while_it_generates_it_is_named_and_the_next_sync_starts_it(
         return reply(call)
 
     monkeypatch.setattr(process, "reply", killed)
-    with pytest.raises(EngineError, match=f"{GONE} during generate"):
+    with raises("engine.process-died", **KILLED, when="during generate"):
         answers(engine, replace(GREEDY, max_new_tokens=ENDLESS + 1))
     assert not members(group)
     refuse_unsynced(engine, trainer)
@@ -116,7 +117,7 @@ def test_killed_while_it_generates_it_is_named_and_the_next_sync_starts_it(
 
 def test_killed_while_it_receives_weights_it_is_no_fault_of_these(engine: SGLangEngine, trainer: Any) -> None:
     os.kill(process_of(engine).pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=GONE):
+    with raises("engine.process-died", **KILLED):
         engine.sync(trainer)
     refuse_unsynced(engine, trainer)
 
@@ -131,7 +132,7 @@ def test_killed_in_the_middle_of_episodes_it_is_named(engine: SGLangEngine) -> N
             return await super().step(answer)
 
     interact = Interact(Kills, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
-    with pytest.raises(EngineError, match=f"{GONE} (during|before) generate"):
+    with raises("engine.process-died", **KILLED):
         interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
     assert engine.receipt is None and not members(group)
 
@@ -142,7 +143,7 @@ def test_weights_that_are_damaged_on_the_way_are_found_by_the_digest(
     def damaged(bucket: dict[str, Tensor]) -> bytes:
         return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
 
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="have the digest"):
+    with monkeypatch.context() as patch, raises("sync.damaged"):
         patch.setattr(module, "save", damaged)
         engine.sync(trainer)
     refuse_unsynced(engine, trainer)
@@ -150,17 +151,20 @@ def test_weights_that_are_damaged_on_the_way_are_found_by_the_digest(
 
 def test_weights_of_another_version_are_not_sampled_from(engine: SGLangEngine) -> None:
     engine._ask("end", version="13")
-    with pytest.raises(SyncError, match="SGLang says that it sampled from weights of version 13"):
+    with raises("engine.version-mismatch", engine="SGLang", found=("13",)):
         answers(engine)
     assert engine.receipt is None
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"engine_args": {"no_such_argument": 1}}, "no_such_argument"), ({"cache_tokens": 100}, "room for 100 tokens")],
+    ("settings", "code", "facts"),
+    [
+        ({"engine_args": {"no_such_argument": 1}}, "engine.does-not-start", {"engine": "SGLang"}),
+        ({"cache_tokens": 100}, "sglang.cache-too-small", {"found": 100}),
+    ],
 )
-def test_a_start_that_fails_says_why_and_leaves_nothing(
-    tiny: str, settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_start_that_fails_leaves_nothing(
+    tiny: str, settings: dict[str, Any], code: str, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[EngineProcess, Path]] = []
 
@@ -169,7 +173,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
         return process
 
     monkeypatch.setattr(module, "EngineProcess", noted)
-    with pytest.raises(BindError, match=words):
+    with raises(code, **facts):
         SGLang(tiny, dtype="float32", **settings).build(CONTEXT)
     [(process, folder)] = started
     assert not members(process.pid) and not folder.exists()
@@ -191,9 +195,9 @@ def test_auto_is_bfloat16_for_a_folder_in_float32(
 
         def send(self, arguments: dict[str, Any]) -> None:
             asked.append(arguments)
-            raise EngineError("enough")
+            raise EngineError("Enough.", code="engine.call-failed")
 
     monkeypatch.setattr(module, "EngineProcess", Refusing)
-    with pytest.raises(BindError, match="enough"):
+    with raises("engine.does-not-start"):
         SGLang(str(folder)).build(CONTEXT)
     assert [arguments["dtype"] for arguments in asked] == [dtype]

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load
 
-from flowrl.backends.sglang.answers import ResponseRequest
+from flowrl.backends.sglang.requests import ResponseRequest
 from flowrl.sync.digest import tensor_digest
 
 WORD = 20
@@ -30,12 +30,12 @@ class Toy:
         return {"vocabulary": 85, "dtype": "float32", "cached_tokens": self.room, "support": 50}
 
     def generate(self, body: bytes, new: list[ResponseRequest], seconds: float) -> dict[str, Any]:
-        counts = {asked.name: asked.sampling["max_new_tokens"] for asked in new}
+        counts = {request.name: request.sampling["max_new_tokens"] for request in new}
         if max(counts.values(), default=0) > ENDLESS:
             signal.pause()
-        return {"answers": {name: self.answer(count) for name, count in counts.items()}}
+        return {"responses": {name: self.response(count) for name, count in counts.items()}}
 
-    def answer(self, count: int) -> dict[str, Any]:
+    def response(self, count: int) -> dict[str, Any]:
         versions = [self.version] * count
         return {"ids": [WORD] * count, "log_probs": [0.0] * count, "versions": versions, "ended": "length", "cached": 0}
 
@@ -44,7 +44,7 @@ class Toy:
 
     def begin(self, body: bytes, caches: str | None = None) -> dict[str, Any]:
         self.digests = {}
-        return {"undrawn": []}
+        return {"without_token": []}
 
     def take(self, body: bytes) -> dict[str, Any]:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in load(body).items()}

@@ -1,5 +1,4 @@
-"""Axes that an operator makes anew, and several row axes in one operator: what fits, and what is refused when the graph
-is made."""
+"""New axes of an operator, and several row axes in one operator: what fits, and what a graph refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Demos(Operator):
 
 
 class Join(Operator):
-    """Demonstrations behind the rollouts."""
+    """Demonstrations appended to the rollouts."""
 
     new_axes: ClassVar[tuple[str, ...]] = BATCH
 
@@ -47,7 +46,7 @@ class Join(Operator):
 
 
 class Shorter(Operator):
-    """Of two answers to a prompt, the shorter."""
+    """The shorter of two responses to a prompt."""
 
     new_axes: ClassVar[tuple[str, ...]] = ("response",)
 
@@ -91,7 +90,7 @@ def axes(graph: Graph, edge: str) -> tuple[str, ...]:
     return {str(found): typed.axes for found, typed in graph.types.items()}[edge]
 
 
-def test_demonstrations_join_rollouts_on_rows_that_are_made_anew() -> None:
+def test_demonstrations_join_rollouts_on_new_rows() -> None:
     graph = with_demos(Join())
     assert axes(graph, "join.input_ids") == ("batch@join", "sequence@join")
     assert axes(graph, "join.responses") == ("batch@join", "response@join")
@@ -99,7 +98,7 @@ def test_demonstrations_join_rollouts_on_rows_that_are_made_anew() -> None:
     assert Graph.from_dict(graph_to_dict(graph)).fingerprint() == graph.fingerprint()
 
 
-def test_answers_of_two_generates_are_joined_on_a_response_axis_of_its_own() -> None:
+def test_responses_of_two_generates_join_on_a_new_response_axis() -> None:
     graph = of_two(Shorter())
     assert axes(graph, "shorter.responses") == ("batch@batch", "response@shorter")
     assert axes(graph, "shorter.prompts") == ("batch@batch", "prompt@batch")
@@ -120,7 +119,7 @@ def test_joined_rows_are_scored_as_what_they_are(tiny: str) -> None:
     assert result.columns["old_log_prob"]["old_log_probs"][6:] == pytest.approx(alone, abs=1e-5)
 
 
-def test_the_shorter_of_two_answers_is_wide_as_it_is(tiny: str) -> None:
+def test_the_shorter_of_two_responses_has_its_own_width(tiny: str) -> None:
     engines = job_of("grpo", tiny).build()
     engines["rollout"].sync(engines["actor"])
     steps = walk(of_two(Shorter()), rollout=engines["rollout"], actor=engines["actor"])
@@ -148,11 +147,11 @@ def test_a_port_with_rows_of_its_own_leaves_the_others_alone() -> None:
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-class SaysRowsOnly(Join):
+class NewRowsOnly(Join):
     new_axes = ("batch",)
 
 
-class SaysNothing(Shorter):
+class NoNewAxes(Shorter):
     new_axes = ()
 
 
@@ -162,33 +161,33 @@ class OneAxis(Operator):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "code", "facts"),
     [
         (
-            lambda: with_demos(SaysRowsOnly()),
-            r"says_rows_only\.prompts would be as wide as says_rows_only\.rollout\.prompts, but says_rows_only joins "
-            r"prompt axes of several widths, those of rollout\.prompts \(generate\.prompts\) and demos\.prompts "
-            r"\(demos\.prompts\); let SaysRowsOnly say that it makes the axis anew: new_axes: ClassVar = \('batch', "
-            r"'prompt'\)\.",
+            lambda: with_demos(NewRowsOnly()),
+            "graph.undeclared-axis",
+            {"node": "new_rows_only", "output": "prompts", "axis": "prompt", "expected": ("batch", "prompt")},
         ),
         (
-            lambda: of_two(SaysNothing()),
-            r"says_nothing\.responses would be as wide as .* joins response axes of several widths.* "
-            r"new_axes: ClassVar = \('response',\)\.",
+            lambda: of_two(NoNewAxes()),
+            "graph.undeclared-axis",
+            {"node": "no_new_axes", "output": "responses", "axis": "response", "expected": ("response",)},
         ),
         (
             lambda: of_two(OneAxis()),
-            r"one_axis\.second\.responses takes the response axis of second\.responses, which was made by second, .*; "
-            r"to join them, let the port say that its axes are its own: second: Widths\[\.\.\., 'second'\]\.",
+            "graph.axis-mismatch",
+            {"port": "second.responses", "axis": "response", "suggestion": "second: Widths[..., 'second']"},
         ),
     ],
 )
-def test_what_would_fail_once_widths_differ_is_refused_when_the_graph_is_made(make: Any, said: str) -> None:
-    with pytest.raises(PortError, match=said):
+def test_an_operator_that_would_fail_on_other_widths_is_refused_when_the_graph_is_made(
+    make: Any, code: str, facts: dict[str, Any]
+) -> None:
+    with raises(code, **facts):
         make()
 
 
-def test_what_is_cut_without_saying_so_is_named_with_its_mend() -> None:
+def test_an_undeclared_cut_is_refused_with_a_fix() -> None:
     class Cut(Operator):
         def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
             return response_mask[:, :1]
@@ -217,12 +216,12 @@ def own_axes(annotation: Any) -> Any:
         (lambda: own_axes(Rows[Graph, "b"]), r"A batchless value has no axes of its own. Remove the name 'b'"),
     ],
 )
-def test_own_axes_that_cannot_be_are_refused(make: Any, said: str) -> None:
+def test_invalid_axes_of_a_port_are_refused(make: Any, said: str) -> None:
     with pytest.raises(DefinitionError, match=said):
         make()
 
 
-def test_outputs_have_no_axes_of_their_own_and_fresh_names_axes_of_outputs() -> None:
+def test_outputs_have_no_axes_of_their_own_and_new_axes_names_axes_of_outputs() -> None:
     with raises("column.port-axes", axes="demo"):
 
         class Out(Operator):

@@ -22,14 +22,14 @@ from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
 
 
 class Same(FakeTrainer):
-    """Says that it trains and scores with the same bits."""
+    """Declares that it trains and scores with the same bits."""
 
     why_not_fusable: ClassVar[str | None] = None
     ranks: int = 1
 
 
 def bound(name: str, **settings: Any) -> Graph:
-    """An algorithm of the shelf whose actor is `Same`."""
+    """An installed algorithm whose actor is `Same`."""
     algorithm = getattr(graphs, name)
     graph: Graph = algorithm(**settings) if name in WITHOUT_REWARD else algorithm(exact, **settings)
     return with_bindings(graph)
@@ -47,8 +47,8 @@ def why(graph: Graph) -> str | None:
     """Why the one thing that looks as if it could be fused is not."""
     [found] = fusings(graph)
     assert (found.scorer, found.update) == ("old_log_prob", "update_actor")
-    assert (found.apart is None) == ("old_log_prob" not in fused(graph))
-    return found.apart
+    assert (found.why_not is None) == ("old_log_prob" not in fused(graph))
+    return found.why_not
 
 
 class TestFused:
@@ -69,7 +69,7 @@ class TestFused:
         assert scorers(one) == {"old_log_prob": "update_actor"} and scorers(graph) == {}
         assert fusings(one) == [] and fused(one) == one
 
-    def test_the_column_stands_on_the_same_rows(self) -> None:
+    def test_the_column_has_the_same_rows(self) -> None:
         graph = bound("grpo")
         types = {str(edge): typed for edge, typed in [*graph.types.items(), *fused(graph).types.items()]}
         assert types["update_actor.old_log_probs"] == types["old_log_prob.old_log_probs"]
@@ -101,7 +101,7 @@ class TestFused:
     def test_with_a_lag(self) -> None:
         assert why(bound("grpo").edit(lag=1)) is None
 
-    def test_twins_are_not_both_taken(self) -> None:
+    def test_only_one_of_two_twins_is_fused(self) -> None:
         graph = bound("grpo").edit(
             insert={"other": After("old_log_prob", OldLogProb())},
             wire={"mismatch.old_log_probs": "other.old_log_probs"},
@@ -125,7 +125,7 @@ class Masks(NamedTuple):
 
 
 class Judge(Operator):
-    """Reads log-probs, and asks another engine."""
+    """Reads log-probs, and uses another engine."""
 
     ref: Reads[Scorer] = Role("ref")
 
@@ -153,7 +153,7 @@ class Record(NamedTuple):
     policy_version: c.PolicyVersion
 
 
-class TestApart:
+class TestNotFused:
     def test_what_feeds_the_update_reads_it(self) -> None:
         assert why(bound("ppo")) == "kl_shape reads it before"
         assert why(bound("distill")) == "reverse_kl reads it before"
@@ -177,7 +177,7 @@ class TestApart:
     def test_a_loss_that_sees_all_rows_at_once(self) -> None:
         assert why(bound("kl_cov")) == "update_actor sees its rows at once (the loss KLCov is of a batch)"
 
-    def test_an_update_that_nobody_knows(self) -> None:
+    def test_an_unknown_update_class(self) -> None:
         mine = bound("grpo").edit(replace={"update_actor": Mine().named("update_actor")})
         assert why(mine) == "update_actor is of a class of its own, Mine"
 
@@ -205,24 +205,24 @@ class TestApart:
     def test_a_reader_that_uses_weights(self) -> None:
         """Behind the update they might be others."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
-        assert why(graph) == "judge reads it, which uses 'ref' as it is before"
+        assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
 
     def test_backends(self) -> None:
         graph = bound("grpo")
         says_nothing = graph.edit(bind={"actor": FakeTrainer()})
-        assert why(says_nothing) == "FakeTrainer does not say that it trains and scores with the same bits"
+        assert why(says_nothing) == "FakeTrainer does not declare that it trains and scores with the same bits"
         assert why(graph.edit(bind={"actor": Same(ranks=2)})) is None
         masks = {"old_log_prob": OldLogProb(reads=Masks), "update_actor": UpdateActor(reads=Masks)}
         without_tokens = bound("grpo", kl_coef=0.0).edit(replace=masks)
         assert why(without_tokens) is None
         assert (
             why(without_tokens.edit(bind={"actor": Same(ranks=2)}))
-            == "the 2 ranks of 'actor' are each given all rows, since nobody knows how long these are"
+            == "each of the 2 ranks of 'actor' gets all rows, since their lengths are unknown"
         )
-        assert why(graph.bound({})) == "'actor' is not bound, so nobody knows whether both have the same bits"
+        assert why(graph.bound({})) == "'actor' is not bound, so it is unknown whether both have the same bits"
 
 
-class TestTold:
+class TestDescribe:
     def test_lines(self) -> None:
         graph = bound("grpo", n=4)
         said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
@@ -234,7 +234,7 @@ class TestTold:
         assert describe(bound("sft"), True) == []
 
 
-def test_torch_says_that_its_bits_are_the_same() -> None:
+def test_torch_declares_same_bits() -> None:
     from flowrl.backends import TorchTrainer  # here, since it takes seconds
 
     class Derived(TorchTrainer):
@@ -243,4 +243,4 @@ def test_torch_says_that_its_bits_are_the_same() -> None:
     assert TorchTrainer("model").why_not_fusable is None
     assert TorchTrainer("model", gradient_checkpointing=True).why_not_fusable is None
     assert "offload=True" in (TorchTrainer("model", offload=True).why_not_fusable or "")
-    assert "Derived does not say" in (Derived("model").why_not_fusable or "")
+    assert "Derived does not declare" in (Derived("model").why_not_fusable or "")

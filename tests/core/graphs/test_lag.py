@@ -1,4 +1,4 @@
-"""`Lag`: what a graph runs as where weights change under answers, and what is refused."""
+"""`Lag`: the graph that runs if weights change while requests are in flight, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Session
 from flowrl.draw import mermaid
-from flowrl.errors import GraphError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Collect, Interact, RolloutCorrection, Spread, Sync, UpdateActor
 from flowrl.protocols.protocols import Synced, Trainer
 from flowrl.records import Receipt, Updated
 from flowrl.rules.check import check
 from tests.operators.engines.test_interact import Echo
+from tests.support.errors import raises
 from tests.support.kernel import exact, wires
 from tests.support.other_policies import league, self_play, twice
 
-BEHIND = {"grpo": "group_advantage", "ppo": "whiten"}
+ANCHORS = {"grpo": "group_advantage", "ppo": "whiten"}
 GRAPHS = {"grpo": grpo(exact), "ppo": ppo(exact)}
 
 
 def corrected(name: str) -> Any:
     return GRAPHS[name].edit(
-        insert={"correction": After(BEHIND[name], RolloutCorrection("token", "truncate", high=2.0))}
+        insert={"correction": After(ANCHORS[name], RolloutCorrection("token", "truncate", high=2.0))}
     )
 
 
 class Ages(Operator):
-    """An operator of one's own that reads the versions of tokens where these have their own."""
+    """A custom operator that reads the versions of tokens if these have their own."""
 
     def __call__(
         self, advantages: c.Advantages, policy_version: c.PolicyVersion, token_version: c.TokenVersion | None = None
@@ -79,11 +80,10 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "words"),
-    [({"versions": 0, "spans": True}, "Lag.0, spans=True. has nothing"), ({"version": 1}, "which means nothing there")],
+    ("written", "code"), [({"versions": 0, "spans": True}, "lag.invalid-spans"), ({"version": 1}, "file.malformed")]
 )
-def test_a_file_with_another_lag_is_refused(written: Any, words: str) -> None:
-    with pytest.raises(GraphError, match=words):
+def test_a_file_with_an_invalid_lag_is_refused(written: Any, code: str) -> None:
+    with raises(code):
         Graph.from_dict({**corrected("grpo").to_dict(), "lag": written})
 
 
@@ -105,11 +105,13 @@ def test_episodes_have_them_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [((0, True), r"Lag\(0, spans=True\) has nothing"), ((2, False, "reuse"), "caches='reuse'")]
+    ("given", "fix"),
+    [((0, True), "Pass Lag(1, ...)"), ((2, False, "reuse"), "Pass Lag(2, spans=True, caches='reuse')")],
 )
-def test_a_lag_that_says_nothing_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(ParameterError, match=words):
+def test_spans_need_a_lag_and_caches_need_spans(given: Any, fix: str) -> None:
+    with raises("lag.invalid-spans") as error:
         Lag(*given)
+    assert fix in error.value.message
 
 
 @pytest.mark.parametrize("versions", [-1, 1.0, True, "1"])
@@ -118,14 +120,14 @@ def test_a_lag_counts_versions(versions: Any) -> None:
         Lag(versions)
 
 
-def test_an_operator_of_ones_own_reads_them_where_a_port_takes_them() -> None:
+def test_a_custom_operator_with_an_optional_port_reads_them() -> None:
     graph = corrected("grpo").edit(insert={"ages": After("correction", Ages())}, lag=Lag(1, spans=True))
     assert "token_version" not in wires(graph, "ages")
     assert wires(spanned(graph), "ages")["token_version"] == "generate.token_version"
 
 
 class Engine:
-    """A trainer and an engine in one, at version 1, which keeps how weights were carried."""
+    """A trainer and an engine in one, at version 1, which records how weights were sent."""
 
     version = 1
 
@@ -143,7 +145,7 @@ class Engine:
 
 
 class OwnSync(Operator):
-    """One that knows nothing of answers under way."""
+    """A sync that cannot update weights while requests are in flight."""
 
     actor: Reads[Trainer] = Role("actor")
     rollout: Writes[Synced] = Role("rollout")
@@ -155,13 +157,57 @@ class OwnSync(Operator):
 def test_a_sync_that_cannot_swap_is_refused() -> None:
     own = corrected("grpo").edit(replace={"sync": OwnSync()})
     assert own.edit(lag=1).lag == Lag(1)
-    with pytest.raises(GraphError, match=r"spans=True.* lets .*, and grpo has no node that could.*edit\(lag=1\)"):
+    with raises("lag.no-live-sync") as error:
         own.edit(lag=Lag(1, spans=True))
+    assert "pass edit(lag=1)" in error.value.message
+
+
+@pytest.mark.parametrize("name", ["max_staleness", "staleness_threshold", "max_head_offpolicyness"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **given: UpdateActor(**given),
+        lambda **given: Sync(**given),
+        lambda **given: grpo(exact, **given),
+        lambda **given: ppo(exact, **given),
+        lambda **given: GRAPHS["grpo"].edit(**given),
+        lambda **given: GRAPHS["grpo"].edit(set={f"update_actor.{key}": value for key, value in given.items()}),
+    ],
+    ids=["UpdateActor", "Sync", "grpo", "ppo", "edit", "set"],
+)
+def test_a_bound_on_staleness_is_the_lag_of_the_graph(call: Any, name: str) -> None:
+    with raises("lag.max-staleness", parameter=name, given=2) as error:
+        call(**{name: 2})
+    fix = error.value.message.split("`")[1]
+    assert fix == "graph.edit(lag=Lag(2))"
+    fixed = eval(fix, {"graph": GRAPHS["grpo"], "Lag": Lag})
+    assert (fixed.lag, check(fixed.edit(allow={"FR006": "a test"}))) == (Lag(2), [])
+
+
+def test_a_bound_that_is_no_count_of_versions_is_a_lag_of_one() -> None:
+    with raises("lag.max-staleness", given=0.5) as error:
+        Sync(staleness_threshold=0.5)  # type: ignore[call-arg]
+    assert "graph.edit(lag=Lag(1))" in error.value.message
+
+
+class Bounded(Operator):
+    """A custom operator with such a parameter."""
+
+    max_staleness: int = 0
+
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        return advantages
+
+
+def test_a_custom_operator_may_have_such_a_parameter() -> None:
+    assert Bounded(max_staleness=2).max_staleness == 2
+    with raises("lag.max-staleness", parameter="staleness_threshold"):
+        Bounded(max_staleness=2, staleness_threshold=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("graph", [self_play(), league(), twice(), graphs.remax(exact)])
 def test_graphs_of_several_policies_and_samplers_have_spans(graph: Graph) -> None:
-    """Each update reads the versions of the very tokens that it trains on."""
+    """Each update reads the versions of the tokens that it trains on."""
     with_spans = graph.edit(lag=Lag(1, spans=True))
     runs = spanned(with_spans)
     syncs = [node for node in runs.nodes.values() if node.is_sync]

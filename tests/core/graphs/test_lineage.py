@@ -1,4 +1,4 @@
-"""Rules follow rows: what is only read beside an update may be greedy, frozen or another's; what is trained on not."""
+"""Rules follow rows: responses that are only read may be greedy, frozen or of another policy; trained ones not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role, Writes
 from flowrl.data.keys import Key
-from flowrl.errors import BindError
 from flowrl.graph import Graph, algorithm
 from flowrl.operators import (
     Generate,
@@ -32,6 +31,7 @@ from flowrl.operators import (
 from flowrl.protocols.protocols import Trainer
 from flowrl.records import PromptBatch, RolloutBatch, Updated
 from flowrl.run.engine.build import EngineBuilder
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import Ask, judged, league, self_play, twice
@@ -62,7 +62,7 @@ class TestWhatIsLegal:
         assert {"generate_b", "old_b", "duel_b", "group_advantage_b"} <= own
         assert not own & {"generate", "old_log_prob", "group_advantage", "repeat"}
 
-    def test_greedy_answers_that_run_ahead_need_no_correction(self) -> None:
+    def test_greedy_responses_that_run_ahead_need_no_correction(self) -> None:
         ahead = graphs.remax(exact).edit(lag=1)
         assert found(ahead) == [("FR006", "generate")]  # and not greedy
         assert found(ahead.edit(set={"update_actor.loss.ratio_to": "rollout"})) == []
@@ -106,7 +106,7 @@ class TestPlanted:
     def test_the_judge_s_rows_are_trained_on(self) -> None:
         graph = judged(train_on="judge", temperature=1.0)
         assert found(graph) == [("FR002", "update_actor")]
-        assert "on what 'judge' generates" in graph.check()[0].message
+        assert "on responses of 'judge'" in graph.check()[0].message
         assert ("FR007", "judge") in found(judged(train_on="judge"))
 
     def test_the_frozen_opponent_s_rows_are_trained_on(self) -> None:
@@ -118,7 +118,7 @@ class TestPlanted:
     def test_old_log_probs_of_the_other_policy(self) -> None:
         assert found(league(old_of="actor")) == [("FR009", "old_b")]
 
-    def test_a_second_update_that_does_not_say_so(self) -> None:
+    def test_a_second_update_without_prior_updates(self) -> None:
         graph = twice(prior_updates=0)
         assert found(graph) == [("FR002", "update_actor"), ("FR008", "update_actor")]
         assert "UpdateActor(prior_updates=1)" in graph.check()[1].message
@@ -131,7 +131,7 @@ class TestPlanted:
     def test_a_sync_between_the_two(self) -> None:
         assert found(twice(sync_first=True)) == [("FR002", "again")]
 
-    def test_tokens_that_are_cut_anew_are_still_the_generator_s(self) -> None:
+    def test_tokens_on_a_new_axis_still_come_from_the_generator(self) -> None:
         class Back(Operator):
             def __call__(self, prompts: c.Prompts, prompt_mask: c.PromptMask) -> RolloutBatch: ...
 
@@ -150,9 +150,9 @@ class TestPlanted:
         assert found(cut(temperature=1.0)) == []
         assert found(cut(temperature=0.0)) == [("FR007", "generate")]
 
-    def test_an_update_that_reads_no_tokens_is_held_to_all_before_it(self) -> None:
+    def test_an_update_that_reads_no_tokens_may_train_on_any_ancestor(self) -> None:
         class Remote(Operator):
-            """Trains by texts, which it tokenises itself."""
+            """Trains on text, which it tokenizes itself."""
 
             actor: Writes[Trainer] = Role("actor")
 
@@ -237,15 +237,15 @@ def test_the_second_of_two_updates_starts_where_the_first_one_ended(tiny: str) -
     assert all(torch.equal(weight, dict(alone.weights())[name]) for name, weight in both["actor"].weights())
 
 
-def test_the_order_of_two_updates_is_what_they_say_and_not_how_they_are_written() -> None:
+def test_prior_updates_define_the_order_of_two_updates() -> None:
     order = [node.name for node in Plan(twice()).order]
     assert order.index("old_log_prob") < order.index("update_actor") < order.index("again") < order.index("sync")
 
 
-def test_an_engine_that_nothing_syncs_says_that_it_is_frozen(tiny: str) -> None:
+def test_an_engine_without_a_sync_must_be_frozen(tiny: str) -> None:
     job = judged().bind(actor=trainer(tiny), rollout=TorchRollout(), judge=TorchRollout(tiny, device="cpu"))
-    with pytest.raises(BindError, match=r"nothing carries weights to 'judge'.*TorchRollout\(folder, frozen=True\)"):
+    with raises("backend.never-synced", role="judge", backend="TorchRollout"):
         job.refuse_unready()
     job = judged().bind(actor=trainer(tiny), rollout=still(tiny), judge=still(tiny))
-    with pytest.raises(BindError, match=r"sync carries weights to 'rollout', whose engine is frozen"):
+    with raises("backend.frozen", role="rollout", node="sync"):
         job.refuse_unready()

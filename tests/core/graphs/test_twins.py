@@ -1,4 +1,4 @@
-"""Twins: what a graph computes twice is found, what only looks so is not, and the edit that is named mends it."""
+"""Twins: duplicate nodes are found, nodes that may differ are not, and the suggested edit removes one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shift(Operator):
 
 
 class Both(Operator):
-    """What both masks let through."""
+    """Both masks combined."""
 
     def __call__(self, one: c.PromptMask, other: c.PromptMask) -> c.PromptMask:
         return one & other
@@ -65,7 +65,7 @@ class Asked(Operator):
 
 
 def pair(one: Operator, other: Operator) -> Graph:
-    """Two operators on the same mask, and what both let through."""
+    """Two operators on the same mask, and both outputs combined."""
 
     @algorithm
     def paired(batch: PromptBatch) -> Any:
@@ -85,7 +85,7 @@ def result(graph: Graph) -> torch.Tensor:
     return column
 
 
-def test_twins_are_found_and_the_edit_that_is_named_mends_them() -> None:
+def test_twins_are_found_and_the_suggested_edit_removes_one() -> None:
     graph = pair(Shift(1), Shift(1))
     assert found(graph) == [Twin("one", "other", None)]
     line = str(Plan(graph)).splitlines()[-1]
@@ -109,15 +109,15 @@ def test_other_steps_are_another_node() -> None:
 @pytest.mark.parametrize(
     ("operator", "why"),
     [
-        (Drawn(), "each draws numbers of its own"),
-        (Counted(), "each keeps a state of its own"),
-        (Asked(), "each asks what is outside of the graph"),
+        (Drawn(), "each samples its own random numbers"),
+        (Counted(), "each has its own state"),
+        (Asked(), "each calls code outside of the graph"),
     ],
 )
-def test_what_may_differ_is_told_with_the_reason(operator: Operator, why: str) -> None:
+def test_twins_that_may_differ_have_the_reason(operator: Operator, why: str) -> None:
     graph = pair(operator, operator)
     assert found(graph) == [Twin("one", "other", why)]
-    assert str(Plan(graph)).endswith(f"other reads what one does, and is another: {why}")
+    assert str(Plan(graph)).endswith(f"other reads what one does, but differs from it: {why}")
 
 
 def test_what_twins_write_counts_as_one_input() -> None:
@@ -129,7 +129,7 @@ def test_what_twins_write_counts_as_one_input() -> None:
     assert found(chains()) == [Twin("a0", "a1", None), Twin("b0", "b1", None)]
 
 
-def test_what_is_drawn_apart_is_no_common_input() -> None:
+def test_separate_random_samples_are_not_one_input() -> None:
     @algorithm
     def chains(batch: PromptBatch) -> Any:
         ends = [Shift(2).named(f"b{i}")(Drawn().named(f"a{i}")(batch.prompt_mask)) for i in range(2)]
@@ -148,7 +148,7 @@ def test_a_sink_is_dropped_by_name() -> None:
     assert found(graph.edit(drop=["other"])) == []
 
 
-def test_a_sink_that_is_read_too_is_left_by_its_readers() -> None:
+def test_readers_of_a_dropped_sink_move_to_its_twin() -> None:
     @algorithm
     def read_too(batch: PromptBatch) -> Any:
         one = Shift(1).named("one")(batch.prompt_mask)
@@ -164,4 +164,4 @@ def test_a_sink_that_is_read_too_is_left_by_its_readers() -> None:
 
 @pytest.mark.parametrize("make", [ppo, grpo, remax])
 def test_the_shelf_computes_nothing_twice(make: Any) -> None:
-    assert all(twin.apart for twin in found(make(exact)))
+    assert all(twin.why_not for twin in found(make(exact)))

@@ -1,4 +1,4 @@
-"""What a thread says of Ray's own processes; that Ray's end is noticed is in `tests/on_ray/test_deaths_of_ray.py`."""
+"""The thread that watches Ray's processes; see `tests/on_ray/test_deaths_of_ray.py` for the death of Ray."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from collections.abc import Iterator
 import pytest
 
 from flowrl.distributed.faults import ray_processes as watch
+from tests.support.errors import raises
 
 HIGH = 1100
 
 
 @pytest.fixture
 def room() -> Iterator[None]:
-    """Descriptors above those that `select.select` takes."""
+    """File descriptors above the limit of `select.select`."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] <= HIGH:
         pytest.skip(f"this machine allows {before[1]} descriptors a process")
@@ -28,7 +29,7 @@ def room() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches on Linux alone")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches only on Linux")
 @pytest.mark.usefixtures("room")
 def test_a_death_is_noticed_whatever_the_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def high(process: int) -> int:
@@ -37,16 +38,17 @@ def test_a_death_is_noticed_whatever_the_descriptor(monkeypatch: pytest.MonkeyPa
         os.close(low)
         return descriptor
 
-    opened, said = os.pidfd_open, threading.Event()
+    opened, logged = os.pidfd_open, threading.Event()
     monkeypatch.setattr(os, "pidfd_open", high)
-    monkeypatch.setattr(watch.logger, "error", lambda text: said.set())
+    monkeypatch.setattr(watch.logger, "error", lambda text: logged.set())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
         monkeypatch.setattr(watch, "_processes", lambda: {raylet.pid: "the raylet"})
         with watch.watched():
             assert not watch.is_gone()
             raylet.kill()
-            assert said.wait(60)
+            assert logged.wait(60)
             assert watch.is_gone()
-            with pytest.raises(watch.RayDiedError, match=f"has died .the raylet, process {raylet.pid}."):
+            with raises("cluster.ray-died", process=f"the raylet, process {raylet.pid}") as caught:
                 watch.wait([], 1.0)
+            assert isinstance(caught.value, watch.RayDiedError)
     assert not watch.is_gone()

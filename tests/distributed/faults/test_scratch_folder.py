@@ -1,4 +1,4 @@
-"""A folder that goes with the process that has it, however that ends."""
+"""A temporary folder that is removed when its process ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.distributed.faults.scratch_folder import spare_folder
+from flowrl.distributed.faults.scratch_folder import scratch_folder
 from tests.operators.reward.test_pool import wait_until
 
 
-def test_it_is_there_in_the_block_and_gone_after_it() -> None:
-    with spare_folder() as folder:
+def test_it_exists_in_the_block() -> None:
+    with scratch_folder() as folder:
         (folder / "state").mkdir()
         (folder / "state" / "w").write_text("weights")
         assert folder.parent == Path(tempfile.gettempdir())
     assert not folder.exists()
-    with pytest.raises(KeyError), spare_folder() as folder:
+    with pytest.raises(KeyError), scratch_folder() as folder:
         raise KeyError
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "_exit"])
-def test_it_goes_with_a_process_that_is_killed(how: str, tmp_path: Path) -> None:
+def test_it_is_removed_when_the_process_is_killed(how: str, tmp_path: Path) -> None:
     end = "os._exit(1)" if how == "_exit" else f"os.kill(os.getpid(), signal.{how})"
     source = f"""if True:
         import os, signal
-        from flowrl.distributed.faults.scratch_folder import spare_folder
-        with spare_folder() as folder:
+        from flowrl.distributed.faults.scratch_folder import scratch_folder
+        with scratch_folder() as folder:
             (folder / "w").write_text("weights")
             print(folder, flush=True)
             {end}
@@ -40,6 +40,6 @@ def test_it_goes_with_a_process_that_is_killed(how: str, tmp_path: Path) -> None
     assert done.returncode == (1 if how == "_exit" else -getattr(signal, how))
     folder = Path(done.stdout.strip())
     wait_until(lambda: not folder.exists())
-    folder.mkdir()  # by a process that outlives the driver for a moment, and writes on
+    folder.mkdir()  # as a process does that briefly outlives the driver
     (folder / "more").write_text("weights")
     wait_until(lambda: not folder.exists())

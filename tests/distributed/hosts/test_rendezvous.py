@@ -1,4 +1,4 @@
-"""Stores listen at the address that they were given, and nowhere else."""
+"""Stores listen only at the given address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowrl.sync.route import Seat
 
 
 def addresses_of(port: int) -> set[str]:
-    """Where something listens at a port, as the kernel writes addresses."""
+    """The addresses of the listeners at a port, in the kernel's notation."""
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     found = [line[1].split(":") for line in lines if line[3] == "0A"]
     return {address for address, at in found if int(at, 16) == port}
@@ -43,7 +43,7 @@ def test_every_store_has_a_port_of_its_own() -> None:
     assert len({store.port for store in stores}) == 3
 
 
-def test_what_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(3, "eth0"), (1, "lo")])
     environment = {"GLOO_SOCKET_IFNAME": "eth0"}
     monkeypatch.setattr(meeting.os, "environ", environment)
@@ -56,16 +56,14 @@ def test_what_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("nodes", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a")])
-def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
-    nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two ranks of one machine too, if the engine that they send to is on another."""
+def test_a_job_on_one_machine_stays_on_the_loopback(nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not two ranks of one machine that send to an engine on another."""
     plans = [ProcessSpec(("actor",), 0, 2, (0,)), ProcessSpec(("actor",), 1, 2, (1,))]
     plans.append(ProcessSpec(("rollout",), 0, 1, (2,)))
-    told: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any]] = []
 
     def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
-        told.append((method, args[0] if method == "meeting_point" else args[2]))
+        calls.append((method, args[0] if method == "meeting_point" else args[2]))
         return [("address", 1)] * len(to)
 
     monkeypatch.setattr(Hosts, "ask", ask)
@@ -81,7 +79,7 @@ def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
     started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)
     started.start(plans)
     alone = set(nodes) == {"a"}
-    assert told == [("meeting_point", alone), ("build", alone), ("build", alone)]
+    assert calls == [("meeting_point", alone), ("build", alone), ("build", alone)]
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -1,4 +1,4 @@
-"""Shards: every row on one rank, groups whole, and no rank with much more to do than the others."""
+"""Shards: each row is on one rank, groups are not split, and ranks have about equal work."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_groups(rows: list[tuple[int, int]], ranks: int) -> None:
 
 
 @given(TOKENS, RANKS)
-def test_the_same_every_time(tokens: list[int], ranks: int) -> None:
+def test_shards_are_deterministic(tokens: list[int], ranks: int) -> None:
     uids = [str(n % 3) for n in tokens]
     once, again = (shard("group", len(tokens), ranks, np.array(tokens, dtype=np.int64), uids) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_batch_is_everywhere(rows: int) -> None:
+def test_a_batch_is_on_every_rank(rows: int) -> None:
     assert [share.tolist() for share in shard("batch", rows, 3, None, None)] == [list(range(rows))] * 3
 
 
@@ -65,20 +65,20 @@ def test_no_rows(granularity: str) -> None:
     assert [share.tolist() for share in shard(granularity, 0, 2, None, [])] == [[], []]  # type: ignore[arg-type]
 
 
-def test_one_rank_has_all_in_order() -> None:
+def test_a_single_rank_has_all_rows_in_order() -> None:
     assert [s.tolist() for s in shard("group", 4, 1, np.array([9, 1, 5, 2]), None)] == [[0, 1, 2, 3]]
 
 
-def test_by_tokens_and_not_by_rows() -> None:
+def test_rows_are_distributed_by_tokens() -> None:
     shares = shard("row", 4, 2, np.array([10, 10, 10, 30]), None)
     assert [s.tolist() for s in shares] == [[3], [0, 1, 2]]
 
 
-def test_without_tokens_rows_are_even() -> None:
+def test_without_tokens_rows_have_equal_weights() -> None:
     for tokens in (None, np.zeros(10, dtype=np.int32)):
         assert [len(s) for s in shard("row", 10, 4, tokens, None)] == [3, 3, 2, 2]
 
 
-def test_groups_need_not_be_neighbours() -> None:
+def test_groups_need_not_be_contiguous() -> None:
     shares = shard("group", 6, 2, None, ["b", "a", "b", "a", "c", "b"])
     assert sorted(s.tolist() for s in shares) == [[0, 2, 5], [1, 3, 4]]

@@ -1,4 +1,4 @@
-"""The wire format: columns arrive bit for bit, without their padding, and pieces of unequal width make one column."""
+"""The wire format: columns arrive bit for bit, are sent without padding, and pieces of unequal width are joined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowrl.columns import ColumnType, lookup
 from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.hosts.wire import join, pack, unpack
-from flowrl.errors import DataError
+from tests.support.errors import raises
 
 # quiet and signalling NaN with payloads, both zeros, both infinities, a denormal
 FLOATS = np.array([0x7FC00001, 0x7F800123, 0xFFC0BEEF, 0, 1 << 31, 0x7F800000, 0xFF800000, 1, 0x3F800000], dtype="<u4")
@@ -24,7 +24,7 @@ WORDS = np.array([0, 1, -1, 2**63 - 1, -(2**63), 151643])
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Same type, dtype, shape and bits; objects are the same ones."""
+    """Same type, dtype, shape and bits; the same objects."""
     if isinstance(a, Tensor) != isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not isinstance(a, Tensor):
@@ -34,7 +34,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def sent(column: Any) -> Any:
-    """The column after a journey by pickle, its buffers out of band and read-only as in the object store."""
+    """The column after pickling, with its buffers out of band and read-only as in the object store."""
     buffers: list[pickle.PickleBuffer] = []
     raw = pickle.dumps(pack(column), protocol=5, buffer_callback=buffers.append)
     return unpack(pickle.loads(raw, buffers=[bytes(b.raw()) for b in buffers]))
@@ -42,7 +42,7 @@ def sent(column: Any) -> Any:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """1-d to 3-d, of few different values, so that there are runs; also without rows or of no width."""
+    """1-d to 3-d, with few different values so that there are runs; also empty."""
     shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
     n = int(np.prod(shape))
     picks = draw(st.lists(st.integers(0, draw(st.integers(0, 8))), min_size=n, max_size=n))
@@ -171,7 +171,7 @@ def _known(name: str) -> ColumnType:
 class TestJoin:
     @given(batches(), st.data())
     def test_as_concat_does(self, protos: list[DataProto], data: st.DataObject) -> None:
-        """Pieces bear any rows, come in any order, and any of their rows are wanted in any order."""
+        """Pieces with any rows, in any order, of which any rows are wanted in any order."""
         whole = DataProto.concat(protos)
         total = len(whole)
         order = np.array(
@@ -207,25 +207,27 @@ class TestJoin:
         joined = join(parts, ("batch", "response", "layer"), 0.0, np.arange(2))
         assert joined.tolist() == [[[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]]
 
-    def test_one_whole_piece_is_not_copied(self) -> None:
+    def test_a_single_complete_piece_is_not_copied(self) -> None:
         column = torch.ones(3, 4)
         assert join([(np.arange(3), column, 4, 0)], ("batch", "prompt"), 0, np.arange(3)) is column
 
     @pytest.mark.parametrize(
-        ("rows", "wanted", "said"),
+        ("rows", "wanted", "facts"),
         [
-            ([[0], [1]], [0, 1, 2], r"row 2 of a column is wanted 1 time\(s\) and was written 0"),
-            ([[0, 1], [1]], [0, 1], r"row 1 of a column is wanted 1 time\(s\) and was written 2"),
-            ([[0], [1]], [1, 1], r"row 1 of a column is wanted 2 time\(s\)"),
-            ([[]], [0], "row 0"),
+            ([[0], [1]], [0, 1, 2], {"row": 2, "found": 0, "read": 1}),
+            ([[0, 1], [1]], [0, 1], {"row": 1, "found": 2, "read": 1}),
+            ([[0], [1]], [1, 1], {"row": 1, "found": 1, "read": 2}),
+            ([[]], [0], {"row": 0, "found": 0, "count": 1}),
         ],
     )
-    def test_every_row_once(self, rows: list[list[int]], wanted: list[int], said: str) -> None:
+    def test_each_row_is_written_and_read_once(
+        self, rows: list[list[int]], wanted: list[int], facts: dict[str, int]
+    ) -> None:
         parts = [(np.array(r, dtype=np.int64), torch.zeros(len(r)), 0, 0) for r in rows]
-        with pytest.raises(DataError, match=said):
+        with raises("host.unequal-pieces", **facts):
             join(parts, ("batch",), 0, np.array(wanted))
 
     def test_an_axis_that_is_not_padded(self) -> None:
         parts = [(np.array([i]), torch.zeros(1, i + 1), 0, 0) for i in range(2)]
-        with pytest.raises(DataError, match=r"\[batch feature\] have the widths \[\(1,\), \(2,\)\]"):
+        with raises("host.unequal-pieces", axes=("batch", "feature"), found=((1,), (2,))):
             join(parts, ("batch", "feature"), 0, np.arange(2))

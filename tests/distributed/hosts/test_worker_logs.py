@@ -1,4 +1,4 @@
-"""What flowrl warns of in another process is logged in this one."""
+"""Warnings of flowrl in a worker process are logged in the driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_warnings_of_flowrl_are_collected_and_relayed_once(caplog: pytest.LogCap
     assert [Warned(r.name, r.levelno, r.getMessage()) for r in caplog.records] == expected
 
 
-def test_the_handler_is_removed_where_the_block_raises() -> None:
+def test_the_handler_is_removed_if_the_block_raises() -> None:
     before = list(logging.getLogger("flowrl").handlers)
     with pytest.raises(ValueError, match="no"), collect_warnings():
         raise ValueError("no")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.core.operators.operator import Operator
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators.advantages.gae import (
     GAE,
     DecoupledGAE,
@@ -25,6 +25,7 @@ from flowrl.operators.advantages.gae import (
 )
 from tests.nightly import examples
 from tests.operators.advantages.ragged import NAN, masks, numbers
+from tests.support.errors import raises
 
 unit = st.floats(0, 1)
 
@@ -89,11 +90,11 @@ class TestGAE:
         mask = torch.tensor([[True, True, False], [True, False, False]])
         rewards = torch.zeros(2, 3)
         rewards[1, 2] = 1.0
-        with pytest.raises(DataError, match=r"token_level_rewards\[1, 2\] is 1 where the mask is False"):
+        with raises("reward.off-mask", column="token_level_rewards", row=1, token=2):
             gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)
 
     def test_refuses_to_broadcast(self) -> None:
-        with pytest.raises(DataError, match="shape"):
+        with raises("rows.shape-mismatch", expected=(2, 3), found=(2, 1)):
             gae(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool), 1.0, 1.0)
 
     def test_bf16_is_computed_in_float32(self) -> None:
@@ -232,7 +233,7 @@ class TestBaselineOfAnotherAnswer:  # ReMax
         assert (found[~mask] == 0).all() and not found.isnan().any()
 
     def test_a_score_off_the_mask_is_refused(self) -> None:
-        with pytest.raises(DataError, match=r"token_level_scores\[0, 1\] is 2"):
+        with raises("reward.off-mask", column="token_level_scores", row=0, token=1):
             RowScore()(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]]))
 
 
@@ -271,7 +272,7 @@ class TestWhiten:
         x = 3 * numbers(mask, seed) + 2
         flat = [float(v) for v in x[mask]]
         if len(flat) == 1:
-            with pytest.raises(DataError, match="single token"):
+            with raises("advantage.single-token"):
                 whiten(x, mask, shift_mean)
             return
         found = whiten(x, mask, shift_mean)

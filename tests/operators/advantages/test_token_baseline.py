@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.errors import DataError
 from flowrl.operators import OptimalTokenBaseline
 from tests.nightly import examples
 from tests.operators.advantages.ragged import NAN, masks, numbers
+from tests.support.errors import raises
 
 OTB = OptimalTokenBaseline()
 
@@ -82,9 +82,9 @@ class TestFormula:
 
     def test_needs_a_group_and_loses_no_reward(self) -> None:
         ones = torch.ones(3, 2, dtype=torch.bool)
-        with pytest.raises(DataError, match=r"1 of 2 groups .* 'lonely'"):
+        with raises("rows.small-group", uid="lonely", found=1):
             OTB(torch.zeros(3, 2), torch.zeros(3, 2), ones, np.array(["a", "lonely", "a"], dtype=object))
-        with pytest.raises(DataError, match=r"token_level_rewards\[0, 1\] is 1 where the mask is False"):
+        with raises("reward.off-mask", column="token_level_rewards", row=0, token=1):
             mask = torch.tensor([[True, False]] * 2)
             OTB(torch.ones(2, 2), torch.zeros(2, 2), mask, np.array(["a", "a"], dtype=object))
         assert "group baseline" in OTB.effects

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowrl.backends import TorchRollout
 from flowrl.data.metrics import Metrics
 from flowrl.episodes import Chat, Row
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Interact, KLShape, PPOClip, TurnGAE, TurnGroupAdvantage, ValueClip, Whiten
 from flowrl.operators.advantages.gae import gae
@@ -30,6 +30,7 @@ from tests.nightly import examples
 from tests.operators.advantages.ragged import masks, numbers
 from tests.operators.engines.test_interact import CONTEXT, Echo
 from tests.operators.engines.test_interact import episodes as played
+from tests.support.errors import raises
 from tests.support.jobs import column, job_of
 from tests.support.kernel import exact
 from tests.support.runs import lines, train
@@ -178,30 +179,26 @@ class TestRefusals:
     mask = torch.tensor([[True, False], [True, True]])
     turn_ids = torch.tensor([[0, -1], [0, 1]])
 
-    def both(self, rewards: Tensor, turn_ids: Tensor) -> str:
-        """What both say as they refuse it."""
-        values = torch.zeros(2, 2)
-        with pytest.raises(DataError) as of_gae:
-            turn_gae(rewards, values, self.mask, turn_ids, 1.0, 0.95)
-        with pytest.raises(DataError) as of_groups:
+    def both(self, rewards: Tensor, turn_ids: Tensor, code: str, **facts: object) -> None:
+        """Both functions raise the same error."""
+        with raises(code, **facts) as of_gae:
+            turn_gae(rewards, torch.zeros(2, 2), self.mask, turn_ids, 1.0, 0.95)
+        with raises(code, **facts) as of_groups:
             turn_group_advantage(rewards, self.mask, turn_ids, column(["a", "a"]))
         assert str(of_gae.value) == str(of_groups.value)
-        return str(of_gae.value)
 
     def test_a_reward_off_the_mask(self) -> None:
-        said = self.both(torch.tensor([[0.0, 2.0], [0.0, 0.0]]), self.turn_ids)
-        assert "token_level_rewards[0, 1] is 2 where the mask is False" in said
+        rewards = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+        self.both(rewards, self.turn_ids, "reward.off-mask", column="token_level_rewards", row=0, token=1)
 
-    def test_a_token_of_no_turn(self) -> None:
-        said = self.both(torch.zeros(2, 2), torch.tensor([[0, -1], [0, -1]]))
-        assert said.startswith("turn_ids[1, 1] is -1 where the mask is True (1 such tokens), so nobody knows")
+    def test_a_token_without_a_turn(self) -> None:
+        self.both(torch.zeros(2, 2), torch.tensor([[0, -1], [0, -1]]), "advantage.no-turn", row=1, token=1)
 
     def test_turns_of_other_tokens(self) -> None:
-        said = self.both(torch.zeros(2, 2), torch.tensor([[0], [0]]))
-        assert said.startswith("turn_ids has shape (2, 1) and response_mask (2, 2)")
+        self.both(torch.zeros(2, 2), torch.tensor([[0], [0]]), "rows.shape-mismatch", expected=(2, 2), found=(2, 1))
 
     def test_values_of_other_tokens(self) -> None:
-        with pytest.raises(DataError, match="nothing is broadcast"):
+        with raises("rows.shape-mismatch", expected=(2, 2), found=(2, 1)):
             turn_gae(torch.zeros(2, 2), torch.zeros(2, 1), self.mask, self.turn_ids, 1.0, 1.0)
 
     @pytest.mark.parametrize("gamma", [-0.1, 1.1])

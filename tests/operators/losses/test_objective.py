@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.errors import ParameterError
 from flowrl.operators import KLLoss, PPOClip, UpdateActor, UpdateCritic, ValueClip
 from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
 from tests.nightly import examples
+from tests.support.errors import raises
 from tests.support.loss_rows import (
     NAN,
     Rows,
@@ -69,10 +69,10 @@ class TestWeights:
             ("token-mean", 4.0),
             ("seq-mean-token-sum-norm", 0),
         ]:
-            with pytest.raises(ParameterError, match=r"norm=<the longest response"):
+            with raises("objective.invalid-norm", aggregation=aggregation, given=norm):
                 token_weights(mask, aggregation, norm)  # type: ignore[arg-type]
             for kind in (UpdateActor, UpdateCritic):
-                with pytest.raises(ParameterError, match=r"norm=<the longest response"):
+                with raises("objective.invalid-norm", aggregation=aggregation, given=norm):
                     kind(aggregation=aggregation, norm=norm)  # type: ignore[arg-type]
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators import ClipCov, KLLoss, PPOClip, UpdateActor
 from flowrl.operators.losses.objective import Aggregation, TokenObjective
 from tests.nightly import examples
 from tests.operators.losses.loss_formulas import FORMULAS, Row
+from tests.support.errors import raises
 from tests.support.loss_rows import (
     NAN,
     PolicyBatch,
@@ -130,9 +131,9 @@ class TestPPOClip:
         assert with_both.wants_entropy
         mask = torch.ones(1, 2, dtype=torch.bool)
         rows, weights = make(PPOClip, mask, 0), with_both.weights(mask)
-        with pytest.raises(DataError, match="needs entropy"):
+        with raises("objective.missing-column", column="entropy"):
             with_both(rows.output, None, rows.batch, weights, Metrics())
-        with pytest.raises(DataError, match="needs ref_log_prob"):
+        with raises("objective.missing-column", column="ref_log_prob"):
             with_both(rows.output, rows.entropy, rows.batch._replace(ref_log_prob=None), weights, Metrics())
 
     def test_is_a_record(self) -> None:
@@ -152,7 +153,7 @@ class TestPPOClip:
         mask = torch.ones(2, 3, dtype=torch.bool)
         rows = make(PPOClip, mask, 0)
         batch = rows.batch._replace(advantages=torch.ones(2, 1))
-        with pytest.raises(DataError, match="shape"):
+        with raises("rows.shape-mismatch", expected=(2, 3), found=(2, 1)):
             TokenObjective(PPOClip())(rows.output, None, batch, mask.float(), Metrics())
 
 
@@ -234,5 +235,5 @@ class TestClipCov:
 
     def test_none_within_the_bounds_is_plain_and_bounds_are_in_order(self) -> None:
         assert not self.drawn(ClipCov(1.0, low=3.0), Key.of(0)).any()
-        with pytest.raises(ParameterError, match=r"ClipCov.*from low=6 to high=5; expected low <= high"):
+        with raises("objective.invalid-range", low=6.0, high=5.0):
             ClipCov(low=6.0)

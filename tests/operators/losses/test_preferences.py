@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError
 from flowrl.operators import DPO, NLL
 from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
 from flowrl.operators.updates.mini_batches import record
 from tests.operators.advantages.ragged import masks, numbers
+from tests.support.errors import raises
 from tests.support.jobs import column
 from tests.support.loss_rows import aggregate, every_aggregation
 
@@ -124,7 +124,7 @@ def test_the_gradient_is_that_of_the_paper() -> None:
 
 def test_a_group_of_one_row_is_no_pair() -> None:
     mask = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(DataError, match="has a single row, and a preference takes two"):
+    with raises("rows.small-group", uid="a", expected=2, found=1):
         objective_of(
             DPO(), torch.zeros(1, 1), mask, "token-mean", None,
             ref_log_prob=torch.zeros(1, 1), token_level_scores=torch.zeros(1, 1), uid=column(["a"]),

@@ -23,6 +23,7 @@ from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo
 from flowrl.operators.reward.operator import Reward, place_scores
 from flowrl.records import PromptBatch
+from tests.support.errors import raises
 from tests.support.kernel import exact
 from tests.support.reward_rows import objects, rows, values
 
@@ -102,14 +103,14 @@ def test_what_counts_as_a_number(returned: Any, score: float) -> None:
         (torch.ones(2), "expected a number or a dict"),
         ({"acc": 1.0}, "expected a number under 'score'"),
         ({"score": None}, "expected a number under 'score'"),
-        ({"score": 1.0, "max": 3.0}, "a number named 'max', but reward/max is logged already"),
+        ({"score": 1.0, "max": 3.0}, "a number named 'max', a reserved name"),
     ],
 )
 def test_what_is_no_score_names_the_row(returned: Any, said: str) -> None:
     reward = Reward(lambda solution_str, **_: returned if solution_str == "bad" else 1.0)
-    with pytest.raises(RewardError, match=re.escape(said)) as error:
+    with raises("reward.invalid-score", node="reward", row="row-1") as error:
         reward(*rows(["ok", "bad"]))
-    assert "'row-1'" in str(error.value)
+    assert said in error.value.message
 
 
 # ---------------------------------------------------------------------------------------------- definition and graphs
@@ -129,9 +130,9 @@ class Awaited:
 
 def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
     graph = grpo(None, n=2)
-    with pytest.raises(ParameterError, match=r"^reward: there is no function .*edit\(set=\{'reward.fn': score\}\)"):
+    with raises("reward.no-function", node="reward"):
         graph.bind().refuse_missing()
-    with pytest.raises(ParameterError, match=r"edit\(drop=\['reward'\]\)"):
+    with raises("reward.no-function", node="reward"):
         Reward(None)(*rows(["7"]))
     given = graph.edit(set={"reward.fn": exact})
     assert given.fingerprint() == grpo(exact, n=2).fingerprint() != graph.fingerprint()
@@ -148,12 +149,12 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
         ("flowrl.errors:exact", "does not define 'exact'"),
         ("exact", "Write 'package.module:name' or 'path/to/file.py:name'"),
         (lambda solution, answer: 1.0, "cannot be called by keyword with data_source, solution_str"),
-        (trl_style, "the reward function trl_style(prompts"),
-        (awaited, "the reward function awaited is async, so a call of it gives a coroutine and no score"),
+        (trl_style, "The reward function trl_style(prompts"),
+        (awaited, "The reward function awaited is async and returns a coroutine"),
         (functools.partial(awaited, extra_info=None), "is async"),
         (Awaited(), "is async"),
         (3, "should be callable"),
-        (float, "the reward function float is a class, so a call of it gives an object and no score"),
+        (float, "The reward function float is a class, which returns an object"),
         ("flowrl.errors:RewardError", "errors.py has a class under that name; expected a function, or a method"),
         ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),
     ],
@@ -192,10 +193,10 @@ def test_what_a_file_defines_is_refused_without_running_it(source: str, said: st
             "def f(*, data_source, solution_str, ground_truth, extra_info=2, more): ...",
             "missing a required argument: 'm",
         ),
-        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
-        ("async def f(**columns): ...", "await inside it with asyncio.run(...)"),
+        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async and returns"),
+        ("async def f(**columns): ...", "await in it by asyncio.run(...)"),
         ("def f(**columns): ...\nf = (lambda f: lambda answer: f)(f)", "cannot be called by keyword with data_"),
-        ("f = float", "f is a class, so a call of it gives an object and no score"),
+        ("f = float", "f is a class, which returns an object"),
         ("f = max(1.0, 3.0)", "f is a float, expected a function"),
         ("import no_such_package\ndef f(**columns): ...", "importing it raised ModuleNotFoundError"),
     ],

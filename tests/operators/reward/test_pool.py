@@ -20,9 +20,9 @@ import pytest
 
 from flowrl.core.operators import references as functions
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, RewardError
 from flowrl.operators.reward import pool as reward_pool
 from flowrl.operators.reward.operator import Reward
+from tests.support.errors import raises
 from tests.support.reward_rows import rows, values
 
 # ------------------------------------------------------------------------------------------------ where functions run
@@ -92,9 +92,9 @@ def nested(depth: int) -> list[Any]:
     ],
 )
 def test_what_is_not_json_names_row_and_column(value: Any, said: str, scores: Callable[[str], str]) -> None:
-    with pytest.raises(DataError, match=re.escape(said)) as error:
+    with raises("reward.not-json", node="reward", row="row-1", column="extra_info") as error:
         Reward(scores("exact"))(*rows(["a", "b"], extra=[None, value]))
-    assert "extra_info of row 'row-1'" in str(error.value)
+    assert said in error.value.message
 
 
 def test_order_is_kept_and_workers_stay(scores: Callable[[str], str]) -> None:
@@ -137,8 +137,9 @@ def test_an_edited_file_is_loaded_anew(tmp_path: Path) -> None:
     assert values(Reward(f"{file}:f", workers=1), *rows(["a"])) == [2.25]
     assert values(before, *rows(["a"])) == [1.0]
     reward_pool.close_pools()
-    with pytest.raises(RewardError, match="has changed since"):
+    with raises("reward.worker-start") as error:
         before(*rows(["a"]))
+    assert "has changed since" in error.value.message
 
 
 # ------------------------------------------------------------------------------------------- raising, hanging, dying
@@ -146,7 +147,7 @@ def test_an_edited_file_is_loaded_anew(tmp_path: Path) -> None:
 
 def test_a_raising_call_names_the_row(scores: Callable[[str], str]) -> None:
     reward = Reward(scores("raising"))
-    with pytest.raises(RewardError) as error:
+    with raises("reward.raised", node="reward", row="row-2") as error:
         reward(*rows(["ok", "ok", "bad", "bad"]))
     message = str(error.value)
     assert "raised ValueError: no number in it, for row 'row-2' (data_source 'demo', number 2 of 4)" in message
@@ -156,18 +157,14 @@ def test_a_raising_call_names_the_row(scores: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("looping", "did not return within 1 s"),
-        ("backtracking", "did not return within 1 s"),
-        ("dying", "ended its process (exit status 3)"),
-    ],
+    ("name", "code"),
+    [("looping", "reward.timeout"), ("backtracking", "reward.timeout"), ("dying", "reward.process-died")],
 )
-def test_a_hanging_or_dying_call_is_ended(name: str, said: str, scores: Callable[[str], str]) -> None:
+def test_a_hanging_or_dying_call_is_ended(name: str, code: str, scores: Callable[[str], str]) -> None:
     bad = "a" * 40 + "b" if name == "backtracking" else "bad"
-    with pytest.raises(RewardError, match=re.escape(said)) as error:
+    with raises(code, node="reward", row="row-1") as error:
         Reward(scores(name), timeout=1.0, workers=2)(*rows(["ok", bad, "ok"]))
-    assert "'row-1'" in str(error.value)
+    assert ("exit status 3" in str(error.value)) == (name == "dying")
     assert ("timeout=..." in str(error.value)) == (name != "dying")
     metrics = Metrics()
     stated = Reward(scores(name), timeout=1.0, workers=2, on_error=-1.0)
@@ -178,15 +175,15 @@ def test_a_hanging_or_dying_call_is_ended(name: str, said: str, scores: Callable
 def test_in_threads_a_hang_and_an_exit_name_the_row() -> None:
     never = threading.Event()
     hanging = Reward(lambda solution_str, **_: never.wait() if solution_str == "bad" else 1.0, timeout=0.2, workers=2)
-    with pytest.raises(RewardError, match=r"did not return within 0\.2 s, for row 'row-1'"):
+    with raises("reward.timeout", row="row-1"):
         hanging(*rows(["ok", "bad"]))
-    with pytest.raises(RewardError, match="raised SystemExit: 1, for row 'row-0'"):
+    with raises("reward.raised", row="row-0"):
         Reward(lambda **_: sys.exit(1))(*rows(["a"]))
     never.set()
 
 
 def test_an_exit_is_the_rows_failure(scores: Callable[[str], str]) -> None:
-    with pytest.raises(RewardError, match="raised SystemExit: enough, for row 'row-0'"):
+    with raises("reward.raised", row="row-0"):
         Reward(scores("exiting"))(*rows(["a", "b"]))
 
 
@@ -204,14 +201,14 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
     file = tmp_path / "broken.py"
     file.write_text("import no_such_module\ndef f(**_):\n    return 1.0\n")
     for on_error in ("raise", 0.0):
-        with pytest.raises(
-            RewardError, match="importing it raised ModuleNotFoundError: No module named 'no_such_module'"
-        ):
+        with raises("reward.worker-start") as error:
             Reward(f"{file}:f", on_error=on_error)(*rows(["a"] * 3))
-    for meaning, found in (("max(1.0, 3.0)", "float, expected"), ("type('Score', (float,), {})", "class, so a call")):
+        assert "importing it raised ModuleNotFoundError: No module named 'no_such_module'" in error.value.message
+    for meaning, found in (("max(1.0, 3.0)", "float, expected"), ("type('Score', (float,), {})", "class, which")):
         file.write_text(f"f = {meaning}\n")  # which the source does not plainly tell
-        with pytest.raises(RewardError, match=f"broken.py:f is a {found}"):
+        with raises("reward.invalid-function", function=f"{file}:f") as error:
             Reward(f"{file}:f")(*rows(["a"]))
+        assert f"broken.py:f is a {found}" in error.value.message
 
 
 def test_a_worker_starts_no_workers(tmp_path: Path) -> None:
@@ -222,8 +219,9 @@ def test_a_worker_starts_no_workers(tmp_path: Path) -> None:
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    assert file.write('x') and file.tell() < 5\n"
         "Reward(f'{__file__}:f')(*rows(['a']))\n"
     )
-    with pytest.raises(RewardError, match="raised RewardError: a Reward ran while a reward worker imported"):
+    with raises("reward.worker-start") as error:
         Reward(f"{file}:f", workers=1)(*rows(["a"]))
+    assert "raised RewardError: A Reward ran while a reward worker imported" in error.value.message
     assert (tmp_path / "imports").read_text() == "xx"  # by the server that workers are forked from, and by the worker
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from flowrl import Metrics
 from flowrl.core.operators.operator import Operator
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators import MajorityAtK, PassAtK
 from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
+from tests.support.errors import raises
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
@@ -106,9 +107,9 @@ def test_what_passes_and_what_votes_is_chosen() -> None:
 
 
 def test_too_few_answers_are_refused() -> None:
-    with pytest.raises(DataError, match=r"pass@4 takes 4 answers at a time, and a prompt has 3; .*Repeat\(4\)"):
+    with raises("rows.small-group", expected=4, found=3):
         reported(PassAtK(4), *scored([1] * 6), UID)
-    with pytest.raises(DataError, match=r"maj@4 takes 4 answers at a time, and a prompt has 3"):
+    with raises("rows.small-group", expected=4, found=3):
         reported(MajorityAtK(4), UID, *scored([1] * 6), UID)
     with pytest.raises(ParameterError, match="nowhere"):
         MajorityAtK(3, "nowhere.py:parse")

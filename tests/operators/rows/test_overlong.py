@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
 from flowrl.operators import MaskOverlong, OverlongPenalty
 from tests.operators.advantages.ragged import masks, numbers
+from tests.support.errors import raises
 
 
 def penalty(length: int, most: int, buffer: int) -> float:
@@ -41,9 +41,9 @@ def test_the_last_token_loses_what_the_paper_says(
 
 
 def test_what_is_malformed_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"buffer=9 is more than most=8.*such as buffer=1"):
+    with raises("rows.invalid-settings", buffer=9, most=8):
         OverlongPenalty(8, 9)
-    with pytest.raises(DataError, match=r"token_level_scores\[0, 1\] is 1 where the mask is False"):
+    with raises("reward.off-mask", column="token_level_scores", row=0, token=1):
         OverlongPenalty(8, 2)(torch.ones(1, 2), torch.tensor([[True, False]]))
 
 

@@ -13,9 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrl import After, PromptData, Validation
-from flowrl.errors import DataError, NodeError, ParameterError
+from flowrl.errors import NodeError
 from flowrl.graphs import grpo
 from flowrl.operators import Collect, Filter, Length, Ranked, Spread
+from tests.support.errors import raises
 from tests.support.jobs import column, job_of, write_prompts
 from tests.support.kernel import answers
 from tests.support.runs import train
@@ -56,7 +57,7 @@ def test_length_keeps_rows_within_its_bounds(rows: list[tuple[str, float, int]],
 def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]], best: int, worst: int) -> None:
     """A row goes on if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
     if not best + worst:
-        with pytest.raises(ParameterError, match=r"best=0, worst=0 keep no row"):
+        with raises("rows.invalid-settings", best=0, worst=0):
             Ranked(best, worst)
         return
 
@@ -73,7 +74,7 @@ def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]]
 
 def test_ranked_refuses_a_score_that_is_no_number() -> None:
     mask = torch.tensor([[True], [True]])
-    with pytest.raises(DataError, match=r"the score of row 1 is not a number"):
+    with raises("reward.not-finite", node="ranked", row=1):
         Ranked()(torch.tensor([[1.0], [torch.nan]]), mask, column(["a", "a"]))
 
 
@@ -102,7 +103,7 @@ def test_a_filtered_job_trains_on_what_passes_and_validates_on_everything(tiny: 
 
 def test_no_row_at_all_is_an_error_that_says_what_decided(tiny: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, same, n=2).edit(insert={"filter": After("reward", Filter(Spread()))})
-    with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter lets none of 8 rows through, so"):
+    with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter kept none of 8 rows, so"):
         train(job, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run")
 
 
@@ -117,9 +118,7 @@ def test_collect_by_hand_is_one_round() -> None:
 
     assert collect(1)[1].tolist() == ["b", "b"]  # the first that passes, and whole groups only
     assert collect(2)[1].tolist() == ["b", "b", "c", "c"]
-    with pytest.raises(
-        DataError, match=r"collect has 2 of 3 groups after all its rounds \(8\); expected enough that Leng"
-    ):
+    with raises("rows.underfilled", node="collect", expected=3, found=2):
         collect(3)
     assert collect(3, on_underfill="train")[1].tolist() == ["b", "b", "c", "c"]
     kept, ids = collect(5, on_underfill="repeat")

@@ -1,4 +1,4 @@
-"""`ExecutionGraph`: what waits for what, within a step and from step to step, on-policy and with a lag."""
+"""`ExecutionGraph`: dependencies within a step and between steps, on-policy and with a lag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_of(graph: Graph, lag: int) -> nx.DiGraph[Instance]:
 
 
 @pytest.mark.parametrize(("name", "lag"), CASES)
-def test_a_run_holds_every_node_of_every_step_and_has_no_circle(name: str, lag: int) -> None:
+def test_a_run_has_every_node_of_every_step_and_no_cycle(name: str, lag: int) -> None:
     network = ExecutionGraph(Plan(GRAPHS[name]), lag).network(STEPS)
     assert set(network) == {Instance(step, node) for step, node in product(STEPS, GRAPHS[name].nodes)}
     assert nx.is_directed_acyclic_graph(network)
@@ -45,8 +45,8 @@ def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str
 
 
 @pytest.mark.parametrize(("name", "lag"), [*product(GRAPHS, (1, 2))])
-def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_trained(name: str, lag: int) -> None:
-    """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
+def test_a_live_weight_update_is_concurrent_with_generation_and_precedes_the_next_training(name: str, lag: int) -> None:
+    """With spans, a token is sampled with the weights after the step lag + 1 before it, or with later ones that are not
     newer than those which the step trains."""
     plan = Plan(spanned(GRAPHS[name].edit(lag=Lag(lag, spans=True))))
     later = nx.transitive_closure_dag(ExecutionGraph(plan, lag, concurrent_sync=True).network(STEPS))
@@ -54,7 +54,7 @@ def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_traine
         generate, sync = Instance(step, "generate"), Instance(other, "sync")
         assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
         assert later.has_edge(generate, sync) == (other >= step)
-    alone = nx.transitive_closure_dag(ExecutionGraph(plan, lag).network(STEPS))  # one node runs at a time: as without
+    alone = nx.transitive_closure_dag(ExecutionGraph(plan, lag).network(STEPS))  # without concurrency: as without spans
     assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
 
 
@@ -67,7 +67,7 @@ def test_batches_are_drawn_in_order_and_at_most_lag_and_one_are_in_flight(name: 
     for step in STEPS[lag + 1 :]:
         done = [Instance(step - lag - 1, node) for node in GRAPHS[name].nodes]
         assert all(later.has_edge(one, Instance(step, "batch")) for one in done)
-    if lag:  # the step before need not be done, or nothing would run ahead
+    if lag:  # the previous step need not be done
         assert not later.has_edge(Instance(0, "update_actor"), Instance(1, "batch"))
 
 
@@ -89,13 +89,13 @@ def test_a_node_with_state_follows_itself(lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_frees_is_the_other_side_of_waits(lag: int) -> None:
+def test_frees_is_the_inverse_of_waits(lag: int) -> None:
     instances = ExecutionGraph(Plan(GRAPHS["ppo"]), lag)
     waits = {(node, other, k) for node, found in instances.waits.items() for other, k in found}
     assert {(node, other, k) for other, found in instances.frees.items() for node, k in found} == waits
 
 
-def test_a_resumed_run_waits_for_nothing_before_its_first_step() -> None:
+def test_a_resumed_run_does_not_depend_on_earlier_steps() -> None:
     instances = ExecutionGraph(Plan(GRAPHS["grpo"]))
     assert instances.before(Instance(7, "batch"), range(7, 9)) == []
     assert Instance(6, "sync") in instances.before(Instance(7, "generate"), range(5, 9))

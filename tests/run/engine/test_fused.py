@@ -1,4 +1,4 @@
-"""A job whose plan is fused has the numbers of the one that is not, bit for bit, and one forward pass less."""
+"""A fused plan has the numbers of the unfused plan, bit for bit, with one forward pass less."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SMALL = {"max_tokens": 60}
 
 
 class EveryOther(Operator):
-    """Half of the rows have no token to be trained on."""
+    """Removes every other row's tokens from the mask."""
 
     def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
-        left = response_mask.clone()
-        left[::2] = False
-        return left
+        mask = response_mask.clone()
+        mask[::2] = False
+        return mask
 
 
 def job(name: str, folder: str, **parameters: Any) -> Job:
@@ -49,12 +49,12 @@ def job(name: str, folder: str, **parameters: Any) -> Job:
 
 
 def digest(run: Run) -> str:
-    """Of the actor's weights."""
+    """Digest of the actor's weights."""
     return weights_digest(run.engines["actor"].weights())
 
 
 def both(made: Job, data: str, folder: Path, **settings: Any) -> tuple[Run, Run]:
-    """The run as it is fused, and apart."""
+    """The fused and the unfused run."""
     assert "old_log_prob" not in made.runs and "old_log_prob" in replace(made, optimize=False).runs
     one = train(made, data, folder / "one", **settings)
     two = train(replace(made, optimize=False), data, folder / "two", **settings)
@@ -107,7 +107,7 @@ def test_rows_that_pass_a_filter(tiny: str, prompts_file: str, tmp_path: Path) -
 
 
 def test_rows_without_a_token(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """A micro-batch of such rows alone is not run; the column is 0 there, as that of the scorer is."""
+    """A micro-batch of only such rows is skipped; its column is 0, as the scorer's is."""
     made = job("grpo", tiny, trainer={"max_tokens": 1}).edit(insert={"every_other": After("generate", EveryOther())})
     assert_same(*both(made, prompts_file, tmp_path))
 
@@ -120,10 +120,9 @@ def test_with_a_lag(tiny: str, prompts_file: str, tmp_path: Path) -> None:
 
 
 def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
-    """What stands in a column after a step that begins with the weights that were loaded; its metrics; and how often
-    the actor's layers were run."""
-    apart = made.edit(bind={"rollout": TorchRollout(made.graph.bindings["actor"].model, device="cpu")})
-    with apart.open() as steps:
+    """A column after a step with the loaded weights; its metrics; and the number of forward passes of the actor."""
+    separate = made.edit(bind={"rollout": TorchRollout(made.graph.bindings["actor"].model, device="cpu")})
+    with separate.open() as steps:
         passes = []
         steps.sync()
         steps.runner.engines["actor"].model.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
@@ -131,8 +130,8 @@ def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
         return result.columns[name]["old_log_probs"], result.metrics.compute(), len(passes)
 
 
-def test_a_pass_less_for_every_micro_batch(tiny: str) -> None:
-    """And what is kept of the scorer is there under its name, and under the update's."""
+def test_fusing_saves_a_pass_for_each_micro_batch(tiny: str) -> None:
+    """The scorer's column is returned under its name, and under the update's."""
     made = job("grpo", tiny, trainer={"max_tokens": 1})
     old, metrics, passes = column(replace(made, optimize=False), "old_log_prob")
     rows = len(old)
@@ -143,30 +142,30 @@ def test_a_pass_less_for_every_micro_batch(tiny: str) -> None:
 
 
 def test_a_run_that_was_cut_off(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """Also where it goes on another way: what is fused is no part of what a run is."""
+    """Also if it resumes with the other setting: fusing is not part of a run's identity."""
     made = job("grpo", tiny)
     settings = {"steps": 4, "checkpoint_every": 1}
     one, two = both(made, prompts_file, tmp_path, **settings)
     assert_same(one, two)
-    for name, goes_on in (("again", made), ("apart", replace(made, optimize=False))):
+    for name, resumed in (("fused", made), ("unfused", replace(made, optimize=False))):
         with pytest.raises(Stop):
             train(made, prompts_file, tmp_path / name, [Stopper(2, "mismatch")], **settings)
-        run = train(goes_on, prompts_file, tmp_path / name, resume=True, **settings)
+        run = train(resumed, prompts_file, tmp_path / name, resume=True, **settings)
         assert timeless(list(run.metrics)) == timeless(list(two.metrics)) and digest(run) == digest(two)
         states = [
             json.loads((folder / "checkpoints/step-000004/state.json").read_text())["state"]
             for folder in (run.folder, two.folder)
         ]
         assert states[0] == states[1] and states[0]["mismatch.seen"]["steps"] == 4
-        assert described(run.folder)["optimize"] == goes_on.optimize
+        assert described(run.folder)["optimize"] == resumed.optimize
 
 
-def test_what_was_measured_predicts_it(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_measured_costs_predict_it(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     made = job("grpo", tiny)
     run = train(made, prompts_file, tmp_path / "run")
     costs = Costs.of(run.folder)
     assert "old_log_prob" not in costs.nodes
-    for graph in (made.graph, made.runs, made.graph.bound({})):  # as in the run, where nobody says what is bound
+    for graph in (made.graph, made.runs, made.graph.bound({})):  # the last without bindings
         assert predict(graph, None, 4, costs).seconds > 0
     assert made.graph.diff(made.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
     with pytest.raises(DataError, match="has no costs of old_log_prob of grpo"):
@@ -179,20 +178,20 @@ def test_what_was_measured_predicts_it(tiny: str, prompts_file: str, tmp_path: P
     assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
 
 
-def test_the_plan_says_it(tiny: str) -> None:
+def test_the_plan_names_what_is_fused(tiny: str) -> None:
     made = job("grpo", tiny)
-    said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 32 rows"
-    assert said in made.plan(prompts=8).splitlines()
+    line = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 32 rows"
+    assert line in made.plan(prompts=8).splitlines()
     assert "old_log_prob is not fused into update_actor: kl_shape reads it before" in job("ppo", tiny).plan()
     assert "optimize=False" in replace(made, optimize=False).plan()
 
 
-def test_the_plan_names_what_the_graph_asks_twice_though_one_of_two_is_fused(tiny: str) -> None:
+def test_the_plan_names_duplicate_nodes_though_one_of_them_is_fused(tiny: str) -> None:
     made = job("grpo", tiny).edit(
         insert={"again": After("old_log_prob", OldLogProb())},
         wire={"mismatch.old_log_probs": "again.old_log_probs"},
     )
-    [told] = [line for line in made.plan().splitlines() if line.startswith("again computes what old_log_prob does")]
-    mended: Job = eval(f"made.{told.partition(': ')[2]}", {"made": made})
-    assert mended.graph == job("grpo", tiny).graph and "again" not in mended.plan()
-    assert replace(made, optimize=False).plan().splitlines().count(told) == 1
+    [hint] = [line for line in made.plan().splitlines() if line.startswith("again computes what old_log_prob does")]
+    fixed: Job = eval(f"made.{hint.partition(': ')[2]}", {"made": made})
+    assert fixed.graph == job("grpo", tiny).graph and "again" not in fixed.plan()
+    assert replace(made, optimize=False).plan().splitlines().count(hint) == 1

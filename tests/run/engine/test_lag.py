@@ -1,4 +1,4 @@
-"""Generation that runs ahead, in one process: which version samples what, what is trained on, and what is cut off."""
+"""Generation with a lag, in one process: the version that samples each row, training, and resumed runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flowrl.backends import TorchRollout
 from flowrl.columns import TokenLevelScores
 from flowrl.data.files import parse_json
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import GraphError
 from flowrl.operators import Collect, RolloutCorrection, Spread
 from flowrl.run.training.job import Job
 from tests.nightly import nightly
 from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.runs
 
@@ -28,7 +28,7 @@ BEHIND = {"grpo": "group_advantage", "ppo": "whiten"}
 
 
 def ahead(name: str, folder: str, lag: int, **changed: Any) -> Job:
-    """The jobs of `tests.run.training.interrupted` with a lag: a copy of the weights, and a correction."""
+    """The jobs of `tests.run.training.interrupted` with a lag, a separate rollout engine, and a correction."""
     at = After(BEHIND[name], RolloutCorrection("token", "truncate", high=2.0))
     inserted = {"correction": at, **changed.pop("insert", {})}
     return jobs(name, folder).edit(
@@ -48,7 +48,7 @@ class Counted(Operator):
 
 
 def log_probs(folder: Path, columns: Any) -> torch.Tensor:
-    """Those of the responses by transformers, ``[batch response]``."""
+    """Log-probs of the responses by transformers, ``[batch response]``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(
@@ -63,7 +63,7 @@ def log_probs(folder: Path, columns: Any) -> torch.Tensor:
 
 class TestVersions:
     @pytest.mark.parametrize("lag", [1, 2, 4])
-    def test_rows_are_sampled_by_the_weights_of_so_many_steps_before(
+    def test_rows_are_sampled_with_the_weights_of_lag_steps_before(
         self, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         stream, found = PromptData(prompts_file).load(ChatTokenizer(tiny), 0), []
@@ -105,7 +105,7 @@ class TestCutOff:
             assert_same(run(ahead(name, tiny, lag), prompts_file, folder, resume=True, checkpoint_every=1), whole)
 
     @pytest.mark.parametrize("cuts", [CUTS[-1:], nightly(CUTS)], ids=["one", "all"])
-    def test_groups_that_are_collected_are_those_of_the_run_that_was_not_cut_off(
+    def test_a_resumed_run_collects_the_same_groups(
         self, cuts: list[tuple[int, str]], tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         gate = {"collect": After("reward", Collect(Spread(), groups=5, rounds=6))}
@@ -127,7 +127,7 @@ class TestCutOff:
         assert_same(resumed, whole)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 1), nightly(1, 2)])
-    def test_a_run_may_go_on_with_another_lag(
+    def test_a_run_may_resume_with_another_lag(
         self,
         before: int,
         after: int,
@@ -140,23 +140,23 @@ class TestCutOff:
         with caplog.at_level(logging.WARNING):
             resumed = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "run", resume=True)
         assert len(resumed.metrics) == STEPS
-        said = f"was written with lag={before}, and the run goes on with lag={after}"
-        assert (said in caplog.text) == bool(before)  # without a lag nothing was under way
+        warning = f"was written with lag={before}, and the run resumes with lag={after}"
+        assert (warning in caplog.text) == bool(before)  # without a lag no step was in flight
         whole = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "whole")
         position = [
             parse_json((folder / "checkpoints" / "step-000006" / "state.json").read_bytes())["data"]
             for folder in (resumed.folder, whole.folder)
         ]
-        assert position[0] == position[1]  # no row is left out, and none is drawn twice
+        assert position[0] == position[1]  # no row is skipped or drawn twice
 
 
 class TestRefused:
     def test_an_engine_that_shares_the_weights_that_are_trained(self, tiny: str) -> None:
         job = ahead("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
-        with pytest.raises(GraphError, match=r"'rollout' shares the weights of 'actor'.*TorchRollout\('model'\)"):
+        with raises("job.lag-weights", role="rollout"):
             job.refuse_unready()
 
-    def test_a_lag_that_gains_nothing_says_by_what(self, tiny: str) -> None:
+    def test_the_plan_says_why_a_lag_gains_nothing(self, tiny: str) -> None:
         job = ahead("grpo", tiny, 1)
         assert "lag=1 gains nothing in one process" in job.plan()
         together = replace(job, place=Colocate(gpus=1))

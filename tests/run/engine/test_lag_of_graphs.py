@@ -1,4 +1,4 @@
-"""Graphs with several critics, policies or anchors, whose generation runs ahead: who reads which weights."""
+"""Graphs with several critics, policies or anchors and a lag: which weights each node reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from flowrl.core.graphs.after import After
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
-from flowrl.errors import GraphError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -31,8 +30,9 @@ from flowrl.operators import (
 )
 from flowrl.records import PromptBatch
 from flowrl.run.engine.execution_graph import ExecutionGraph, Instance
-from tests.rules.findings import found, mended
+from tests.rules.findings import fixed, found
 from tests.run.engine.test_execution_graph import STEPS, run_of
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 LAGS = (1, 2, 4)
@@ -63,7 +63,7 @@ def two_critics(batch: PromptBatch) -> Any:
 
 @algorithm
 def self_play(batch: PromptBatch, *, corrected: bool) -> Any:
-    """Two policies that are trained on their own answers to the same prompts, each with an engine of its own."""
+    """Two policies trained on their own responses to the same prompts, each with its own engine."""
     prompts = Repeat(4)(batch)
     receipts = []
     for name in ("white", "black"):
@@ -82,7 +82,7 @@ def self_play(batch: PromptBatch, *, corrected: bool) -> Any:
 
 
 def follows(graph: Graph, lag: int, writer: str, reader: str, behind: int) -> None:
-    """The reader of each step comes after the writer of so many steps before, and before the next one."""
+    """The reader of each step follows the writer of `behind` steps earlier, and precedes the next one."""
     later = run_of(graph, lag)
     ExecutionGraph(Plan(graph), lag).refuse_deadlock()
     for step in STEPS:
@@ -101,7 +101,7 @@ def test_the_values_of_each_critic_are_those_of_the_step_before(lag: int) -> Non
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_policies_that_play_each_other_are_as_old_as_each_other(lag: int) -> None:
+def test_policies_of_self_play_are_equally_stale(lag: int) -> None:
     graph = self_play(corrected=True).edit(lag=lag)
     assert found(graph) == []
     for name in ("white", "black"):
@@ -111,7 +111,7 @@ def test_policies_that_play_each_other_are_as_old_as_each_other(lag: int) -> Non
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_the_policy_as_its_own_anchor_is_that_of_the_step_that_trains(lag: int) -> None:
+def test_the_policy_as_its_own_anchor_has_the_weights_of_the_training_step(lag: int) -> None:
     graph = grpo(exact).edit(
         lag=lag,
         insert={"correction": After("group_advantage", RolloutCorrection())},
@@ -123,24 +123,25 @@ def test_the_policy_as_its_own_anchor_is_that_of_the_step_that_trains(lag: int) 
 
 
 def in_rounds(lag: int, behind: str, rounds: int = 4) -> Graph:
-    """PPO that collects groups behind a node."""
+    """PPO that collects groups after a node."""
     gate = After(behind, Collect(Spread(), groups=4, rounds=rounds))
     return ppo(exact, n=4).edit(lag=lag, insert={"correction": After("whiten", RolloutCorrection()), "collect": gate})
 
 
-def test_rounds_that_would_wait_for_training_that_waits_for_them() -> None:  # FR041
+def test_rounds_that_depend_on_training_that_waits_for_them_are_refused() -> None:  # FR041
     for lag in (2, 4):
         graph = in_rounds(lag, behind="kl_shape")
         assert found(graph) == [("FR041", "collect")]
-        assert "behind old_log_prob, which reads 'actor'" in graph.check()[0].message
-        assert found(mended(graph)) == []
+        assert "after old_log_prob, which waits until the previous step has trained 'actor'" in graph.check()[0].message
+        assert found(fixed(graph)) == []
         assert found(in_rounds(lag, behind="reward")) == found(in_rounds(lag, behind="kl_shape", rounds=1)) == []
     assert found(in_rounds(1, behind="kl_shape")) == found(in_rounds(0, behind="kl_shape")) == []
 
 
-def test_a_schedule_knows_that_training_waits_for_all_rounds() -> None:
+def test_training_waits_for_all_rounds() -> None:
     for lag in (2, 3):
-        with pytest.raises(GraphError, match=rf"cannot let generation run {lag} version\(s\) ahead: .*collect"):
+        with raises("step.lag-deadlock", lag=lag) as caught:
             ExecutionGraph(Plan(in_rounds(lag, behind="kl_shape")), lag).refuse_deadlock()
+        assert any("collect in step" in str(one) for one in caught.value.facts["cycle"])
         ExecutionGraph(Plan(in_rounds(lag, behind="reward")), lag).refuse_deadlock()
     ExecutionGraph(Plan(in_rounds(1, behind="kl_shape")), 1).refuse_deadlock()

@@ -1,4 +1,4 @@
-"""`LocalRunner`: nodes run on the caller's own stack, a failing one is named, and eager lines give the same bits."""
+"""`LocalRunner`: nodes run on the caller's stack, errors name the node, and eager calls give the same bits."""
 
 from __future__ import annotations
 
@@ -35,44 +35,47 @@ from flowrl.operators.corrections import Mismatched
 from flowrl.records import Receipt
 from flowrl.run.engine.local import local_steps
 from tests.nightly import nightly
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
 from tests.support.runs import walk
 
 
 class Failing(Operator):
-    """Raises, after a look at what it was given."""
+    """Raises an error with a code."""
 
     message: str = "nothing to see"
 
     def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
-        raise DataError(self.message)
+        raise DataError(self.message, code="data.made-up", row=2)
 
 
 # ---- errors and debuggers
 
 
-def test_a_failing_node_is_named_with_its_step_and_what_it_was_given() -> None:
+def test_an_error_names_the_node_its_step_and_its_inputs() -> None:
     @algorithm
     def broken(batch: PromptBatch) -> Any:
         return Failing("the mask is sad")(batch.prompt_mask)
 
-    with pytest.raises(NodeError) as raised:
+    with raises("data.made-up", node="failing", step=18, error="DataError", row=2) as caught:
         walk(broken()).step(PROMPTS, 17)
-    message = str(raised.value)
-    assert "failing failed in step 18: DataError: the mask is sad" in message
-    assert "Failing(message='the mask is sad')" in message
-    assert "prompt_mask: bool[3, 3]" in message
-    assert isinstance(raised.value.__cause__, DataError)
-    again = pickle.loads(pickle.dumps(raised.value))
+    assert type(caught.value) is NodeError
+    assert caught.value.message == (
+        "failing failed in step 18: DataError: the mask is sad\n"
+        "  operator: Failing(message='the mask is sad')\n"
+        "  inputs: prompt_mask: bool[3, 3]"
+    )
+    assert isinstance(caught.value.__cause__, DataError)
+    again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is NodeError
-    assert str(again) == message
-    assert current() is None  # the session is left
+    assert (str(again), again.code, again.facts) == (str(caught.value), caught.value.code, caught.value.facts)
+    assert current() is None  # the session has ended
 
 
-def test_what_an_operator_raises_is_told_with_its_line() -> None:
+def test_an_error_names_the_line_of_the_operator() -> None:
     class Divides(Operator):
-        """Fails in a helper of torch's, called from here."""
+        """Fails in a function of torch."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             return torch.stack([])
@@ -82,55 +85,58 @@ def test_what_an_operator_raises_is_told_with_its_line() -> None:
         return Divides()(batch.prompt_mask)
 
     line = Divides.__call__.__wrapped__.__code__.co_firstlineno + 1  # type: ignore[attr-defined]
-    with pytest.raises(NodeError, match=rf"divides failed in step 1: RuntimeError: .*\n  at {__file__}:{line}\n"):
+    with raises("step.node-failed", node="divides", step=1, error="RuntimeError") as caught:
         walk(broken()).step(PROMPTS, 0)
+    assert f"\n  at {__file__}:{line}\n" in caught.value.message
 
 
 class Forgetful(PPOClip):
-    """A loss of the user's own; what it calls of torch's raises."""
+    """A user's loss that calls a function of torch that raises."""
 
     def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
         return torch.stack([])
 
 
 class Unscored(PPOClip):
-    """A loss of the user's own; what it calls of flowrl's calls what raises."""
+    """A user's loss that calls a function of flowrl that raises."""
 
     def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
         return torch.tensor(rows_of_groups([]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loss", [Forgetful, Unscored])
-def test_what_a_loss_raises_is_told_with_its_line(tiny: str, loss: type[PPOClip]) -> None:
-    """And not with the line of the operator that it was given to, nor of what it calls, which are flowrl's."""
+def test_an_error_names_the_line_of_the_loss(tiny: str, loss: type[PPOClip]) -> None:
+    """Not that of the operator that calls it, nor of the function that it calls, which belong to flowrl."""
     job = job_of("grpo", tiny).edit(set={"update_actor.loss": loss()})
     line = loss.__call__.__code__.co_firstlineno + 1
     executor = local_steps(Plan(job.graph), job.build(0), 0)
     executor.sync()
-    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: \w+Error: .*\n  at {__file__}:{line}\n"):
+    with raises("step.node-failed", node="update_actor", step=1) as caught:
         executor.step(PROMPTS, 0)
+    assert f"\n  at {__file__}:{line}\n" in caught.value.message
 
 
 class Spoils(Operator):
-    """Divides by what may be nothing."""
+    """Writes a NaN."""
 
     def __call__(self, advantages: c.Advantages) -> c.Advantages:
-        spoilt = advantages.clone()
-        spoilt[1, 0] = float("nan")
-        return spoilt
+        spoiled = advantages.clone()
+        spoiled[1, 0] = float("nan")
+        return spoiled
 
 
-def test_numbers_that_are_not_finite_are_told_with_who_wrote_them(tiny: str) -> None:
-    """Though it is the update that fails by them."""
+def test_an_error_names_inputs_that_are_not_finite_and_their_writers(tiny: str) -> None:
+    """Here the update fails because of them."""
     job = job_of("grpo", tiny).edit(insert={"spoils": After("group_advantage", Spoils())})
     executor = local_steps(Plan(job.graph), job.build(0), 0)
     executor.sync()
-    said = r"gradient norm is nan(.|\n)*\n  advantages is NaN or infinite in 1 places, first in row 1, token 0; spoils"
-    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: DataError: .*{said}\.advantages wrote it$"):
+    with pytest.raises(NodeError, match=r"^update_actor failed in step 1: DataError: .*gradient norm is nan") as caught:
         executor.step(PROMPTS, 0)
+    line = "  advantages is NaN or infinite in 1 places, first in row 1, token 0; written by spoils.advantages"
+    assert caught.value.message.splitlines()[-1] == line
 
 
-def test_an_interrupt_is_not_dressed_up_as_a_failing_node() -> None:
+def test_an_interrupt_is_not_a_node_error() -> None:
     class Interrupted(Operator):
         """Ctrl-C."""
 
@@ -146,8 +152,8 @@ def test_an_interrupt_is_not_dressed_up_as_a_failing_node() -> None:
     assert current() is None
 
 
-def test_an_operator_runs_on_the_stack_of_whoever_called_step() -> None:
-    """So a breakpoint in it stops there, and the frames above are those of the caller."""
+def test_an_operator_runs_on_the_stack_of_the_caller_of_step() -> None:
+    """So that a breakpoint in it works, and the frames above are those of the caller."""
     seen: dict[str, Any] = {}
 
     class Stopped(Operator):
@@ -164,14 +170,14 @@ def test_an_operator_runs_on_the_stack_of_whoever_called_step() -> None:
         return Stopped()(batch.prompt_mask)
 
     walk(chain()).step(PROMPTS, 0)
-    here = test_an_operator_runs_on_the_stack_of_whoever_called_step.__name__
+    here = test_an_operator_runs_on_the_stack_of_the_caller_of_step.__name__
     assert seen["thread"] == threading.get_ident()
     assert seen["frames"].index(here) < seen["frames"].index("step") < len(seen["frames"])
     assert seen["frames"][-1] == "__call__"
     assert seen["plain"] is torch.Tensor
 
 
-# ---- eager and executor are the same program
+# ---- eager calls and the executor
 
 
 @algorithm
@@ -194,19 +200,19 @@ def record_of(batch: DataProto) -> PromptBatch:
 
 
 @pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
-def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str, prompts_file: str, name: str) -> None:
+def test_eager_calls_and_the_executor_give_the_same_bits(tiny: str, prompts_file: str, name: str) -> None:
     seed, steps = 3, 3
     job = job_of(name, tiny, mini_batch=4)
     executor = local_steps(Plan(job.graph), job.build(seed), seed)
     engines = executor.runner.engines
     stream = PromptData(prompts_file).load(engines["rollout"].tokenizer, seed)
-    drawn = [stream.next(4) for _ in range(steps)]
+    batches = [stream.next(4) for _ in range(steps)]
     executor.sync()
-    walked = [executor.step(batch, step).metrics.compute() for step, batch in enumerate(drawn)]
+    walked = [executor.step(batch, step).metrics.compute() for step, batch in enumerate(batches)]
 
     by_hand = []
     with job.eager(seed) as session:
-        for batch in map(record_of, drawn):
+        for batch in map(record_of, batches):
             if name == "ppo":
                 receipt, critic, _ = ppo.step(batch, digits, max_new_tokens=6, mini_batch=4)
                 assert critic.version == receipt.version

@@ -1,4 +1,4 @@
-"""Numbers over time and nodes that wait, in runs: what each step has, what a version is, and what a resumed run has."""
+"""Scheduled parameters and nodes that run in some steps, in runs and resumed runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from flowrl import INJECTED, After, Metrics, Now, PromptData, Validation, When, algorithm, operator
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.errors import BindError, GraphError
 from flowrl.operators import (
     GAE,
     Generate,
@@ -35,6 +34,7 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.schedules import Cosine, Linear
 from tests.run.training.interrupted import timeless
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
 from tests.support.runs import train
@@ -50,7 +50,7 @@ def clock(advantages: c.Advantages, *, scale: float = 1.0, now: Now = INJECTED, 
 
 
 def changing(folder: str) -> Job:
-    """PPO whose KL coefficient falls and whose temperature does, and whose actor waits for the critic."""
+    """PPO with schedules for KL coefficient and temperature, whose actor starts after the critic."""
     return job_of("ppo", folder, n=2).edit(
         set={"kl_shape.coef": COEF, "generate.temperature": TEMPERATURE, "update_actor.loss.clip_low": CLIP},
         when={"update_actor": When(every=2, start=2)},
@@ -62,14 +62,14 @@ def numbers(lines: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))} for line in lines]
 
 
-def test_each_step_has_its_numbers_and_a_resumed_run_has_them_too(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_each_step_has_its_scheduled_parameters_also_if_resumed(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     data = {"steps": 6, "checkpoint_every": 3, "validation": Validation(PromptData(prompts_file), every=3)}
     whole = train(changing(tiny), prompts_file, tmp_path / "whole", **data)
     steps = whole.metrics
     assert [step["kl/coef"] for step in steps] == pytest.approx([COEF.at(k) for k in range(6)])
     assert [step["clock/step"] for step in steps] == list(range(6))
     assert [step["clock/scale"] for step in steps] == [1.0, 1.5, 2.0, 2.0, 2.0, 2.0]
-    assert [step["step"] for step in steps if "actor/grad_norm" in step] == [3, 5]  # people count from 1
+    assert [step["step"] for step in steps if "actor/grad_norm" in step] == [3, 5]  # metrics count from 1
     assert [step["step"] for step in steps if "timing/sync" in step] == [3, 5]
     assert all("critic/grad_norm" in step for step in steps)
 
@@ -81,7 +81,7 @@ def test_each_step_has_its_numbers_and_a_resumed_run_has_them_too(tiny: str, pro
     assert timeless(tmp_path / "cut" / "metrics.jsonl") == timeless(tmp_path / "whole" / "metrics.jsonl")
 
 
-def test_a_step_without_an_update_is_no_new_version(tiny: str) -> None:
+def test_a_step_without_an_update_makes_no_new_version(tiny: str) -> None:
     job = job_of("ppo", tiny, n=2).edit(when={"update_actor": When(every=2, start=1)})
     steps = local_steps(Plan(job.graph), job.build(3), 3)
     actor, critic = steps.runner.engines["actor"], steps.runner.engines["critic"]
@@ -107,7 +107,7 @@ def test_a_step_without_an_update_is_no_new_version(tiny: str) -> None:
 
 @algorithm
 def lines(batch: PromptBatch) -> Any:
-    """What `changing` makes of PPO, written out."""
+    """The graph of `changing`, written out."""
     prompts = Repeat(2)(batch)
     rollout = Generate(temperature=TEMPERATURE, max_new_tokens=6)(prompts)
     old = OldLogProb()(rollout)
@@ -122,7 +122,7 @@ def lines(batch: PromptBatch) -> Any:
     return Sync()(actor), critic, mismatch
 
 
-def test_the_same_lines_give_the_same_bits_by_hand(tiny: str) -> None:
+def test_eager_calls_give_the_same_bits(tiny: str) -> None:
     job = changing(tiny)
     assert not job.graph.edit(name="lines").diff(lines()).changed
     steps = local_steps(Plan(job.graph), job.build(5), 5)
@@ -141,7 +141,7 @@ def test_the_same_lines_give_the_same_bits_by_hand(tiny: str) -> None:
     assert by_hand == walked
 
 
-def test_costs_of_a_run_with_nodes_that_wait_predict_one(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_costs_of_a_run_with_conditional_nodes_predict_one(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = changing(tiny)
     train(job, prompts_file, tmp_path / "run", steps=4)
     prediction = predict(job.graph, None, 4, Costs.of(tmp_path / "run"))
@@ -150,7 +150,7 @@ def test_costs_of_a_run_with_nodes_that_wait_predict_one(tiny: str, prompts_file
     assert always.busiest >= prediction.busiest
 
 
-def test_a_validation_has_the_numbers_of_its_step_and_the_keys_of_the_first(tiny: str) -> None:
+def test_a_validation_has_the_scheduled_parameters_of_its_step_and_the_keys_of_the_first(tiny: str) -> None:
     job = changing(tiny)
     steps = local_steps(Plan(job.graph.edit(drop=["update_critic"])), job.build(3), 3)
     steps.sync()
@@ -160,14 +160,14 @@ def test_a_validation_has_the_numbers_of_its_step_and_the_keys_of_the_first(tiny
     assert later.columns["generate"]["temperature"].unique().tolist() == pytest.approx([TEMPERATURE.at(1)])
 
 
-def test_a_job_in_which_a_step_would_do_nothing_is_not_opened(tiny: str) -> None:
+def test_a_job_with_an_idle_step_is_refused(tiny: str) -> None:
     job = changing(tiny).edit(when={"generate": When(every=2)})
-    with pytest.raises(GraphError, match="runs in step 2, so its prompts would be drawn for nothing"):
+    with raises("graph.idle-step", step=2):
         job.refuse_unready()
 
 
-def test_an_operator_that_asks_for_the_step_is_told_it_by_hand() -> None:
+def test_an_operator_that_reads_the_step_needs_it_by_hand() -> None:
     ones = torch.ones(1, 2)
-    with pytest.raises(BindError, match=r"clock asks which step it is, and no job is active; .* now=Now\(0\)"):
+    with raises("step.no-job", node="clock", parameter="now"):
         clock(ones)
     assert clock(ones, now=Now(3)) is None

@@ -1,4 +1,4 @@
-"""Weights that change under answers: one process, in which none is under way then; and the corrections of tokens."""
+"""Live weight updates: in one process, where no request is in flight then; and per-token corrections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from flowrl import Colocate, Lag, Metrics, PromptData, Split
 from flowrl.backends import TorchRollout
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
-from flowrl.errors import BindError, GraphError
 from flowrl.operators import Generate, Interact, RolloutCorrection
 from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
@@ -21,16 +20,17 @@ from tests.backends.torch.generate.test_swap import actors, engine_of
 from tests.operators.engines.test_interact import Echo, prompts_of
 from tests.run.engine.test_lag import ahead, log_probs
 from tests.run.training.interrupted import assert_same, cut_off, run
+from tests.support.errors import raises
 
 
 def spanned(folder: str) -> Job:
     return ahead("grpo", folder, 2).edit(lag=Lag(2, spans=True))
 
 
-def test_in_one_process_it_is_the_lag_and_one_may_go_on_as_the_other(
+def test_in_one_process_spans_equal_the_lag_and_runs_resume_either_way(
     tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
-    """Nothing is under way there as weights change. A run with spans that was cut off goes on without."""
+    """No request is in flight there as weights change. A run with spans resumes without."""
     whole = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "whole", checkpoint_every=1)
     cut_off(spanned(tiny), prompts_file, tmp_path / "cut", 4, "update_actor", checkpoint_every=1)
     found = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "cut", resume=True, checkpoint_every=1)
@@ -41,32 +41,33 @@ def test_in_one_process_it_is_the_lag_and_one_may_go_on_as_the_other(
 
 
 class Deaf(TorchRollout):
-    """An engine that takes no weights while it answers."""
+    """An engine without live weight updates."""
 
     serves = TorchRollout.serves[:2]
 
 
 class Together(TorchRollout):
-    """One whose ranks answer together."""
+    """An engine whose ranks compute responses together."""
 
     collective = True
 
 
 class TestRefused:
-    def test_an_engine_that_cannot_take_weights_while_it_answers(self, tiny: str) -> None:
+    def test_an_engine_without_live_weight_updates(self, tiny: str) -> None:
         job = spanned(tiny).edit(bind={"rollout": Deaf(tiny, device="cpu")})
-        with pytest.raises(BindError, match="'rollout' is bound to Deaf, but sync needs a LiveWeightUpdate there"):
+        with raises("backend.missing-protocol", role="rollout", node="sync", expected="LiveWeightUpdate"):
             job.refuse_unready()
         job.edit(lag=2).refuse_unready()
 
-    def test_ranks_that_answer_together(self, tiny: str) -> None:
+    def test_ranks_that_compute_responses_together(self, tiny: str) -> None:
         together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
         job = replace(together, place=Split(train=1, rollout=2))
-        with pytest.raises(GraphError, match=r"the 2 ranks of 'rollout' compute them together.*edit\(lag=2\)"):
+        with raises("job.collective-spans", role="rollout") as caught:
             job.refuse_unready()
+        assert "edit(lag=2)" in caught.value.message
         job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=2)}).refuse_unready()
 
-    def test_where_it_gains_nothing_that_is_said(self, tiny: str) -> None:
+    def test_the_plan_says_where_it_gains_nothing(self, tiny: str) -> None:
         assert "lag=2 gains nothing in one process" in spanned(tiny).plan()
         assert "gains nothing with Colocate" in replace(spanned(tiny), place=Colocate(gpus=1)).plan()
 

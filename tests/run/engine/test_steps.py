@@ -1,4 +1,4 @@
-"""`Steps`: nodes run in the plan's order; columns are let go; metrics and keys belong to one step."""
+"""`Steps`: nodes run in the plan's order; columns are released; metrics and keys belong to one step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
 from flowrl.errors import GraphError
 from flowrl.run.engine.local import local_steps
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of
 from tests.support.runs import walk
 
 
 class Masks(Operator):
-    """Whether each token of a prompt is there."""
+    """Inverts the mask."""
 
     def __call__(self, prompt_mask: c.PromptMask, metrics: Metrics = INJECTED) -> c.PromptMask:
         metrics.mean("masks/share", prompt_mask.sum(), prompt_mask.numel())
@@ -38,12 +39,12 @@ def test_nodes_run_once_each_in_the_order_of_the_plan(tiny: str) -> None:
         assert place(reader) < place(writer)
 
 
-def test_a_column_is_let_go_after_its_last_reader() -> None:
+def test_a_column_is_released_after_its_last_reader() -> None:
     alive: dict[str, bool] = {}
     first: list[weakref.ref[torch.Tensor]] = []
 
     class Watched(Operator):
-        """A new tensor, which is watched."""
+        """Makes a new tensor."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             out = prompt_mask.clone()
@@ -51,7 +52,7 @@ def test_a_column_is_let_go_after_its_last_reader() -> None:
             return out
 
     class Looking(Operator):
-        """Whether the watched tensor is still there."""
+        """Whether that tensor is still alive."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             alive[self.name] = first[0]() is not None
@@ -70,7 +71,7 @@ def test_a_column_is_let_go_after_its_last_reader() -> None:
     assert alive == {"reader": True, "later": True}
 
 
-def test_sinks_and_what_was_asked_for_are_kept_and_nothing_else() -> None:
+def test_a_result_has_the_sinks_and_the_returned_nodes_only() -> None:
     @algorithm
     def chain(batch: PromptBatch) -> Any:
         one = Masks().named("one")(batch.prompt_mask)
@@ -79,10 +80,10 @@ def test_sinks_and_what_was_asked_for_are_kept_and_nothing_else() -> None:
 
     executor = walk(chain())
     assert set(executor.step(PROMPTS, 0).columns) == {"three"}
-    kept = executor.step(PROMPTS, 0, return_nodes=("one", "batch"))
-    assert set(kept.columns) == {"three", "one", "batch"}
-    assert torch.equal(kept.columns["one"]["prompt_mask"], ~kept.columns["batch"]["prompt_mask"])
-    assert torch.equal(kept.columns["three"]["prompt_mask"], ~PROMPTS["prompt_mask"])
+    columns = executor.step(PROMPTS, 0, return_nodes=("one", "batch")).columns
+    assert set(columns) == {"three", "one", "batch"}
+    assert torch.equal(columns["one"]["prompt_mask"], ~columns["batch"]["prompt_mask"])
+    assert torch.equal(columns["three"]["prompt_mask"], ~PROMPTS["prompt_mask"])
     with pytest.raises(GraphError, match="no node 'four'"):
         executor.step(PROMPTS, 0, return_nodes=("four",))
 
@@ -92,7 +93,7 @@ def test_an_input_without_its_columns_is_refused() -> None:
     def chain(batch: PromptBatch) -> Any:
         return Masks()(batch.prompt_mask)
 
-    with pytest.raises(GraphError, match=r"'batch' of chain wants .*lacks prompt_mask"):
+    with raises("step.missing-columns", graph="chain", node="batch", missing=("prompt_mask",)):
         walk(chain()).step(PROMPTS.drop("prompt_mask"), 0)
 
 
@@ -125,19 +126,19 @@ def test_metrics_do_not_leak_into_the_next_step() -> None:
 
 
 class Drawn(NamedTuple):
-    """Where a node's random numbers start."""
+    """A random number."""
 
     number: int
 
 
 class Draw(Operator):
-    """One random number, out of the node's key."""
+    """A random number of the node's key."""
 
     def __call__(self, prompt_mask: c.PromptMask, key: Key = INJECTED) -> Drawn:
         return Drawn(int(torch.randint(2**31, (), generator=key.generator())))
 
 
-def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() -> None:
+def test_a_key_depends_on_seed_step_and_node_only() -> None:
     @algorithm
     def forwards(batch: PromptBatch) -> Any:
         a = Draw().named("a")(batch.prompt_mask)
@@ -158,6 +159,6 @@ def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() 
     others = [numbers(forwards, 1, 0), numbers(forwards, 0, 1)]
     drawn = [n for found in (reference, *others) for n in found.values()]
     assert len(set(drawn)) == len(drawn)
-    executor = local_steps(Plan(forwards()), {}, 0)  # nor on the steps before
+    executor = local_steps(Plan(forwards()), {}, 0)  # not on earlier steps
     executor.step(PROMPTS, 5)
     assert executor.step(PROMPTS, 0).values["a"]["drawn"].number == reference["a"]

@@ -1,4 +1,4 @@
-"""Traces: the file is one that viewers draw rightly, and the table's numbers are those of cases counted by hand."""
+"""Traces: the file displays correctly in viewers, and the table's numbers agree with cases counted by hand."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.now import Now
 from flowrl.data.waits import Wait
-from flowrl.errors import DataError
 from flowrl.graphs import ppo
 from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS
 from tests.support.kernel import exact
 from tests.support.runs import walk
@@ -97,7 +97,7 @@ class TestFile:
         event = event | changed | {"args": event["args"] | of}
         text = json.dumps({"otherData": {"begin": START}, "traceEvents": [place, event]})
         (tmp_path / "trace.json").write_text(text)
-        with pytest.raises(DataError, match="is not the trace that a run writes"):
+        with raises("run.damaged-trace", path=str(tmp_path / "trace.json")):
             Timeline.load(tmp_path / "trace.json")
 
     @given(trace=traces())
@@ -171,7 +171,7 @@ class TestCriticalPath:
         seconds = {"a": 1.0, "b": 2.0, "c": 2.5, "d": 0.5}
         assert critical_path(self.diamond, seconds) == (["a", "c", "d"], 4.0)
 
-    def test_a_long_node_beside_a_long_chain(self) -> None:
+    def test_a_long_node_next_to_a_long_chain(self) -> None:
         network = nx.DiGraph([("a", "b"), ("b", "c")])
         network.add_node("alone")
         assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 2.9})[0] == ["a", "b", "c"]
@@ -182,7 +182,7 @@ class TestCriticalPath:
         assert critical_path(self.diamond, {}) == ([], 0.0)
 
     def test_weights_are_read_before_they_are_written(self) -> None:
-        """A state edge binds as data does: the critic's update waits for its values, and these for nobody else."""
+        """A state edge is a dependency like data: the critic's update waits for its values."""
         plan = Plan(ppo(exact))
         seconds = {node.name: 0.0 for node in plan.order} | {"generate": 4.0, "old_log_prob": 3.0, "update_actor": 5.0}
         path, length = critical_path(plan.network, {**seconds, "sync": 1.0, "update_critic": 4.0})
@@ -195,8 +195,8 @@ class TestCriticalPath:
         st.lists(st.integers(0, 9), min_size=n, max_size=n),
         st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))),
     )))  # fmt: skip
-    def test_no_chain_is_longer(self, drawn: tuple[list[int], set[tuple[int, int]]]) -> None:
-        times, pairs = drawn
+    def test_no_chain_is_longer(self, case: tuple[list[int], set[tuple[int, int]]]) -> None:
+        times, pairs = case
         network: nx.DiGraph[str] = nx.DiGraph()
         network.add_nodes_from(map(str, range(len(times))))
         network.add_edges_from((str(a), str(b)) for a, b in pairs if a < b)
@@ -235,17 +235,17 @@ class TestIdle:
 
 
 class Asks(Operator):
-    """Waits for what is outside."""
+    """Records a wait."""
 
     def __call__(self, prompt_mask: c.PromptMask, now: Now = INJECTED) -> c.PromptMask:
         now.waits.append(Wait("all wait", START, START + 2))
         return prompt_mask
 
 
-class TestWorlds:
-    """What a node waits for outside of its place is in a lane of its own."""
+class TestEnvironments:
+    """Waits of a node for something outside its place are in a separate lane."""
 
-    def test_a_node_tells_what_it_waited_for(self) -> None:
+    def test_the_waits_of_a_node_are_spans(self) -> None:
         @algorithm
         def asking(batch: PromptBatch) -> Any:
             return Asks()(batch.prompt_mask)
@@ -254,15 +254,15 @@ class TestWorlds:
         for step in (3, 4):
             steps.step(PROMPTS, step)
         environments = [span for span in steps.timeline.spans if span.kind == "environment"]
-        told = Span("asks: all wait", "this process: environments", START, START + 2, kind="environment")
-        assert environments == [replace(told, step=3), replace(told, step=4)]
+        span = Span("asks: all wait", "this process: environments", START, START + 2, kind="environment")
+        assert environments == [replace(span, step=3), replace(span, step=4)]
         assert len(steps.timeline.spans) == 4
 
-    def test_by_hand_it_is_told_to_nobody(self) -> None:
+    def test_a_call_by_hand_discards_waits(self) -> None:
         mask = PROMPTS.columns["prompt_mask"]
         assert Asks()(mask) is mask
 
-    def test_it_neither_idles_nor_keeps_a_place_busy(self) -> None:
+    def test_a_wait_is_neither_idle_nor_busy_time(self) -> None:
         spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: environments", 0, 9, kind="environment")]
         assert idle(spans) == {"x": 0.0}
 

@@ -29,6 +29,7 @@ from flowrl.run.placement.place import Place, lay_out
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.prediction.pretend import PretendRunner, blank_batch
+from tests.support.errors import raises
 from tests.support.paper import (
     BATCH,
     Answer,
@@ -281,7 +282,5 @@ class TestWalk:
             "answer": (Answer(), ("train",) * 2),
         }
         graph = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating())
-        with pytest.raises(
-            GraphError, match=r"toy cannot let generation run 1 version\(s\) ahead: it would wait.*answer in step"
-        ):
+        with raises("step.lag-deadlock", graph="toy", lag=1):
             predict(graph, Split(), 4, fixed(train=1.0, carry=1.0, answer=1.0))

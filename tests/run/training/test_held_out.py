@@ -13,11 +13,12 @@ import torch
 from flowrl import After, PromptData, Validation
 from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.operators.roles import Role
-from flowrl.errors import BindError, FlowrlError
+from flowrl.errors import FlowrlError
 from flowrl.graphs import grpo
 from flowrl.operators import Generate, MajorityAtK, PassAtK, Reward
 from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
 from flowrl.run.training.held_out import held_out, with_engines
+from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import judged
@@ -162,7 +163,7 @@ def test_what_is_built_and_placed() -> None:
         ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
         (
             {"changes": {"repeat.n": 4, "generate.temperature": 0.0}, "insert": {"best": After("reward", PassAtK(4))}},
-            r"the validation 'val' must not be launched; 1 finding\(s\):\n  FR031 best: .*'generate.temperature': 1.0",
+            r"The validation 'val' violates rules .*\n  FR031 best: .*'generate.temperature': 1.0",
         ),
     ],
 )
@@ -182,5 +183,5 @@ def test_an_engine_that_nothing_syncs_in_a_validation_is_named(tiny: str, prompt
         judge=TorchRollout(tiny, device="cpu", frozen=True),
     )
     loose = Validation(PromptData(prompts_file), until="verdict", bind={"judge": TorchRollout(tiny, device="cpu")})
-    with pytest.raises(BindError, match="nothing carries weights to 'judge_of_val'"):
+    with raises("backend.never-synced", role="judge_of_val"):
         train(job, prompts_file, tmp_path / "run", validation=loose)

@@ -263,7 +263,7 @@ class TestCheckpoints:
                 return token_level_scores
 
         job = job_of("grpo", "no such model").edit(insert={"odd": After("reward", Odd())})
-        with pytest.raises(DataError, match=r"the state odd.mean is a Tensor, which JSON does not give back"):
+        with pytest.raises(DataError, match=r"the state odd.mean is a Tensor, which JSON does not restore exactly"):
             run(job, prompts_file, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
@@ -397,7 +397,7 @@ class TestRefused:
         copy = shutil.copytree(cut, tmp_path / "copy")
         job = jobs("grpo", tiny)
         other = job.edit(bind={"actor": type(job.graph.bindings["actor"])(tiny, optimizer=SGD(lr=1.0), device="cpu")})
-        with pytest.raises(DataError, match="another model or optimiser"):
+        with pytest.raises(DataError, match="another model or optimizer"):
             run(other, prompts_file, copy, resume=True)
         assert status(copy) == "failed"
 

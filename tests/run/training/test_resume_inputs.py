@@ -216,7 +216,7 @@ class TestLines:
         (copy / "trace.json").write_bytes(content)
         with caplog.at_level(logging.WARNING):
             run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
-        assert "trace.json is not the trace that a run writes" in caplog.text
+        assert "trace.json is not the trace of a run" in caplog.text
         assert json.loads((copy / "trace.json").read_text())["traceEvents"]
 
 

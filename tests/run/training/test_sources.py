@@ -198,7 +198,7 @@ def test_feedback_on_other_rows_is_none(tiny: str, tmp_path: Path) -> None:
 
 def test_a_missing_file_of_any_source(tiny: str, tmp_path: Path) -> None:
     sources = {**data(tmp_path), "demos": DemoData(tmp_path / "gone.jsonl")}
-    with pytest.raises(DataError, match=r"gone.jsonl' is not a file.*correct DemoData\(path=...\)"):
+    with pytest.raises(DataError, match=r"gone.jsonl' is not a file.*Correct DemoData\(path=...\)"):
         run(job(tiny), sources, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -144,7 +144,7 @@ def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
     ("settings", "message"),
     [
         ({"changes": {"repeat.m": 1}}, r"set={'repeat.m': ...}\) does not name a parameter; repeat has n"),
-        ({"changes": {"sampler.n": 1}}, r"names 'sampler', which grpo does not have; it has batch, repeat"),
+        ({"changes": {"sampler.n": 1}}, r"names 'sampler', not a node of grpo; it has batch, repeat"),
         ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) does not name a parameter"),
         ({"changes": {"repeat.n": 0}}, r"n=0"),
         ({"until": "judge"}, r"ends at until='judge', but grpo has no node 'judge'; .*until='reward'\)"),

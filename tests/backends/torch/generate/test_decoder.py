@@ -17,12 +17,12 @@ from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import Slots
 from flowrl.data.keys import Key
-from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 from tests.backends.torch.generate.rollouts import GREEDY, KEY, SAMPLED, Actor, Context, as_lists, names, ragged, synced
 from tests.backends.torch.train.trainers import Folder
 from tests.nightly import nightly_except
 from tests.support.architectures import architecture
+from tests.support.errors import raises
 from tests.support.models import EOS, KINDS, VOCAB, tiny_folder
 
 OTHERS = ["afmoe", "deepseek_v3", "gpt_oss", "jamba", "mamba", "phimoe", "qwen3_next"]
@@ -253,7 +253,7 @@ def test_an_answer_bears_the_version_that_sampled_it(made: Folder) -> None:
             parameter.mul_(1.2)
     actor.version = 4
     two = Request("a", [*one.ids, *first.ids, *tokens(3, 2)], SAMPLED, KEY.answer("a", 1))
-    with pytest.raises(SyncError, match="at version 4, but its receipt is of version 3"):
+    with raises("engine.version-mismatch", found=4, expected=3):
         engine.submit(two)
     engine.sync(actor)  # type: ignore[arg-type]
     (second,) = answers(engine, two)
@@ -265,10 +265,10 @@ def test_weights_do_not_change_under_requests(actor: Actor, engine: TorchRollout
     engine.submit(Request("b", [7], SAMPLED, KEY))
     engine.step()
     actor.version = 1
-    with pytest.raises(SyncError, match="at version 1, but its receipt is of version 0"):
+    with raises("engine.version-mismatch", found=1, expected=0):
         engine.step()
     actor.version = 0
-    with pytest.raises(SyncError, match=r"2 requests are under way \('a' is one\), whose tokens are of version 0"):
+    with raises("engine.requests-in-flight", requests=2, request="a", version=0):
         engine.sync(actor)  # type: ignore[arg-type]
     engine.drop("a")
     assert finished(engine, 1).keys() == {"b"}
@@ -308,16 +308,16 @@ def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
     request = Request("a", [5, 6], replace(SAMPLED, max_new_tokens=2, ignore_eos=True), KEY)
     for _ in range(2):  # it waits; it is computed
         engine.submit(request) if not engine._decoder._rows else None
-        with pytest.raises(ParameterError, match=r"named 'a' is under way, .* engine.take\('a'\) first"):
+        with raises("engine.request-exists", request="a"):
             engine.submit(request)
-        with pytest.raises(ParameterError, match="no response to a request 'a'"):
+        with raises("engine.no-response", request="a"):
             engine.take("a")
         ended = engine.step()
     assert ended == ["a"]
-    with pytest.raises(ParameterError, match="its response was not taken"):
+    with raises("engine.request-exists", request="a"):
         engine.submit(request)
     engine.take("a")
-    with pytest.raises(ParameterError, match="no response to a request 'a'"):
+    with raises("engine.no-response", request="a"):
         engine.take("a")
     engine.submit(request)
     engine.drop("a")
@@ -325,20 +325,20 @@ def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
     assert engine.step() == []
 
 
-def test_what_cannot_be_answered_is_refused_when_it_is_asked(actor: Actor, engine: TorchRolloutEngine) -> None:
-    for ids, found in (([VOCAB], "vocabulary"), ([5] * 250, r"250 \+ max_new_tokens=12"), ([], "prompt 0 is empty")):
-        with pytest.raises(DataError, match=found):
+def test_invalid_requests_are_refused_when_they_are_submitted(actor: Actor, engine: TorchRolloutEngine) -> None:
+    for ids, code in (([VOCAB], "model.unknown-token"), ([5] * 250, "model.too-long"), ([], "engine.invalid-prompts")):
+        with raises(code):
             engine.submit(Request("a", ids, SAMPLED, KEY))
     request = Request("a", [5], SAMPLED, KEY)
     fresh = TorchRolloutEngine(actor.model, engine.tokenizer, 4, shares=actor)  # type: ignore[arg-type]
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt", engine="TorchRollout"):
         fresh.submit(request)
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("engine.no-receipt", engine="TorchRollout"):
         fresh.step()
     engine.sleep()
-    with pytest.raises(AsleepError, match="submit"):
+    with raises("engine.asleep", call="submit"):
         engine.submit(request)
-    with pytest.raises(AsleepError, match="step"):
+    with raises("engine.asleep", call="step"):
         engine.step()
 
 
@@ -385,7 +385,7 @@ def test_what_is_not_finite_is_told_with_the_first_token(actor: Actor, engine: T
     with torch.no_grad():
         actor.model.lm_head.weight[5, 0] = torch.nan
     engine.submit(Request("a", [5, 6], SAMPLED, KEY))
-    with pytest.raises(DataError, match="NaN or infinite"):
+    with raises("engine.not-finite", request="a"):
         engine.step()
     assert engine.step() == []
 

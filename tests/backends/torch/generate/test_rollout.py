@@ -20,7 +20,6 @@ from flowrl.backends.torch.generate.sampler import next_token
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import assemble
-from flowrl.errors import DataError
 from flowrl.protocols.protocols import Sampling
 from tests.backends.torch.generate.rollouts import (
     GREEDY,
@@ -35,6 +34,7 @@ from tests.backends.torch.generate.rollouts import (
 )
 from tests.engines.answers import CONTEXT, AnswerTests
 from tests.nightly import examples
+from tests.support.errors import raises
 from tests.support.models import EOS, KINDS, PAD, VOCAB
 
 
@@ -177,7 +177,7 @@ def test_nan_logits_are_refused(actor: Actor, engine: TorchRolloutEngine) -> Non
         actor.model.lm_head.weight[5, 0] = torch.nan
     prompts, mask = ragged(engine, [3])
     for sampling in (GREEDY, SAMPLED):
-        with pytest.raises(DataError, match="NaN or infinite"):
+        with raises("engine.not-finite"):
             engine.generate(prompts, mask, names(1), sampling, KEY)
 
 
@@ -351,22 +351,22 @@ def test_a_response_ends_where_the_folder_says_that_a_turn_does(folder: str, tmp
 def test_prompts_that_the_model_cannot_take(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5, 3])
 
-    def refused(prompts: Tensor, mask: Tensor, found: str, sampling: Sampling = SAMPLED, rows: int = 2) -> None:
-        with pytest.raises(DataError, match=found):
-            engine.generate(prompts, mask, names(rows), sampling, KEY)
+    def refused(prompts: Tensor, mask: Tensor, code: str, rows: int = 2, tokens: int = 12, **facts: Any) -> None:
+        with raises(code, **facts):
+            engine.generate(prompts, mask, names(rows), replace(SAMPLED, max_new_tokens=tokens), KEY)
 
-    refused(prompts, mask[:, :-1], r"mask \(2, 4\)")
-    refused(prompts, mask.long(), r"int64 mask")
-    refused(prompts, mask, "3 row ids", rows=3)
-    refused(prompts.flip(1), mask.flip(1), "prompt 1 is empty, padded on the right")
-    refused(prompts, torch.zeros_like(mask), "prompt 0 is empty")
+    refused(prompts, mask[:, :-1], "engine.invalid-prompts", found=(2, 5))
+    refused(prompts, mask.long(), "engine.invalid-prompts")
+    refused(prompts, mask, "engine.invalid-prompts", rows=3)
+    refused(prompts.flip(1), mask.flip(1), "engine.invalid-prompts", row=1)
+    refused(prompts, torch.zeros_like(mask), "engine.invalid-prompts", row=0)
     hole = mask.clone()
     hole[0, 2] = False
-    refused(prompts, hole, "prompt 0 .* hole")
+    refused(prompts, hole, "engine.invalid-prompts", row=0)
     outside = prompts.clone()
     outside[0, 0] = VOCAB
-    refused(outside, mask, rf"to {VOCAB}, but the model's vocabulary is 0 to {VOCAB - 1}")
-    refused(prompts, mask, r"5 \+ max_new_tokens=252 .* the 256 tokens that", replace(SAMPLED, max_new_tokens=252))
+    refused(outside, mask, "model.unknown-token", token_id=VOCAB, vocabulary=VOCAB)
+    refused(prompts, mask, "model.too-long", tokens=252, row="row-0", found=257, expected=256)
     # Padding counts neither as length nor as vocabulary.
     padded = torch.nn.functional.pad(prompts, (200, 0), value=10**6), torch.nn.functional.pad(mask, (200, 0))
     same = engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=100), KEY)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends import TorchScorer
 from flowrl.backends.torch.train import shards
-from flowrl.errors import AsleepError, BindError, DataError
 from flowrl.operators import FullGKD
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.protocols.heads import Head, HiddenStates, HiddenStateScorer
@@ -22,6 +21,7 @@ from flowrl.protocols.protocols import MiniBatch
 from tests.backends.torch.train.trainers import CONTEXT, Folder, trainer
 from tests.nightly import nightly
 from tests.operators.engines.test_distillation import Stated
+from tests.support.errors import raises
 from tests.support.models import Ragged, ragged, tiny_folder, unpadded
 
 
@@ -105,7 +105,7 @@ def test_a_folder_that_has_changed_since_is_refused(kind: str, tmp_path: Path) -
     name = "lm_head.weight" if kind == "llama" else "model.embed_tokens.weight"
     weights[name][3, 4] += 1e-3
     save_file(weights, Path(path, "model.safetensors"), {"format": "pt"})
-    with pytest.raises(DataError, match=r"the head in .* has the digest .*unchanged since"):
+    with raises("model.head-changed", path=path):
         updated(engine, Stated(*rows[:5], *teacher.last_states(rows)))
     assert engine.version == 0
 
@@ -120,15 +120,15 @@ def test_only_the_head_of_a_folder_is_read(folder: Folder, tmp_path: Path) -> No
     model.half().save_pretrained(tmp_path / "half")
     found = shards.read_head(str(tmp_path / "half"))
     assert all(x.dtype == torch.float32 and torch.equal(x, head[name].half().float()) for name, x in found.items())
-    with pytest.raises(BindError, match="does not exist"):
+    with raises("model.not-found", found="does not exist"):
         shards.read_head(str(tmp_path / "none"))
 
 
 def test_a_model_whose_logits_no_head_makes_is_refused_by_name(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scorer(folder("gemma2"))
     monkeypatch.setattr(engine._scorer, "after_head", None)
-    with pytest.raises(BindError, match=r"Gemma2ForCausalLM in .* in a way of its own.*TeacherTopK"):
+    with raises("model.no-linear-head", architecture="Gemma2ForCausalLM"):
         engine.last_states(ragged())
     engine.sleep()
-    with pytest.raises(AsleepError, match="last_states"):
+    with raises("engine.asleep", call="last_states"):
         engine.last_states(ragged())

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, BertConfig
 
 from flowrl.backends import TorchRewardModel, TorchRollout, TorchTrainer
-from flowrl.errors import AsleepError, BindError, DataError
+from flowrl.errors import BindError
 from flowrl.graphs import grpo
 from flowrl.operators import ModelReward, TextModelReward
 from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.run.engine.build import EngineBuilder
 from tests.nightly import nightly_except
 from tests.support.architectures import SETTINGS
+from tests.support.errors import raises
 from tests.support.kernel import exact
 from tests.support.models import CHAT_TEMPLATE, EOS, KINDS, PAD, VOCAB, char_tokenizer, ragged, tiny_config
 
@@ -79,7 +80,7 @@ def test_a_token_that_is_the_pad_token_ends_no_row(tmp_path: Path) -> None:
     torch.testing.assert_close(found, alone(folder, rows), atol=1e-5, rtol=1e-5)
 
 
-def test_padding_and_company_change_nothing(tmp_path: Path) -> None:
+def test_padding_and_other_rows_change_nothing(tmp_path: Path) -> None:
     engine, batch = build(TorchRewardModel(model=reward_folder(tmp_path), device="cpu")), ragged()
     assert isinstance(engine, RewardScorer) and isinstance(engine, TextRewardScorer)
     expected = engine.rewards(batch)
@@ -112,13 +113,13 @@ def test_one_of_several_labels(tmp_path: Path) -> None:
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     found = build(TorchRewardModel(model=folder, label=2, device="cpu")).rewards(batch)
     torch.testing.assert_close(found, alone(folder, rows, 2), atol=1e-5, rtol=1e-5)
-    for label, said in ((None, "nothing says which is the score"), (3, "label=3 is none of them")):
-        with pytest.raises(BindError, match=f"3 labels .*LABEL_0.*{said}"):
+    for label in (None, 3):
+        with raises("model.label", label=label, labels=("LABEL_0", "LABEL_1", "LABEL_2")):
             TorchRewardModel(model=folder, label=label).refuse_missing()
 
 
-def test_a_folder_without_a_head_is_refused_unless_told(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(BindError, match=r"has no head \(score.weight in safetensors\); it would be drawn at random"):
+def test_a_folder_without_a_head_is_refused_unless_a_random_one_is_selected(tiny: str, tmp_path: Path) -> None:
+    with raises("model.reward-head", head="stored"):
         build(TorchRewardModel(model=tiny, label=0, device="cpu"))
     one, same, other = (
         EngineBuilder({"r": TorchRewardModel(model=tiny, label=0, head="random", device="cpu")}, seed).engine("r")
@@ -126,7 +127,7 @@ def test_a_folder_without_a_head_is_refused_unless_told(tiny: str, tmp_path: Pat
     )
     scores = one.rewards(ragged())
     assert torch.equal(scores, same.rewards(ragged())) and not torch.equal(scores, other.rewards(ragged()))
-    with pytest.raises(BindError, match="leave head='random' out"):
+    with raises("model.reward-head", head="random"):
         build(TorchRewardModel(model=reward_folder(tmp_path), head="random", device="cpu"))
 
 
@@ -135,32 +136,32 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1
     )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(BindError, match="BertForSequenceClassification, which does not score a sequence by a linear"):
+    with raises("model.not-a-reward-model", architecture="BertForSequenceClassification"):
         TorchRewardModel(model=str(tmp_path / "bert")).refuse_missing()
-    with pytest.raises(BindError, match="does not exist"):
+    with raises("model.not-found", found="does not exist"):
         TorchRewardModel(model=str(tmp_path / "nothing")).refuse_missing()
     folder = Path(reward_folder(tmp_path))
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"score.weight": torch.full((1, 64), torch.nan)}, folder / "model.safetensors")
-    with pytest.raises(BindError, match="numbers that are not finite"):
+    with raises("model.reward-head", path=str(folder)):
         build(TorchRewardModel(model=str(folder), device="cpu"))
 
 
-def test_nothing_is_cut_off(tmp_path: Path) -> None:
+def test_sequences_are_not_truncated(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path)
     config = Path(folder, "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 14}))
     engine = build(TorchRewardModel(model=folder, device="cpu"))
-    with pytest.raises(DataError, match=r"row 0 has 16 tokens, and the reward model .* has positions for 14; nothing"):
+    with raises("model.too-long", row=0, found=16, expected=14):
         engine.rewards(ragged())
-    with pytest.raises(DataError, match="nothing is cut off"):
+    with raises("model.too-long", row=0, expected=14):
         engine.rewards_of([[{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "so"}]])
 
 
 def test_asleep_it_scores_nothing(tmp_path: Path) -> None:
     engine = build(TorchRewardModel(model=reward_folder(tmp_path), device="cpu"))
     engine.sleep()
-    with pytest.raises(AsleepError, match="rewards was called while"):
+    with raises("engine.asleep", call="rewards"):
         engine.rewards(ragged())
     engine.wake()
     assert engine.rewards(ragged()).isfinite().all()

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from flowrl.backends import AdamW
 from flowrl.backends.torch.train import checkpoint
-from flowrl.errors import DataError
 from tests.backends.torch.train.trainers import Bomb, Folder, Pull, snapshot, trainer, whole
+from tests.support.errors import raises
 from tests.support.models import ragged
 
 PART = "part-00001-of-00001.safetensors"
+HEAD = "weights.lm_head.weight"
+DAMAGED, MISMATCH = "trainer.checkpoint-damaged", "trainer.checkpoint-mismatch"
 
 
 def moved(folder: str) -> Any:
@@ -42,13 +44,13 @@ def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) ->
         shutil.copytree(tmp_path / "saved", planted)
         (planted / name).write_bytes(bomb)
         if name == PART:
-            with pytest.raises(DataError, match="could not be read"):
+            with raises(DAMAGED, path=str(planted)):
                 engine.load_checkpoint(str(planted))
         else:
             engine.load_checkpoint(str(planted))  # it is not ours, so it is not looked at
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / ".metadata").write_bytes(bomb)
-    with pytest.raises(DataError, match="holds no checkpoint"):
+    with raises("trainer.no-checkpoint", path=str(tmp_path / "foreign")):
         engine.load_checkpoint(str(tmp_path / "foreign"))
     assert not marker.exists()
 
@@ -81,33 +83,38 @@ def without_axes(number: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "code", "facts"),
     [
-        (without_axes(1), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
-        (without_axes(2), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
-        (lambda path: (path / PART).write_bytes(b""), "could not be read"),
-        (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
-        (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
-        (lambda path: (path / PART).rename(path / "part-00001-of-00002.safetensors"), "all parts of one checkpoint, 2"),
+        (without_axes(1), MISMATCH, {"differ": (HEAD,)}),
+        (without_axes(2), MISMATCH, {"differ": (HEAD,)}),
+        (lambda path: (path / PART).write_bytes(b""), DAMAGED, {}),
+        (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), DAMAGED, {}),
+        (lambda path: (path / PART).write_bytes(b"\xff" * 64), DAMAGED, {}),
+        (
+            lambda path: (path / PART).rename(path / "part-00001-of-00002.safetensors"),
+            DAMAGED,
+            {"expected": 2},
+        ),
         (
             lambda path: shutil.copy(path / PART, path / "part-00002-of-00002.safetensors"),
-            "all parts of one checkpoint",
+            DAMAGED,
+            {"expected": 1},
         ),
-        (lambda path: (path / PART).rename(path / "weights.safetensors"), "holds no checkpoint"),
-        (dropped, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
-        (narrowed, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
-        (shortened, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (lambda path: (path / PART).rename(path / "weights.safetensors"), "trainer.no-checkpoint", {}),
+        (dropped, MISMATCH, {"differ": (HEAD,)}),
+        (narrowed, MISMATCH, {"differ": (HEAD,)}),
+        (shortened, MISMATCH, {"differ": (HEAD,)}),
     ],
 )
-def test_what_is_not_whole_is_refused_and_changes_nothing(
-    damage: Callable[[Path], Any], said: str, folder: Folder, tmp_path: Path
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
+    damage: Callable[[Path], Any], code: str, facts: dict[str, Any], folder: Folder, tmp_path: Path
 ) -> None:
     engine = moved(folder("llama"))
     engine.save_checkpoint(str(tmp_path / "saved"))
     damage(tmp_path / "saved")
     engine.update(ragged(), [whole(ragged())], Pull())
     before = snapshot(engine)
-    with pytest.raises(DataError, match=said):
+    with raises(code, **facts):
         engine.load_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
     assert engine.version == 2

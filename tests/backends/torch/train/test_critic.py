@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchTrainer
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError, DataError
 from flowrl.protocols.protocols import Critic, MiniBatch
 from flowrl.schedules import Linear
 from tests.backends.torch.train.trainers import CONTEXT, Folder
+from tests.support.errors import raises
 from tests.support.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
 
@@ -207,17 +207,17 @@ def test_a_saved_folder_loads_again_with_its_own_value_head(kind: str, folder: F
 
 
 def test_what_cannot_serve_is_refused(folder: Folder, tmp_path: Path) -> None:
-    with pytest.raises(BindError, match=r"nowhere' does not exist"):
+    with raises("model.not-found", found="does not exist"):
         TorchCritic(str(tmp_path / "nowhere")).build(CONTEXT)
     batch, engine = ragged(), critic(folder("llama"))
     mask = batch.response_mask.clone()
     mask[1, 1] = True
     for act in (engine.values, lambda b: engine.update(b, [whole(b)], Squares())):
-        with pytest.raises(DataError, match="row 1 counts response token 1"):
+        with raises("model.invalid-rows", row=1, token=1):
             act(batch._replace(response_mask=mask))
     poisoned = batch._replace(pull=batch.pull.index_fill(0, torch.tensor([5]), float("nan")))
     before = snapshot(engine)
-    with pytest.raises(DataError, match=r"critic's gradient norm is nan in mini-batch 0 of 1"):
+    with raises("trainer.not-finite-gradient", role="critic", where="mini-batch 0 of 1"):
         engine.update(poisoned, [whole(batch)], Squares())
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(engine).items())
 
@@ -225,5 +225,5 @@ def test_what_cannot_serve_is_refused(folder: Folder, tmp_path: Path) -> None:
 def test_a_value_head_of_another_width_is_refused(folder: Folder, tmp_path: Path) -> None:
     critic(folder("llama")).save_pretrained(str(tmp_path))
     save_file({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "value_head.safetensors")
-    with pytest.raises(BindError, match=r"value_head\.safetensors"):
+    with raises("trainer.value-head", width=64):
         critic(str(tmp_path))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.schedules import Cosine
 from tests import ROOT
 from tests.backends.torch.train.fsdp_cases import (
@@ -40,6 +40,7 @@ from tests.backends.torch.train.fsdp_cases import (
     weights,
 )
 from tests.nightly import nightly, nightly_except
+from tests.support.errors import raises
 from tests.support.models import VOCAB, char_tokenizer, tiny_folder
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # whichever test comes first waits for all that the ranks do
@@ -243,10 +244,10 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(found: Any) -> None:
 def test_checkpoints_that_do_not_fit_are_refused(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone["resuming"], *(rank["resuming"] for rank in ranks)):
-        assert "DataError" in run["no checkpoint"] and "holds no checkpoint" in run["no checkpoint"]
+        assert run["no checkpoint"].endswith("[trainer.no-checkpoint]")
         for name in ("another model", "another optimiser"):
-            assert "DataError" in run[name] and "of another model or optimiser" in run[name]
-        assert "holds a checkpoint already" in run["twice"]
+            assert run[name].endswith("[trainer.checkpoint-mismatch]")
+        assert run["twice"].endswith("[trainer.checkpoint-exists]")
 
 
 def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(found: Any) -> None:
@@ -254,10 +255,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(found: Any) -> No
     for rank in ranks:
         here = rank["not finite"]
         assert here["error"] == alone["not finite"]["error"]
-        assert (
-            "DataError: the actor's gradient norm is nan in mini-batch 1 of 2; expected a finite number"
-            in here["error"]
-        )
+        assert "DataError: The actor's gradient norm is nan in mini-batch 1 of 2; the step was skipped" in here["error"]
         assert here["version"] == 1 and apart(here["after"], alone["not finite"]["after"]) < 1e-6
 
 
@@ -322,12 +320,12 @@ def test_an_engine_that_sleeps_computes_nothing(found: Any) -> None:
 
 def test_a_wrong_number_of_processes_is_refused(found: Any, tmp_path: Path) -> None:
     folder, alone, ranks = found
-    assert "BindError: a backend with ranks=3 needs 3 processes" in alone["wrong group"]["error"]
-    assert "3 ranks need a place: bind(..., place=Colocate(gpus=3))" in alone["wrong group"]["error"]
+    assert "BindError: A backend with ranks=3 needs 3 processes" in alone["wrong group"]["error"]
+    assert "bind(..., place=Colocate(gpus=3))" in alone["wrong group"]["error"]
     for number, rank in enumerate(ranks):
         assert f"is built as rank {number} of 2" in rank["wrong group"]["error"]
     for backend in (TorchTrainer, TorchScorer, TorchCritic):
-        with pytest.raises(BindError, match="2 ranks need a place"):
+        with raises("trainer.ranks", ranks=2):
             backend(str(folder / "llama-0"), ranks=2).build(Ranks(0, 1, folder))
         with pytest.raises(ParameterError):
             backend("m", ranks=0)
@@ -351,7 +349,7 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
         assert apart(last_gradient(engine), truth["gradient"]) < 1e-6
         assert apart(weights(engine), truth["after"]) < 1e-6
 
-        with pytest.raises(BindError, match="those are sharded"):
+        with raises("engine.cannot-share-weights"):
             TorchRollout().build(Shared(engine))
         for critic in ("critic-0", "saved-critic-2", "llama-0"):
             TorchCritic(str(folder / critic), offload=True, device="cpu").build(context)

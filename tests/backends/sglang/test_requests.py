@@ -1,4 +1,4 @@
-"""Answers in SGLang's process, without SGLang: its tokeniser manager is played by one with its pitfalls (0.5.23)."""
+"""`RequestPool` without SGLang: a fake tokenizer manager has the pitfalls of SGLang's (0.5.23)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.backends.sglang.answers import Answers, ResponseRequest
+from flowrl.backends.sglang.requests import RequestPool, ResponseRequest
 from flowrl.data.text.tokenizer import ChatTokenizer
 
 LONG = 60.0  # seconds, which are never waited for
@@ -102,22 +102,22 @@ def loop() -> Iterator[asyncio.Runner]:
 
 
 class Process:
-    """The answers, and the loop that goes on while they are waited for."""
+    """A pool, and the loop that runs while it is waited for."""
 
     def __init__(self, manager: Manager, tokenizer: ChatTokenizer, loop: asyncio.Runner) -> None:
-        self.answers, self._loop = Answers(manager, tokenizer), loop
+        self.pool, self._loop = RequestPool(manager, tokenizer), loop
 
     def wait(self, what: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run(what)
 
     def some(self, *new: ResponseRequest, seconds: float = LONG, **alike: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self.wait(self.answers.some(new, seconds, **alike))
+        found: dict[str, Any] = self.wait(self.pool.some(new, seconds, **alike))
         return found
 
     def all(self, *new: ResponseRequest) -> dict[str, Any]:
         """With whatever is under way."""
         found = self.some(*new)
-        while self.answers._under_way:
+        while self.pool._in_flight:
             found |= self.some()
         return found
 
@@ -160,7 +160,7 @@ def test_the_scheduler_gets_all_that_are_new_in_one_message_and_tells_of_few_tok
     assert manager.told == 9 * 2 + 25  # the first and the last, but for one that is looked at
 
 
-def test_they_join_and_leave_while_others_are_under_way(process: Process) -> None:
+def test_they_join_and_leave_while_others_are_in_flight(process: Process) -> None:
     assert list(process.some(asked("long", 60), asked("short", 2))) == ["short"]
     assert list(process.some(asked("middle", 3))) == ["middle"]
     assert process.some()["long"]["ids"] == letters(60)
@@ -173,7 +173,7 @@ def test_what_ends_in_one_step_is_told_at_once(process: Process) -> None:
 def test_it_waits_no_longer_than_it_may(process: Process) -> None:
     """And has begun what is new all the same, even where something ended before."""
     assert process.some(asked("a", 9), seconds=0.0) == {}
-    while not process.answers._ended:
+    while not process.pool._ended:
         process.wait(asyncio.sleep(0))
     assert list(process.some(asked("b", 9))) == ["a"]
     assert list(process.some(seconds=LONG)) == ["b"]
@@ -193,8 +193,8 @@ def test_one_with_a_stop_string_ends_soon_after_it(process: Process, manager: Ma
 def test_one_that_is_dropped_takes_nobody_with_it(process: Process) -> None:
     """SGLang would end ten more: those whose ids begin with a 1."""
     process.some(*(asked(str(i), 30) for i in range(20)), seconds=0.0)
-    process.answers.drop("1")
-    process.answers.drop("nobody")
+    process.pool.drop("1")
+    process.pool.drop("nobody")
     answers = process.all()
     assert answers.keys() == {str(i) for i in range(20)} - {"1"}
     assert all(answer["ids"] == letters(30) for answer in answers.values())
@@ -202,15 +202,15 @@ def test_one_that_is_dropped_takes_nobody_with_it(process: Process) -> None:
 
 def test_a_name_that_is_dropped_is_free_at_once(process: Process) -> None:
     process.some(asked("a", 30), seconds=0.0)
-    process.answers.drop("a")
+    process.pool.drop("a")
     assert process.all(asked("a", 3, ids=(7,)))["a"]["ids"] == letters(3, start=7)
 
 
 def test_one_that_has_ended_can_be_dropped_before_it_is_told(process: Process) -> None:
     process.some(asked("a", 9), seconds=0.0)
-    while not process.answers._ended:
+    while not process.pool._ended:
         process.wait(asyncio.sleep(0))
-    process.answers.drop("a")
+    process.pool.drop("a")
     assert process.some(seconds=0.0) == {}
 
 
@@ -222,11 +222,11 @@ def test_what_was_dropped_leaves_before_anything_else(
     manager.slow, manager.roomless = slow, roomless
     process.some(asked("a", 10**6), asked("b", 10**6), seconds=0.0)
     assert len(manager.rid_to_state) == 2
-    process.answers.drop("a")
-    process.answers.drop("b")
-    process.wait(process.answers.settled())
+    process.pool.drop("a")
+    process.pool.drop("b")
+    process.wait(process.pool.settled())
     assert not manager.rid_to_state
-    process.wait(process.answers.settled())
+    process.wait(process.pool.settled())
 
 
 def test_an_error_of_sglang_s_is_raised(process: Process, manager: Manager) -> None:
