@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from flowrl.core.operators import session as sessions
+from flowrl.core.operators.class_validation import Granularity as Granularity
+from flowrl.core.operators.class_validation import refuse_misdeclared_class
 from flowrl.core.operators.effects import HasEffects
-from flowrl.core.operators.operator_validation import Granularity as Granularity
-from flowrl.core.operators.operator_validation import refuse_misdeclared_class
 from flowrl.core.operators.ports import (
     Port,
     PortField,
