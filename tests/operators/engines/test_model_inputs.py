@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.operators.ports import PortField
-from flowrl.errors import ParameterError, PortError
+from flowrl.errors import ParameterError
 from flowrl.operators import OldLogProb, PPOClip, RefLogProb, UpdateActor, UpdateCritic, Value
 from flowrl.protocols.protocols import Critic
+from tests.support.errors import raises
 
 Seen = Annotated[Float32[Tensor, "batch response features"], c.Column("seen", "what was seen")]
 
@@ -70,7 +71,7 @@ def test_the_model_gets_just_these_columns() -> None:
     steps = Steps(torch.ones(2, 3, 4), torch.tensor([[True] * 3, [True, False, False]]), torch.zeros(2).long())
     values = Value(reads=Glances, critic=Means())(steps)
     assert values.tolist() == [[1, 1, 1], [1, 0, 0]]
-    with pytest.raises(PortError, match=r"value\.rollout wants a record with the columns seen, response_mask"):
+    with raises("call.type", node="value", port="rollout", expected=("seen", "response_mask")):
         Value(reads=Glances, critic=Means())(Unversioned(steps.seen, steps.response_mask)[1:])
 
 
