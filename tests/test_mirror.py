@@ -29,7 +29,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/graphs/test_shelf.py": ("graphs/advantages.py", "graphs/losses.py", "graphs/reinforce.py"),
     "tests/app/test_targets.py": ("graphs/variants.py",),
     "tests/data/sources/test_demos.py": ("flowrl/records.py",),
-    "tests/core/operators/test_ports.py": ("flowrl/core/operators/operator_validation.py",),
     "tests/test_spec.py": ("flowrl/parameter_errors.py",),
     "tests/test_types.py": ("flowrl/core/graphs/inference.py",),
     "tests/data/sources/test_prompts.py": ("flowrl/data/sources/file_source.py",),

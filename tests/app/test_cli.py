@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from flowrl import Costs, Graph, load
 from flowrl.app.cli import main
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.references import load_object
-from flowrl.errors import DefinitionError, ParameterError
+from flowrl.errors import DefinitionError
 from tests.support.command_line import Command, is_paragraph, write
 from tests.support.errors import raises
 
@@ -143,11 +144,8 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["show", "nowhere.py:graph"], "does not exist"),
-        (
-            ["show", "graphs.py"],
-            "'graphs.py' names a file but no object in it. Add the name, such as 'graphs.py:graph'.",
-        ),
+        (["show", "nowhere.py:graph"], "nowhere.py' does not exist. Correct the path. [reference.missing-source]"),
+        (["show", "graphs.py"], "'graphs.py' names a file but no object in it. Add the name, such as 'graphs.py:graph"),
         (["show", "graphs"], "expected 'package.module:name', 'path/to/file.py:name', or an algorithm"),
         (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
@@ -184,7 +182,7 @@ def test_misuse_is_one_paragraph(command: Command, graphs: Path, arguments: list
         ("import no_such_module\n", "file.py:1 raises ModuleNotFoundError"),
         (
             "import sys\nsys.exit(3)\n",
-            "file.py:2 exits during import. Move the call below `if __name__",
+            "file.py:2 exits during import. Move the call below `if __name__ == '__main__':`",
         ),
     ],
 )
@@ -206,7 +204,7 @@ def test_errors_of_flowrl_in_a_users_file_are_shown_unchanged(command: Command) 
 def test_load_object_also_takes_what_is_not_callable(command: Command, graphs: Path) -> None:
     assert (load_object("graphs.py:number"), load_object("graphs.py:nothing")) == (3, None)
     assert load_object("graphs.py:first.name") == "ppo"
-    with pytest.raises(ParameterError, match="does not define 'fourth'"):
+    with raises("reference.undefined-name", name="fourth"):
         load_object("graphs.py:fourth")
 
 
@@ -219,7 +217,7 @@ def test_an_error_of_the_users_own_code_names_its_line(command: Command, graphs:
 
 @pytest.mark.parametrize("arguments", [("--debug", "show", "x.py:y"), ("show", "x.py:y", "--debug")])
 def test_debug_anywhere_shows_the_traceback(command: Command, arguments: tuple[str, ...]) -> None:
-    with raises("reference.missing-source"):
+    with raises("reference.missing-source", reference="x.py:y", path=os.path.abspath("x.py")):
         main(arguments)
 
 

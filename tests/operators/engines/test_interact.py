@@ -201,8 +201,9 @@ class TestSpecs:
         flowrl.save(graph, "graph.yaml")
         assert flowrl.load("graph.yaml", imports=True) == graph
         Interact("environment.py:agent")
-        with raises("reference.undefined-name", name="Enviroment", known=("agent", "Environment")):
+        with raises("reference.undefined-name", name="Enviroment", known=("Environment", "agent")) as error:
             Interact("environment.py:Enviroment")
+        assert error.value.message.endswith("did you mean 'Environment'?")
 
     @pytest.mark.parametrize("environment", [dict, lambda chat, row: None, exact])
     def test_what_is_no_environment_is_refused(self, environment: Any) -> None:

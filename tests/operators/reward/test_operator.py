@@ -143,7 +143,7 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        ("nowhere.py:exact", "does not exist"),
+        ("nowhere.py:exact", "nowhere.py' does not exist"),
         ("no_such_package.rewards:exact", "No module named 'no_such_package'"),
         ("no_such_module_at_all:exact", "no module 'no_such_module_at_all' is on sys.path"),
         ("flowrl.errors:exact", "does not define 'exact'"),
@@ -155,7 +155,7 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
         (Awaited(), "is async"),
         (3, "should be callable"),
         (float, "The reward function float is a class, which returns an object"),
-        ("flowrl.errors:RewardError", "errors.py has a class under that name; expected a function, or a method"),
+        ("flowrl.errors:RewardError", "errors.py has a class under that name. Name a function, or a method"),
         ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("f = 3", "has a literal (int) under that name; expected a function"),
+        ("f = 3", "has a literal (int) under that name. Name a function"),
         ("f: dict = {'a': [1]}", "has a literal (dict) under that name"),
         ("class f:\n    def __call__(self, **columns): ...", "has a class under that name"),
     ],
