@@ -54,12 +54,12 @@ def pf_ppo(reward_fn: RewardFn, *, best: int = 1, worst: int = 1, **settings: Un
     )
 
 
-def _refuse_all(algorithm: str, n: int, kept: int) -> None:
-    if n <= kept:
+def _refuse_all(algorithm: str, n: int, selected: int) -> None:
+    if n <= selected:
         raise ParameterError(
-            f"{algorithm}(n={n}) selects {kept} responses per prompt, which needs n > {kept}. Pass n={4 * kept}.",
+            f"{algorithm}(n={n}) selects {selected} responses per prompt, expected a larger n. Pass n={4 * selected}.",
             code="algorithm.too-few-responses",
             algorithm=algorithm,
             n=n,
-            expected=kept + 1,
+            expected=selected + 1,
         )

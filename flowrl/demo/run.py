@@ -157,7 +157,7 @@ def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
     seconds = time.perf_counter() - started
     out.print(
         f"\nThe curve is in {runs / 'curve.svg'}, the run in {run.folder} ({seconds:.0f} s in all)."
-        "\nThe whole demo also trains by PPO, which is an edit away: flowrl demo",
+        "\nThe full demo also trains by PPO, which is an edit away: flowrl demo",
         markup=False,
     )
     return run

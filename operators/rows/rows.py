@@ -95,11 +95,11 @@ class Ranked(Operator):
                 found="nan",
             )
         scores, live = totals.tolist(), response_mask.any(-1).tolist()
-        kept = torch.zeros(len(scores), dtype=torch.bool)
+        selected = torch.zeros(len(scores), dtype=torch.bool)
         for members in rows_of_groups(uid).values():
             ranked = sorted((row for row in members if live[row]), key=scores.__getitem__, reverse=True)
-            kept[ranked[: self.best] + ranked[max(0, len(ranked) - self.worst) :]] = True
-        return kept
+            selected[ranked[: self.best] + ranked[max(0, len(ranked) - self.worst) :]] = True
+        return selected
 
 
 class Length(Operator):
@@ -117,8 +117,8 @@ class Length(Operator):
 
     def __call__(self, response_mask: ResponseMask) -> Kept:
         lengths = response_mask.sum(-1)
-        kept = lengths >= self.least
-        return kept if self.most is None else kept & (lengths <= self.most)
+        selected = lengths >= self.least
+        return selected if self.most is None else selected & (lengths <= self.most)
 
 
 class Filter(Gate):
@@ -144,12 +144,12 @@ class Filter(Gate):
 
     def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that `predicate` selects."""
-        kept = self.kept(metrics, given)
-        if not kept.any():
-            refuse_none(self, len(kept), "rows")
-        out = {name: pick(getattr(rows, name), kept) for name in self.columns}
-        metrics.sum(f"{self.name}/offered", len(kept))
-        metrics.sum(f"{self.name}/kept", kept.sum())
+        selected = self.kept(metrics, given)
+        if not selected.any():
+            refuse_none(self, len(selected), "rows")
+        out = {name: pick(getattr(rows, name), selected) for name in self.columns}
+        metrics.sum(f"{self.name}/offered", len(selected))
+        metrics.sum(f"{self.name}/kept", selected.sum())
         report_scores(out, metrics)
         return self.record(**out)
 
@@ -212,8 +212,8 @@ class Collect(Gate):
         """The groups of this round that are needed; after the last round, all groups with repetitions."""
         if now.round.sizes:
             return self._filled(rows, now.round.sizes, metrics)
-        kept, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
-        good = [group for group in members.values() if all(kept[row] for row in group)]
+        selected, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
+        good = [group for group in members.values() if all(selected[row] for row in group)]
         taken = good[: self.groups if now.round.wanted is None else now.round.wanted]
         index = torch.tensor([row for group in taken for row in group], dtype=torch.int64)
         picked = {name: pick(getattr(rows, name), index) for name in self.columns}
@@ -241,7 +241,7 @@ class Collect(Gate):
         if not self.missing(sizes):
             return ""
         if not sizes:
-            refuse_none(self, self.groups, "groups that are wanted")
+            refuse_none(self, self.groups, "groups")
         if self.on_underfill == "error":
             raise DataError(
                 f"{self.name} has {len(sizes)} of {self.groups} groups that {self.predicate!r} selects, after all "

@@ -82,35 +82,35 @@ def rank_rows(rows: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor
 
 
 def rank_parts(
-    drawn: Sequence[Tensor],
+    mini_batches: Sequence[Tensor],
     weigh: Callable[[Tensor], Tensor],
     response_mask: Tensor,
     attention_mask: Tensor,
     share: Share | None,
-    whole: Mapping[str, Any] | None = None,
+    all_rows: Mapping[str, Any] | None = None,
 ) -> list[MiniBatch]:
     """The part of each mini-batch that a rank computes, by the row numbers of the rank.
 
     Args:
-        drawn: row numbers of the mini-batches, in the step.
+        mini_batches: row numbers of the mini-batches, in the step.
         weigh: computes the token weights of a mini-batch from its mask.
         response_mask: bool ``[rows of the step, response]``.
         attention_mask: bool ``[rows of the rank, sequence]``, or any mask with the lengths of the rows.
         share: the share of the rank; None is everything.
-        whole: the columns of all rows of the step, for a loss that needs complete mini-batches.
+        all_rows: the columns of all rows of the step, for a loss that needs complete mini-batches.
     """
     if share is not None:
         tokens = attention_mask.sum(1) if share.tokens is None else share.tokens
         rows = torch.arange(len(tokens)) if share.rows is None else share.rows
     parts = []
-    for index in drawn:
+    for index in mini_batches:
         weights = weigh(response_mask[index])
         own = torch.arange(len(index)) if share is None else split_rows(tokens[index].cpu(), share.ranks)[share.rank]
         mine = index if share is None else torch.searchsorted(rows, index[own])
         seen = (
             None
-            if whole is None
-            else WholeMiniBatch(record({n: _at(x, index) for n, x in whole.items()}), weights, own)
+            if all_rows is None
+            else WholeMiniBatch(record({n: _at(x, index) for n, x in all_rows.items()}), weights, own)
         )
         parts.append(MiniBatch(mine, weights[own], seen))
     return parts

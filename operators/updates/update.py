@@ -105,9 +105,9 @@ class _Update:
         groups = None if self._groups is None else read[self._groups]
         mini_batches = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
         inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
-        by_row, whole = ({}, read) if self._beyond_rows else (read, None)
+        by_row, all_rows = ({}, read) if self._beyond_rows else (read, None)
         attended = inputs.get("attention_mask", inputs["response_mask"])
-        parts = rank_parts(mini_batches, objective.weights, rollout.response_mask, attended, share, whole)
+        parts = rank_parts(mini_batches, objective.weights, rollout.response_mask, attended, share, all_rows)
         metrics: Metrics = engine.update(record({**by_row, **inputs}), parts, objective)
         return metrics
 
@@ -215,17 +215,17 @@ class UpdateActor(_Update, AsksModel, Operator):
         if type(scorer) is not OldLogProb or scorer.actor != self.actor:
             return None
         if type(self) is not UpdateActor:
-            return f"is of a class of its own, {type(self).__name__}"
+            return f"is of a subclass, {type(self).__name__}"
         if self.ppo_epochs != 1:
-            return f"goes over the rows several times (ppo_epochs={self.ppo_epochs!r})"
+            return f"makes several passes over the rows (ppo_epochs={self.ppo_epochs!r})"
         if self.mini_batch is not None:
-            return f"changes weights between its rows (mini_batch={self.mini_batch!r})"
+            return f"changes weights between mini-batches (mini_batch={self.mini_batch!r})"
         if self.prior_updates != 0:
-            return f"comes after another update (prior_updates={self.prior_updates!r})"
+            return f"follows another update (prior_updates={self.prior_updates!r})"
         if "log-probs" not in self.loss.said:
-            return f"has no log-probs in its pass, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
+            return f"computes no log-probs, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
         if self._beyond_rows:
-            return f"sees its rows at once (the loss {type(self.loss).__name__} is of a {self.loss.unit})"
+            return f"needs all rows at once (the loss {type(self.loss).__name__} is of a {self.loss.unit})"
         return (
             ScoringUpdate(**parameters(self), scorer=scorer.name)
             if scorer.reads == self.reads

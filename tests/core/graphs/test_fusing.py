@@ -163,8 +163,8 @@ class TestNotFused:
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [
-            ({"ppo_epochs": 2}, "update_actor goes over the rows several times (ppo_epochs=2)"),
-            ({"mini_batch": 4}, "update_actor changes weights between its rows (mini_batch=4)"),
+            ({"ppo_epochs": 2}, "update_actor makes several passes over the rows (ppo_epochs=2)"),
+            ({"mini_batch": 4}, "update_actor changes weights between mini-batches (mini_batch=4)"),
         ],
     )
     def test_weights_change_within_the_update(self, settings: Any, reason: str) -> None:
@@ -172,14 +172,14 @@ class TestNotFused:
 
     def test_epochs_over_time(self) -> None:
         graph = bound("grpo").edit(set={"update_actor.ppo_epochs": Constant(1)})
-        assert (why(graph) or "").startswith("update_actor goes over the rows several times (ppo_epochs=Constant(")
+        assert (why(graph) or "").startswith("update_actor makes several passes over the rows (ppo_epochs=Constant(")
 
     def test_a_loss_that_sees_all_rows_at_once(self) -> None:
-        assert why(bound("kl_cov")) == "update_actor sees its rows at once (the loss KLCov is of a batch)"
+        assert why(bound("kl_cov")) == "update_actor needs all rows at once (the loss KLCov is of a batch)"
 
     def test_an_unknown_update_class(self) -> None:
         mine = bound("grpo").edit(replace={"update_actor": Mine().named("update_actor")})
-        assert why(mine) == "update_actor is of a class of its own, Mine"
+        assert why(mine) == "update_actor is of a subclass, Mine"
 
     def test_models_that_read_different_records(self) -> None:
         assert why(bound("grpo").edit(set={"old_log_prob.reads": Record})) == "update_actor reads another record"
