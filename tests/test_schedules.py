@@ -178,7 +178,7 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
             r"max_tokens=Linear\(.*one number for a who",
         ),
         (lambda: PromptData("x", max_prompt=Linear(1, 9, steps=4)), r"PromptData\(\.\.\.\)"),
-        (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), r"is -1 after 3 optimiser steps.*train backwards"),
+        (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), r"is -1 after 3 optimizer steps.*ascend the loss"),
     ],
 )
 def test_what_would_not_hold_in_every_step_is_refused_at_once(make: Callable[[], Any], message: str) -> None:
