@@ -103,9 +103,9 @@ class Adapter:
                 architecture=type(lm).__name__,
             )
         self._lm, self._scaling = lm, lora.alpha / lora.r
-        mine = {id(parameter) for parameter in self._parameters().values()}
+        adapted = {id(parameter) for parameter in self._parameters().values()}
         for parameter in lm.parameters():
-            parameter.requires_grad_(id(parameter) in mine)
+            parameter.requires_grad_(id(parameter) in adapted)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The adapter's weights under the names that they have in the LM."""
@@ -115,7 +115,7 @@ class Adapter:
             for part in ("lora_A", "lora_B")
         }
 
-    def fresh(self, seed: int) -> dict[str, Tensor]:
+    def initial(self, seed: int) -> dict[str, Tensor]:
         """Initial float32 weights by their names in the LM, unsharded; each depends on its name and `seed` only."""
         initial = {}
         for name, parameter in self._parameters().items():
@@ -127,7 +127,7 @@ class Adapter:
 
     def fill(self, seed: int) -> None:
         """Set the adapter to its initial weights, on the CPU."""
-        self._lm.load_state_dict(self.fresh(seed), strict=False, assign=True)
+        self._lm.load_state_dict(self.initial(seed), strict=False, assign=True)
 
     def weights(self) -> dict[str, Tensor]:
         """The live weights, sharded as they are, under the names that PEFT writes, sorted."""
@@ -233,11 +233,11 @@ def _linear(lm: PreTrainedModel) -> list[str]:
 
     head = lm.get_output_embeddings()
     mixers = [name for name, module in lm.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
-    taken = {f"{mixer}.{layer}" for mixer in mixers for layer in ("x_proj", "dt_proj", "out_proj")}
+    excluded = {f"{mixer}.{layer}" for mixer in mixers for layer in ("x_proj", "dt_proj", "out_proj")}
     products: dict[type, bool] = {Conv1D: True, nn.Linear: True}
     found = []
     for name, module in lm.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in taken:
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in excluded:
             kind = type(module)
             if kind not in products:
                 products[kind] = _is_product(cast(nn.Linear, module))
@@ -248,11 +248,11 @@ def _linear(lm: PreTrainedModel) -> list[str]:
 
 def _is_product(layer: nn.Linear) -> bool:
     """Whether a subclass of a linear layer computes a plain product; tested with made-up weights."""
-    made = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in layer.named_parameters()}
+    weights = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in layer.named_parameters()}
     x = torch.linspace(1, -0.5, layer.in_features)[None]
     try:
-        found = torch.func.functional_call(layer, made, (x,))
+        found = torch.func.functional_call(layer, weights, (x,))
     except Exception:  # its input is not a tensor of its width
         return False
-    truth = nn.functional.linear(x, made["weight"], made.get("bias"))
+    truth = nn.functional.linear(x, weights["weight"], weights.get("bias"))
     return isinstance(found, Tensor) and found.shape == truth.shape and torch.allclose(found, truth, rtol=1e-3)

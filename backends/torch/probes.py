@@ -1,7 +1,7 @@
-"""What a model is asked over a few tokens before it computes anything that counts.
+"""Probes: tests of a model on a few tokens before its first use.
 
-Architectures differ in what they make of attention, padding, heads and training mode, and few say so. So it is tried
-out: each question costs a forward pass or two over some ten tokens.
+Architectures differ in attention, padding, heads and training mode, and few declare it. Each probe costs one or two
+forward passes over about ten tokens.
 """
 
 from __future__ import annotations
@@ -29,27 +29,24 @@ LENGTH = 8
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two ways to compute one thing may be apart (`apart`) that differ by rounding alone.
-
-    Float32 is coarse too where torch was told to multiply in TF32 or bfloat16.
-    """
+    """The largest `relative_error` by rounding alone; float32 is coarse too if torch multiplies in TF32 or bfloat16."""
     return 1e-3 if dtype == torch.float32 and _multiplies_in_float32() else 0.2
 
 
 def _multiplies_in_float32() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # it was told by `torch.backends...fp32_precision`, and says no more
+    except RuntimeError:  # it was set by `torch.backends...fp32_precision`
         return False
 
 
-def apart(found: Tensor, truth: Tensor) -> float:
-    """The distance of `found` from `truth`, as a share of the length of `truth`."""
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """The norm of the difference, relative to the norm of `truth`."""
     return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def probe_inputs(lm: PreTrainedModel, device: torch.device, rows: int = 1) -> Inputs:
-    """Tokens ``[rows LENGTH]`` of any vocabulary, with what a model wants beside them."""
+    """Tokens ``[rows LENGTH]`` of any vocabulary, with the model's other inputs."""
     size = cast(nn.Embedding, lm.get_input_embeddings()).num_embeddings
     ids = torch.arange(rows * LENGTH, device=device).view(rows, LENGTH) % size
     positions = torch.arange(LENGTH, device=device).expand(rows, -1)
@@ -62,33 +59,31 @@ def probe_inputs(lm: PreTrainedModel, device: torch.device, rows: int = 1) -> In
 
 
 def padded(probe: Inputs, left: int, right: int) -> Inputs:
-    """`probe` with padding on both sides, as rows of unequal length have it."""
+    """`probe` with padding on both sides."""
     wider = {name: nn.functional.pad(tensor, (left, right)) for name, tensor in probe.items() if name != "use_cache"}
     return {**wider, "use_cache": False}
 
 
 def known(model: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs that a model knows; not all know position ids."""
+    """The inputs that are parameters of a model; not all have position ids."""
     names = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in names}
 
 
 def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None, folder: str, bound: float) -> None:
-    """Let `lm` compute attention as it was written, by what was named where that can; else by what can.
+    """Set the attention of `lm` to an implementation that computes what its architecture defines.
 
-    Fused attention ignores what it has no argument for, such as the soft cap of Gemma 2, and that may show only once
-    weights have grown. So what the plain attention of an architecture takes by name, fused attention must take too, and
-    both must give the same numbers.
+    Fused attention ignores arguments that it does not have, such as the soft cap of Gemma 2, which may show only once
+    weights have grown. So fused attention must have every argument of the architecture's plain attention, and both must
+    give the same numbers.
 
     Args:
         probe: see `probe_inputs`.
-        lm: the model, loaded with the attention that was named, or with transformers' choice.
-        named: what was asked for; None is fused attention where it is right, else plain.
-        folder: where the model came from.
+        lm: the model, loaded with the named attention, or with transformers' choice.
+        named: the setting; None is fused attention if it is correct, else plain. If it is fused attention and that is
+            not correct, raises `BindError`.
+        folder: the model's folder.
         bound: see `tolerance`.
-
-    Raises:
-        BindError: fused attention was asked for, and it does not compute this model.
     """
     fused = lm.config._attn_implementation
     if fused == "eager":
@@ -98,13 +93,14 @@ def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None
     with _ignored_by(fused) as ignored:
         found = lm(**inputs)[0][kept]
     lm.set_attn_implementation("eager")
-    if lm.config._attn_implementation != "eager":  # an architecture that is built with one attention or another
+    if lm.config._attn_implementation != "eager":  # the attention of this architecture cannot change
         return
-    distance = apart(found, lm(**inputs)[0][kept])
+    distance = relative_error(found, lm(**inputs)[0][kept])
     if not ignored and distance <= bound:
         lm.set_attn_implementation(fused)
     elif named == fused:
-        why = f"ignores its {', '.join(sorted(ignored))}" if ignored else f"is {distance:.2g} off its plain attention"
+        names = ", ".join(sorted(ignored))
+        why = f"ignores its {names}" if ignored else f"differs by {distance:.2g} from its plain attention"
         raise BindError(
             f"{type(lm).__name__} in {folder!r} does not support attention={named!r}, which {why}. Bind it with "
             f'attention="eager", or leave `attention` out.',
@@ -117,16 +113,16 @@ def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None
 
 @contextmanager
 def _ignored_by(fused: str) -> Iterator[set[str]]:
-    """The names of what layers give to fused attention within, and it does not take, but plain attention does."""
+    """In the block, the arguments of layers that plain attention has and fused attention ignores."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend, ignored = ALL_ATTENTION_FUNCTIONS[fused], set[str]()
-    taken = inspect.signature(attend).parameters
+    accepted = inspect.signature(attend).parameters
 
     def noting(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", attend)
-        wanted = inspect.signature(plain).parameters
-        ignored.update(n for n, value in kwargs.items() if value is not None and n in wanted and n not in taken)
+        needed = inspect.signature(plain).parameters
+        ignored.update(n for n, value in kwargs.items() if value is not None and n in needed and n not in accepted)
         return attend(layer, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS[fused] = noting
@@ -137,14 +133,11 @@ def _ignored_by(fused: str) -> Iterator[set[str]]:
 
 
 def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, bound: float) -> None:
-    """Refuse a model that gives a row other numbers where it is padded.
+    """Raise `BindError` if padding changes a row's outputs, or they are NaN or infinite without padding.
 
     Args:
         probe, folder, bound: as in `settle_attention`.
-        model: what is run: a causal LM, or its body.
-
-    Raises:
-        BindError: it does, or gives NaN or infinity without padding.
+        model: a causal LM, or its body.
     """
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise BindError(
@@ -155,7 +148,7 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
             architecture=type(model).__name__,
         )
     alone = model(**known(model, probe))[0]
-    distance = apart(model(**known(model, padded(probe, 3, 2)))[0][:, 3:-2], alone)
+    distance = relative_error(model(**known(model, padded(probe, 3, 2)))[0][:, 3:-2], alone)
     if not alone.isfinite().all():
         raise BindError(
             f"{type(model).__name__} in {folder!r} computes NaN or infinity for plain tokens, although its weights are "
@@ -177,11 +170,11 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
 
 
 class AfterHead(NamedTuple):
-    """What a model makes of what its head gives, so that it becomes its logits: ``cap * tanh(scale * x / cap)``.
+    """The function between a head's output and the logits: ``cap * tanh(scale * x / cap)``.
 
     Args:
-        scale: of Granite and Cohere; 1 for most.
-        cap: of Gemma 2 and later ones; None is none.
+        scale: of Granite and Cohere; 1 for most models.
+        cap: of Gemma 2 and later; None is no cap.
     """
 
     scale: float = 1.0
@@ -191,16 +184,16 @@ class AfterHead(NamedTuple):
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.cap is None else torch.tanh(x / self.cap) * self.cap
 
-    def slope(self, made: Tensor) -> Tensor | float:
-        """Its derivative where it has made `made`."""
-        return self.scale if self.cap is None else (1 - (made / self.cap).square()) * self.scale
+    def slope(self, output: Tensor) -> Tensor | float:
+        """Its derivative where it returned `output`."""
+        return self.scale if self.cap is None else (1 - (output / self.cap).square()) * self.scale
 
 
 def after_head(probe: Inputs, lm: PreTrainedModel) -> AfterHead | None:
-    """What makes ``lm(x).logits`` of ``head(base(x).last_hidden_state)``; None where that is something else than a
-    scale and a cap, or the head is given something else.
+    """The function from ``head(base(x).last_hidden_state)`` to ``lm(x).logits``; None if it is not a scale and a cap,
+    or the head has another input.
 
-    The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
+    A hook replaces the head's output by a wide range, so that a cap shows even if the model's own logits are small.
     """
     head, base = lm.get_output_embeddings(), lm.base_model
     if head is None or base is lm:
@@ -231,12 +224,8 @@ def after_head(probe: Inputs, lm: PreTrainedModel) -> AfterHead | None:
 
 
 def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> None:
-    """Recompute layers in the backward pass. Transformers does so in training mode only, so make that mode as
-    evaluation is: what is random in it is set to 0.
-
-    Raises:
-        BindError: the model cannot do so, or computes something else in training mode.
-    """
+    """Enable gradient checkpointing. Transformers supports it only in training mode, so set dropout and jitter to 0.
+    Raises `BindError` if the model does not support it, or computes other outputs in training mode."""
     if not lm.supports_gradient_checkpointing:
         raise BindError(
             f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing. Bind it with "
@@ -246,7 +235,7 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
             architecture=type(lm).__name__,
         )
     inputs = known(lm, probe)
-    calm = lm(**inputs)[0]
+    evaluated = lm(**inputs)[0]
     lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -257,7 +246,7 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
     lm.train()
     trained = lm(**inputs)[0]
     lm.eval()
-    if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
+    if not torch.allclose(trained, evaluated, rtol=1e-4, atol=1e-5):
         raise BindError(
             f"{type(lm).__name__} in {folder!r} computes other outputs in training mode than in evaluation mode, "
             f"although dropout is off, so its log-probs could not be recomputed. Bind it with "
@@ -271,21 +260,19 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
 def refuse_other_cache(
     probe: Inputs, model: PreTrainedModel, step: Callable[..., Tensor], cache: Any, folder: str, bound: float
 ) -> None:
-    """Refuse a model whose next-token logits with a cache are not those without.
+    """Raise `BindError` if a model's next-token logits with a cache differ from those without, for rows that are
+    padded, repeated, and continued token by token.
 
     Args:
         probe: of two rows.
         model: a causal LM.
         step: logits of the token after the last column, given ids, attention mask, position ids and cache.
-        cache: a fresh one.
+        cache: a new one.
         folder, bound: as in `settle_attention`.
-
-    Raises:
-        BindError: they are not, once rows were padded, repeated, and went on token by token; or it cannot do that.
     """
     try:
         found, truth = _with_and_without(probe, model, step, cache)
-        distance = apart(found, truth)
+        distance = relative_error(found, truth)
         if distance <= bound:
             return
         fault = f"its logits differ by {distance:.2g} (expected at most {bound:g})"
@@ -304,7 +291,7 @@ def refuse_other_cache(
 def _with_and_without(
     probe: Inputs, model: PreTrainedModel, step: Callable[..., Tensor], cache: Any
 ) -> tuple[Tensor, Tensor]:
-    """Logits after the last three columns of rows of unequal length: by steps with a cache, and by one pass without."""
+    """Logits after the last three columns of rows of unequal length: in steps with a cache, and in one pass without."""
     rows = padded(probe, 2, 0)
     ids, attention = rows["input_ids"], rows["attention_mask"].bool()
     attention[0, 2] = False
@@ -312,7 +299,7 @@ def _with_and_without(
     truth = model(**known(model, rows | {"attention_mask": attention.long(), "position_ids": position})).logits
     start = ids.shape[1] - 2
     found = [step(ids[:, :start], attention[:, :start], position[:, :start], cache)]
-    turned = torch.tensor([1, 0, 1], device=ids.device)  # a rollout repeats prompts, and rows that end leave it
+    turned = torch.tensor([1, 0, 1], device=ids.device)  # a rollout repeats prompts, and removes ended rows
     cache.reorder_cache(turned)
     for t in range(start, ids.shape[1]):
         column = slice(t, t + 1)

@@ -1,6 +1,6 @@
-"""KV as transformers keeps it: for models whose cache is more than keys and values of all tokens.
+"""KV in caches of transformers: for models whose cache is more than keys and values of all tokens.
 
-Rows that join together form a cohort with a cache of its own, padded on the left, and go through the model together.
+Rows that join together form a batch with its own cache, padded on the left, and run through the model together.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # they take seconds to import
 
 @dataclass
 class CacheBatch:
-    """Rows that joined together: their cache, what of its columns is no padding (bool ``[row column]``), and the
-    position of the next token (int64 ``[row 1]``)."""
+    """Rows that joined together: their cache, its attended columns (bool ``[row column]``), and the position of the
+    next token (int64 ``[row 1]``)."""
 
     cache: DynamicCache
     attended: Tensor
@@ -38,25 +38,25 @@ class CacheBatches:
         model: a causal LM, in evaluation mode whenever this computes.
     """
 
-    worth = 1.0  # few and large cohorts, since each takes a forward pass of its own
+    worth = 1.0  # few and large batches, since each needs its own forward pass
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._known = set(inspect.signature(model.forward).parameters)
         self._cache = "cache_params" if "cache_params" in self._known else "past_key_values"
-        self._cohorts: list[CacheBatch] = []
+        self._batches: list[CacheBatch] = []
         self.computed = 0
 
     def decoding(self) -> AbstractContextManager[None]:
-        """The model computes as it is."""
+        """No change to the model."""
         return nullcontext()
 
     def clear(self) -> None:
-        """Forget all rows."""
-        self._cohorts = []
+        """Drop all rows."""
+        self._batches = []
 
     def join(self, contexts: Sequence[Context]) -> Tensor:
-        """Add rows behind those that are there; logits ``[row vocab]`` after their contexts."""
+        """Append rows; logits ``[row vocab]`` after their contexts."""
         device = self._model.device
         first, copies = distinct([context.ids for context in contexts])
         rows = [contexts[i].ids for i in first]
@@ -71,42 +71,43 @@ class CacheBatches:
         chosen = torch.tensor(copies, device=device)
         cache.reorder_cache(cast(LongTensor, chosen))
         attended = attended[chosen]
-        self._cohorts.append(CacheBatch(cache, attended, attended.sum(1, keepdim=True)))
+        self._batches.append(CacheBatch(cache, attended, attended.sum(1, keepdim=True)))
         return logits[chosen]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Add a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
+        """Append a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
         logits = []
-        parts = tokens.split([len(cohort.attended) for cohort in self._cohorts])
-        for cohort, part in zip(self._cohorts, parts, strict=True):
-            cohort.attended = nn.functional.pad(cohort.attended, (0, 1), value=True)
-            logits.append(self.step(part[:, None], cohort.attended, cohort.position, cohort.cache))
-            cohort.position = cohort.position + 1
+        parts = tokens.split([len(batch.attended) for batch in self._batches])
+        for batch, part in zip(self._batches, parts, strict=True):
+            batch.attended = nn.functional.pad(batch.attended, (0, 1), value=True)
+            logits.append(self.step(part[:, None], batch.attended, batch.position, batch.cache))
+            batch.position = batch.position + 1
         return torch.cat(logits)
 
     def leave(self, ended: Sequence[int]) -> list[int]:
-        """Let rows go. Which row each is that stays, in order."""
-        gone, start, order = set(ended), 0, list[int]()
-        for cohort in self._cohorts:
-            rows = range(start, start + len(cohort.attended))
-            on = [row for row in rows if row not in gone]
-            if len(on) < len(rows):
-                chosen = torch.tensor([row - start for row in on], dtype=torch.int64, device=cohort.attended.device)
-                cohort.attended, cohort.position = cohort.attended[chosen], cohort.position[chosen]
-                if on:
-                    cohort.cache.reorder_cache(cast(LongTensor, chosen))
-            start, order = rows.stop, order + on
-        self._cohorts = [cohort for cohort in self._cohorts if len(cohort.attended)]
+        """Remove rows; returns the old numbers of the remaining ones, in order."""
+        removed, start, order = set(ended), 0, list[int]()
+        for batch in self._batches:
+            rows = range(start, start + len(batch.attended))
+            remaining = [row for row in rows if row not in removed]
+            if len(remaining) < len(rows):
+                numbers = [row - start for row in remaining]
+                chosen = torch.tensor(numbers, dtype=torch.int64, device=batch.attended.device)
+                batch.attended, batch.position = batch.attended[chosen], batch.position[chosen]
+                if remaining:
+                    batch.cache.reorder_cache(cast(LongTensor, chosen))
+            start, order = rows.stop, order + remaining
+        self._batches = [batch for batch in self._batches if len(batch.attended)]
         return order
 
     def retain(self, row: int, ids: list[int]) -> None:
-        """Nothing: a row cannot leave its cohort with its cache."""
+        """Nothing: a row cannot leave its batch with its cache."""
 
     def seal(self) -> None:
-        """Nothing need be done: rows share their cache with none that join later."""
+        """Nothing: rows share their cache with none that join later."""
 
     def new_cache(self) -> DynamicCache:
-        """An empty one, as the model wants it."""
+        """An empty cache for the model."""
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
@@ -122,5 +123,5 @@ class CacheBatches:
             "logits_to_keep": 1,
         }
         if self._cache == "cache_params" and ids.shape[1] < attention.shape[1]:
-            del inputs["attention_mask"]  # a state-space model keeps no past that could be masked
+            del inputs["attention_mask"]  # a state-space model has no past to mask
         return cast(Tensor, self._model(**{n: x for n, x in inputs.items() if n in self._known}).logits[:, -1])

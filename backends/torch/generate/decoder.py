@@ -1,6 +1,6 @@
-"""Decoding, one step at a time: requests wait, join the rows that are computed together, draw a token each, and leave.
+"""Step-wise decoding: requests wait, join the batch of rows, sample a token per step, and leave.
 
-What is computed of them stands in a `Memory`: `flowrl.backends.torch.generate.slots` where a model attends plainly, and
+Their KV is in a `Memory`: `flowrl.backends.torch.generate.slots` for models of plain full attention, and
 `flowrl.backends.torch.generate.cache_batches` for all others.
 """
 
@@ -22,58 +22,58 @@ from flowrl.errors import DataError
 from flowrl.protocols.protocols import Request, Response, Sampling
 
 PATIENCE = 8
-"""Steps for which requests wait for others to join with, where there is room for all."""
+"""Steps for which requests wait for others to join with, if there is room for all."""
 
 
 class Context(NamedTuple):
-    """The tokens of a row that joins, and what `Memory.retain` gave when a row of the same request left."""
+    """The tokens of a row that joins, and the result of `Memory.retain` from the row's previous turn."""
 
     ids: list[int]
-    kept: Any = None
+    retained: Any = None
 
 
 class Memory(Protocol):
-    """What a model has computed of rows, which are numbered from 0 in the order of `join` and `leave`."""
+    """The KV of rows, which are numbered from 0 in the order of `join` and `leave`."""
 
     computed: int
-    """Tokens that `join` let the model compute so far, padding not counted."""
+    """Tokens that `join` computed so far, without padding."""
 
     @property
     def worth(self) -> float:
-        """Rows join at once where they are this share of those that are there."""
+        """Rows join at once if they are at least this share of the current rows."""
         ...
 
     def decoding(self) -> AbstractContextManager[None]:
-        """Within, the model computes as `join` and `extend` need it; afterwards, also after an error, as before."""
+        """Prepare the model for `join` and `extend` in the block; restores it afterwards."""
         ...
 
     def join(self, contexts: Sequence[Context]) -> Tensor:
-        """Add rows behind those that are there; logits ``[row vocab]`` after their contexts."""
+        """Append rows; logits ``[row vocab]`` after their contexts."""
         ...
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Add a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
+        """Append a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
         ...
 
     def leave(self, ended: Sequence[int]) -> list[int]:
-        """Let rows go. Which row each is that stays, in their new order."""
+        """Remove rows; returns the old numbers of the remaining ones in their new order."""
         ...
 
     def retain(self, row: int, ids: list[int]) -> Any:
-        """What was computed of a row whose tokens are `ids`, or None, to be given back in a `Context`."""
+        """The KV of a row with the tokens `ids`, or None, for a later `Context`."""
         ...
 
     def seal(self) -> None:
-        """The weights change: the rows that are there go on from what was computed of them, and nobody else may."""
+        """The weights change: current rows continue with their KV, but later ones do not reuse it."""
         ...
 
     def clear(self) -> None:
-        """Forget all rows, and give their memory back."""
+        """Drop all rows and release their memory."""
         ...
 
 
 class Rule:
-    """How tokens are drawn and where answers end, alike for all requests of one `Sampling`."""
+    """How tokens are sampled and where responses end, for all requests of one `Sampling`."""
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling, device: torch.device) -> None:
         self.sampling = sampling
@@ -81,48 +81,48 @@ class Rule:
         self._stops = torch.tensor(self._ending.token_ids, dtype=torch.int64, device=device)
 
     def watch(self) -> Watch | None:
-        """Looks for stop strings in an answer; None where there are none."""
+        """The detector of stop strings for a response; None without stop strings."""
         return self._ending.watch() if self._ending.stop else None
 
-    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, their log-probs, and whether they end their answers: ``[row]`` each."""
+    def sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, their log-probs, and whether they end their responses: ``[row]`` each."""
         tokens, log_probs = next_token(logits, uniforms, self.sampling)
         return tokens, log_probs, torch.isin(tokens, self._stops)
 
 
 @dataclass(eq=False)
 class Row:
-    """A request that is under way, what it has drawn before it had to leave, and from which token on it drew by which
-    version of the weights."""
+    """A request in flight, its tokens and log-probs from before its last eviction, and the first token of each version
+    of the weights."""
 
     request: Request
     rule: Rule
     since: list[tuple[int, int]] = field(default_factory=list)
-    drawn: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
+    sampled: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     watch: Watch | None = None
 
     @property
     def context(self) -> list[int]:
-        """The tokens that its next one is drawn after."""
-        return [*self.request.ids, *self.drawn[0]]
+        """The tokens before its next one."""
+        return [*self.request.ids, *self.sampled[0]]
 
-    def go_on(self, token: int, version: int) -> None:
-        """It draws this token, and those after it, by this version."""
+    def set_version(self, token: int, version: int) -> None:
+        """Set the version of this token and later ones."""
         if not self.since or self.since[-1][1] != version:
             self.since.append((token, version))
 
     def versions(self, tokens: int) -> list[int]:
-        """By which each of its tokens was drawn."""
+        """The version of each of its tokens."""
         ends = [*(start for start, _ in self.since[1:]), tokens]
         return [version for (start, version), end in zip(self.since, ends, strict=True) for _ in range(start, end)]
 
 
-class Drawn:
-    """What rows draw by, and what they have drawn: a row of each tensor for each row of the memory; some are spare."""
+class SampledTokens:
+    """Uniform numbers, sampled tokens and log-probs of all rows: tensors by row, with spare capacity."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.count = torch.zeros(0, dtype=torch.int64, device=device)  # tokens that were drawn
+        self.count = torch.zeros(0, dtype=torch.int64, device=device)  # sampled tokens
         self.limit = self.count
         self.ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(0, 0, device=device)
@@ -130,8 +130,8 @@ class Drawn:
         self._rows = torch.arange(0, device=device)
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Add rows behind those that are there."""
-        counts, limits = [len(row.drawn[0]) for row in rows], [row.request.sampling.max_new_tokens for row in rows]
+        """Append rows."""
+        counts, limits = [len(row.sampled[0]) for row in rows], [row.request.sampling.max_new_tokens for row in rows]
         start, total = len(self.count), len(self.count) + len(rows)
         room, width = self.ids.shape
         if total > room or max(limits) > width:
@@ -148,26 +148,26 @@ class Drawn:
             numbers = torch.stack([rows[i].request.key.numbers(limit) for i in chosen])
             self.uniforms[[start + i for i in chosen], :limit] = numbers.to(self._device)
         for i, row in enumerate(rows, start):
-            if row.drawn[0]:
-                self.ids[i, : len(row.drawn[0])] = torch.tensor(row.drawn[0])
-                self.log_probs[i, : len(row.drawn[0])] = torch.tensor(row.drawn[1])
+            if row.sampled[0]:
+                self.ids[i, : len(row.sampled[0])] = torch.tensor(row.sampled[0])
+                self.log_probs[i, : len(row.sampled[0])] = torch.tensor(row.sampled[1])
         self.count = torch.cat([self.count, torch.tensor(counts, device=self._device)])
         self.limit = torch.cat([self.limit, torch.tensor(limits, device=self._device)])
         self._rows = torch.arange(total, device=self._device)
 
     def numbers(self) -> Tensor:
-        """What each row draws its next token by: float64 ``[row]``."""
+        """The uniform number of each row's next token: float64 ``[row]``."""
         return self.uniforms[self._rows, self.count]
 
     def record(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Add a token to every row; whether the row may have no more."""
+        """Append a token to every row; whether the row has reached its limit."""
         self.ids[self._rows, self.count] = tokens
         self.log_probs[self._rows, self.count] = log_probs
         self.count += 1
         return self.count >= self.limit
 
     def last(self) -> Tensor:
-        """The token that each row drew last: int64 ``[row]``."""
+        """The last token of each row: int64 ``[row]``."""
         return self.ids[self._rows, self.count - 1]
 
     def of(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
@@ -179,7 +179,7 @@ class Drawn:
         return [(ids[:n], log_probs[:n]) for ids, log_probs, n in parts]
 
     def leave(self, order: Sequence[int]) -> None:
-        """Let only these rows stay, in this order."""
+        """Keep only these rows, in this order."""
         chosen = torch.tensor(order, dtype=torch.int64, device=self._device)
         moved = [i for i, row in enumerate(order) if i != row]
         sources = [order[i] for i in moved]
@@ -191,12 +191,12 @@ class Drawn:
 
 
 class Decoder:
-    """Requests, and the rows that they are while they are computed.
+    """Requests in flight: the queue, and the rows that are computed together.
 
     Args:
         memory: of the model.
-        tokenizer: whose text and ends count.
-        max_rows: at most so many rows are computed together, and at most so many that left are kept.
+        tokenizer: of the model.
+        max_rows: the most rows that are computed together, and the most ended rows whose KV is retained.
         device: of the model.
     """
 
@@ -204,16 +204,16 @@ class Decoder:
         self._memory, self._tokenizer, self._max_rows, self._device = memory, tokenizer, max_rows, device
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
-        self._drawn = Drawn(device)
+        self._sampled = SampledTokens(device)
         self._responses: dict[str, Response] = {}
-        self._kept: dict[str, Any] = {}  # the longest ago comes first
+        self._retained: dict[str, Any] = {}  # the oldest first
         self._rules: dict[Sampling, Rule] = {}
-        self._parts: list[tuple[Rule, Tensor]] | None = None  # the rows that draw by each rule
-        self._version: int | None = None  # by which the rows have drawn last
-        self._passed = 0  # steps for which some have waited that could have joined
-        self._watched = False  # whether any looks for stop strings
+        self._parts: list[tuple[Rule, Tensor]] | None = None  # the rows of each rule
+        self._version: int | None = None  # of the last step
+        self._passed = 0  # steps for which requests have waited although there was room
+        self._watched = False  # whether any row has stop strings
         self.context_tokens = 0
-        """Tokens of all contexts that rows have joined with so far, those that joined anew included."""
+        """Tokens of all contexts that rows have joined with so far, repeatedly if they joined again."""
 
     def __contains__(self, name: str) -> bool:
         """Whether a request of that name is under way, or its response was not taken."""
@@ -226,78 +226,72 @@ class Decoder:
 
     @property
     def begun(self) -> list[str]:
-        """The requests that have drawn tokens and have not ended."""
+        """The requests that have sampled tokens and have not ended."""
         return [row.request.name for row in (*self._rows, *self._waiting) if row.since]
 
     def submit(self, request: Request) -> None:
-        """Let a request wait for room."""
+        """Queue a request."""
         rule = replace(request.sampling, max_new_tokens=1)
         if rule not in self._rules:
             self._rules[rule] = Rule(self._tokenizer, rule, self._device)
         self._waiting.append(Row(request, self._rules[rule], watch=self._rules[rule].watch()))
 
     def step(self, version: int) -> list[str]:
-        """Draw a token for every row, those that join now included; the requests that ended.
-
-        Args:
-            version: of the weights.
-
-        Raises:
-            DataError: logits are NaN or infinite.
-        """
+        """Sample a token for every row, including those that join now, with weights of this version; the requests that
+        ended. Raises `DataError` if logits are NaN or infinite."""
         if version != self._version and self._rows:
-            for row, count in zip(self._rows, self._drawn.count.tolist(), strict=True):
-                row.go_on(count, version)
+            for row, count in zip(self._rows, self._sampled.count.tolist(), strict=True):
+                row.set_version(count, version)
         self._version = version
-        logits = [self._memory.extend(self._drawn.last())] if self._rows else []
+        logits = [self._memory.extend(self._sampled.last())] if self._rows else []
         if joining := self._admitted():
             for row in joining:
-                row.go_on(len(row.drawn[0]), version)
-            contexts = [Context(row.context, self._kept.pop(row.request.name, None)) for row in joining]
+                row.set_version(len(row.sampled[0]), version)
+            contexts = [Context(row.context, self._retained.pop(row.request.name, None)) for row in joining]
             self.context_tokens += sum(len(context.ids) for context in contexts)
             logits.append(self._memory.join(contexts))
-            self._drawn.join(joining)
+            self._sampled.join(joining)
             self._rows += joining
             self._parts = None
-        return self._draw(torch.cat(logits)) if logits else []
+        return self._sample(torch.cat(logits)) if logits else []
 
     def take(self, name: str) -> Response | None:
         """The response to a request, once."""
         return self._responses.pop(name, None)
 
     def drop(self, name: str) -> None:
-        """Forget a request, whatever has become of it."""
+        """Drop a request, its response and its retained KV."""
         self._responses.pop(name, None)
-        self._kept.pop(name, None)
+        self._retained.pop(name, None)
         self._waiting = deque(row for row in self._waiting if row.request.name != name)
         if rows := [i for i, row in enumerate(self._rows) if row.request.name == name]:
             self._leave(rows)
         self._tidy()
 
-    def forget(self) -> None:
-        """Hold on to nothing that was computed: what is under way is computed anew when it goes on."""
+    def evict(self) -> None:
+        """Drop all KV: requests in flight are queued again, and recomputed."""
         if self._rows:
-            for row, drawn in zip(self._rows, self._drawn.of(range(len(self._rows))), strict=True):
-                row.drawn = drawn
+            for row, sampled in zip(self._rows, self._sampled.of(range(len(self._rows))), strict=True):
+                row.sampled = sampled
             self._waiting.extendleft(reversed(self._rows))
-            self._rows, self._drawn, self._parts = [], Drawn(self._device), None
-        self._kept.clear()
+            self._rows, self._sampled, self._parts = [], SampledTokens(self._device), None
+        self._retained.clear()
         self._memory.clear()
 
     def seal(self) -> None:
-        """What was computed is of older weights now: only what is under way goes on from it."""
-        self._kept.clear()
+        """The weights change: only requests in flight reuse their KV."""
+        self._retained.clear()
         self._memory.seal()
 
     def clear(self) -> None:
-        """Forget all requests that are under way, and all that was computed of any; also in the middle of a step."""
+        """Drop all requests in flight and all KV, even in the middle of a step."""
         self._waiting.clear()
         self._rows, self._parts = [], None
-        self._kept.clear()
+        self._retained.clear()
         self._tidy()
 
     def _admitted(self) -> list[Row]:
-        """Those that join now. They take a forward pass of their own, so a few wait for others, but not for long."""
+        """The requests that join now. They need their own forward pass, so a few wait for others, but not for long."""
         joining = min(len(self._waiting), self._max_rows - len(self._rows))
         if self._rows and joining < self._memory.worth * len(self._rows):
             self._passed += 1
@@ -306,36 +300,37 @@ class Decoder:
         self._passed = 0
         return [self._waiting.popleft() for _ in range(joining)]
 
-    def _draw(self, logits: Tensor) -> list[str]:
-        uniforms = self._drawn.numbers()
+    def _sample(self, logits: Tensor) -> list[str]:
+        uniforms = self._sampled.numbers()
         if self._parts is None:
             self._parts, self._watched = self._by_rule(), any(row.watch for row in self._rows)
         if len(self._parts) == 1:
-            tokens, log_probs, ended = self._parts[0][0].draw(logits, uniforms)
+            tokens, log_probs, ended = self._parts[0][0].sample(logits, uniforms)
         else:
-            tokens, log_probs = torch.zeros_like(self._drawn.count), logits.new_zeros(len(logits), dtype=torch.float32)
+            tokens = torch.zeros_like(self._sampled.count)
+            log_probs = logits.new_zeros(len(logits), dtype=torch.float32)
             ended = torch.zeros_like(tokens, dtype=torch.bool)
             for rule, rows in self._parts:
-                tokens[rows], log_probs[rows], ended[rows] = rule.draw(logits[rows], uniforms[rows])
+                tokens[rows], log_probs[rows], ended[rows] = rule.sample(logits[rows], uniforms[rows])
         if self._watched:
             pairs = zip(self._rows, tokens.tolist(), strict=True)
             found = [row.watch is not None and row.watch.completes(token) for row, token in pairs]
             ended |= torch.tensor(found, device=ended.device)
-        full = self._drawn.record(tokens, log_probs)
+        full = self._sampled.record(tokens, log_probs)
         over = (ended | full | log_probs.isnan()).nonzero().squeeze(1).tolist()
         return self._end(over, ended[over].tolist()) if over else []
 
     def _by_rule(self) -> list[tuple[Rule, Tensor]]:
-        """The rows that draw by each rule."""
+        """The rows of each rule."""
         rules: dict[Rule, list[int]] = {}
         for i, row in enumerate(self._rows):
             rules.setdefault(row.rule, []).append(i)
         return [(rule, torch.tensor(rows, device=self._device)) for rule, rows in rules.items()]
 
     def _end(self, over: list[int], stopped: list[bool]) -> list[str]:
-        """Let rows go whose answers are complete; their names."""
+        """Remove rows whose responses are complete; their names."""
         names = []
-        for i, (ids, log_probs), stop in zip(over, self._drawn.of(over), stopped, strict=True):
+        for i, (ids, log_probs), stop in zip(over, self._sampled.of(over), stopped, strict=True):
             row = self._rows[i]
             if log_probs[-1] != log_probs[-1]:
                 raise DataError(
@@ -350,35 +345,35 @@ class Decoder:
             versions, how = row.versions(len(ids)), "stop" if stop else "length"
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
             if row.request.retain_cache:
-                self._kept[row.request.name] = self._memory.retain(i, [*row.request.ids, *ids])
-                if len(self._kept) > self._max_rows:
-                    del self._kept[next(iter(self._kept))]
+                self._retained[row.request.name] = self._memory.retain(i, [*row.request.ids, *ids])
+                if len(self._retained) > self._max_rows:
+                    del self._retained[next(iter(self._retained))]
         self._leave(over)
         self._tidy()
         return names
 
     def _leave(self, rows: Sequence[int]) -> None:
         order = self._memory.leave(rows)
-        self._drawn.leave(order)
+        self._sampled.leave(order)
         self._rows = [self._rows[i] for i in order]
         self._parts = None
 
     def _tidy(self) -> None:
-        """Give memory back where nothing is computed and nothing kept."""
-        if not self._rows and not self._waiting and not self._kept:
+        """Release memory if no request is in flight and no KV is retained."""
+        if not self._rows and not self._waiting and not self._retained:
             self._memory.clear()
-            self._drawn = Drawn(self._device)
+            self._sampled = SampledTokens(self._device)
             self._rules.clear()
 
 
 def common(rows: Sequence[list[int]]) -> int:
-    """How many tokens all rows begin with alike."""
+    """The length of the longest common prefix."""
     low, high = min(rows), max(rows)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
 def distinct(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """Where each distinct row first stands, and which of them each row is."""
+    """The index of each distinct row's first occurrence, and for each row which of these it equals."""
     seen: dict[tuple[int, ...], int] = {}
     first, copies = list[int](), list[int]()
     for i, row in enumerate(rows):

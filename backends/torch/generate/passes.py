@@ -1,7 +1,7 @@
-"""The three kinds of forward pass over rows whose KV is written in place: what each writes, and attends to.
+"""The three kinds of forward pass with KV written in place: what each writes, and attends to.
 
-Buffers are ``[slot kv_head width head_dim]``. Queries, and keys and values as a layer has computed them, are
-``[row head column head_dim]``; attention gives ``[row column head head_dim]``.
+Buffers are ``[slot kv_head width head_dim]``. Queries, keys and values of a layer are ``[row head column head_dim]``;
+attention returns ``[row column head head_dim]``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Prefill:
-    """A pass over whole contexts ``[row column]``, padded on the right: each attends to what stands before it.
+    """A pass over full contexts ``[row column]``, padded on the right, with causal attention.
 
     Args:
         slots: int64 ``[row]``, or a slice.
-        last: int64 ``[row]``, the column of the last token of each row; None where that is the last column of all.
+        last: int64 ``[row]``, the column of the last token of each row; None if it is the last column in all.
     """
 
     slots: Tensor | slice
@@ -34,8 +34,8 @@ class Prefill:
         out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
         out = out.transpose(1, 2)
         if self.last is not None:
-            # Padding repeats the last token, and in the last column it sees what that sees: so there it stays equal to
-            # it from layer to layer, and the logits of the last column are those of every row.
+            # Padding repeats the last token, and its output in the last column is set to that of the last token. So it
+            # equals the last token in every layer, and the last column has the logits of every row.
             out = out.contiguous()
             out[:, -1] = out[torch.arange(len(out), device=out.device), self.last]
         return out
@@ -43,13 +43,13 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Extend:
-    """A pass over further tokens ``[row column]`` of rows that have a past; padding repeats the last one, at its place.
+    """A pass over further tokens ``[row column]`` of rows with a past; padding repeats the last one, at its position.
 
     Args:
         slots: int64 ``[row]``.
         positions: int64 ``[row column]``.
-        top: columns of the buffers that are in use.
-        mask: bool ``[row 1 column top]``, what each token attends to.
+        top: used columns of the buffers.
+        mask: bool ``[row 1 column top]``, the attended columns.
     """
 
     slots: Tensor
@@ -68,21 +68,19 @@ class Extend:
 
 
 class Decode:
-    """A pass over one further token of every row, which are the first slots.
+    """A pass over one further token of every row; rows are the first slots.
 
     Args:
         positions: int64 ``[row]``.
-        low, top: the lowest position, and the columns of the buffers that are in use: one more than the highest.
+        low, top: the lowest position, and the used columns of the buffers: one more than the highest.
     """
 
     def __init__(self, positions: Tensor, low: int, top: int) -> None:
         self._positions, self._rows, self._top = positions, len(positions), top
         self._equal = low + 1 == top
-        self._places: Tensor | None = (
-            None  # where each new row of a buffer goes, if all buffers are ``[place head_dim]``
-        )
-        self._mask: Tensor | None = None  # what is added to scores
-        self._masks: Tensor | None = None  # the same for each query of an attention over keys, which all layers share
+        self._places: Tensor | None = None  # indices of the new entries in a buffer as ``[place head_dim]``
+        self._mask: Tensor | None = None  # added to scores
+        self._masks: Tensor | None = None  # the same per query head, for all layers
         if not self._equal:
             beyond = torch.arange(top, device=positions.device) > positions[:, None, None, None]
             self._mask = torch.where(beyond, -torch.inf, 0.0)
@@ -99,10 +97,10 @@ class Decode:
         return buffer[: self._rows, :, : self._top]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Heads that share keys are the queries of one attention over them, which leaves keys and values as they lie.
+        """Heads that share keys are the queries of one attention over them, without copies of keys and values.
 
-        In float32 two batched products are faster than torch's fused attention of so few queries; in other dtypes that
-        one keeps its sums in float32.
+        In float32 two batched products are faster than torch's fused attention for so few queries; in other dtypes
+        fused attention sums in float32.
         """
         rows, heads, _, size = query.shape
         kv = keys.shape[1]

@@ -234,14 +234,14 @@ class TorchRolloutEngine(RequestEngine, Resident):
         """
         self._refuse_sync(self._decoder.begun)
         self._receipt = None
-        self._decoder.forget()
+        self._decoder.evict()
         return self._take_over(source)
 
     def _swap(self, source: Trainer, caches: Caches) -> Receipt:
         """As `_sync`, with requests in flight: with ``caches="recompute"`` they join again with the next step and
         prefill in one forward pass; with ``"reuse"`` they continue where they are."""
         if caches == "recompute":
-            self._decoder.forget()
+            self._decoder.evict()
         else:
             self._decoder.seal()
         try:
@@ -382,7 +382,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     def sleep(self) -> None:
         """As `Resident.sleep`; requests in flight are recomputed once the engine is awake."""
-        self._decoder.forget()
+        self._decoder.evict()
         super().sleep()
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits by numbers that were given, so that a row's draws are its own."""
+"""Samples tokens from logits with given uniform numbers, so that a row's samples depend on no other row."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from flowrl.protocols.protocols import Sampling
 
 BLOCK = 256
-"""Columns that are summed together before one of them is looked for."""
+"""Columns per block of the search."""
 
 
 def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, by inverting the cumulative distribution at `uniforms`.
+    """Sample one token per row, by inverting the cumulative distribution at `uniforms`.
 
     Logits are divided by the temperature, then the `top_k` largest are kept (of equals the lowest ids), then the
     smallest set of the most likely whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020,
-    arXiv:1904.09751), then renormalised; this distribution is drawn from, and the log-prob is that under it. At
-    temperature 0 the most likely token is taken, top-k and top-p have no say, and the log-prob is of temperature 1.
+    arXiv:1904.09751), then renormalized; the token is sampled from this distribution, and its log-prob is under it. At
+    temperature 0 it is the most likely token, regardless of top-k and top-p, with its log-prob at temperature 1.
 
     Args:
-        logits: ``[rows vocab]`` of any float dtype; computed on in float32.
+        logits: ``[rows vocab]`` of any float dtype; computed in float32.
         uniforms: float64 ``[rows]`` in [0, 1).
         sampling: temperature, top_k and top_p.
 
@@ -48,10 +48,10 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first column up to which the weights of a row sum to more than its share `uniforms` ``[rows 1]`` of them all.
+    """The first column at which a row's cumulative weight exceeds the share `uniforms` ``[rows 1]`` of its total.
 
-    It is never one of weight 0; of rows of NaN it is any. Many columns are summed by blocks first, and only one block
-    of each row is looked into.
+    Never a column of weight 0; any column for rows of NaN. Many columns are summed by blocks first, and only one block
+    of each row is searched.
     """
     columns = weights.shape[1]
     if columns <= 8 * BLOCK:
@@ -68,7 +68,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns as `_invert` finds them, the shares that were looked for, and the cumulative weights in float64."""
+    """Columns as in `_invert`, the target shares, and the cumulative weights in float64."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     share = uniforms * cumulative[:, -1:]
     # The first entry above the share: not one of weight 0, nor, as a uniform is below 1, one past the end.

@@ -1,8 +1,8 @@
-"""KV of rows that come and go, written in place: for models of plain full attention.
+"""KV written in place: for models of plain full attention.
 
-Keys and values stand in buffers ``[layer slot kv_head width head_dim]``, each token at its own position from the left,
-so that no row is padded for another, and none is copied when another ends. The rows are the first slots; where one
-leaves, the last one takes its slot. Whether all this is right for a model is decided by `suits`, which tries it out.
+Keys and values are in buffers ``[layer slot kv_head width head_dim]``, each token at its own position from the left, so
+no row is padded for another, and none is copied when another ends. Rows are the first slots; when one leaves, the last
+one takes its slot. `suits` tests whether this is correct for a model.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowrl.backends.torch.generate.decoder import Context, common, distinct
 from flowrl.backends.torch.generate.passes import Decode, Extend, Prefill
-from flowrl.backends.torch.probes import Inputs, apart, known
+from flowrl.backends.torch.probes import Inputs, known, relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUMBERS = itertools.count()
-"""By which transformers tells the attention of one model from that of another, while they decode."""
+"""Numbers the attention functions of models in transformers while they decode."""
 
 SHARED = 16
-"""Tokens; a beginning that rows have in common is computed once where it has as many."""
+"""The fewest tokens of a common prefix that is computed once."""
 
 STEP = 64
-"""Columns; a buffer is as wide as a multiple of them."""
+"""The width of a buffer is a multiple of as many columns."""
 
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions", "is_causal"}
-"""What layers hand to attention that it need not heed; of anything else we know too little to attend ourselves."""
+"""Arguments that attention may ignore; with any others, the model is not suitable."""
 
 
 class RetainedSlot(NamedTuple):
-    """What was computed of a row: its tokens, and their keys and values ``[layer kv_head token head_dim]``."""
+    """The KV of a row: its tokens, and their keys and values ``[layer kv_head token head_dim]``."""
 
     ids: list[int]
     keys: Tensor
@@ -50,7 +50,7 @@ class RetainedSlot(NamedTuple):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers takes for the cache of a layer."""
+    """The cache of a layer, as transformers sees it."""
 
     is_sliding = False
 
@@ -89,7 +89,7 @@ class Slots:
         self._layers = len(DynamicCache(config=model.config).layers)
         self._cache = Cache(layers=[_Layer(self, i) for i in range(self._layers)])
         self.attended = False
-        """Whether the model has used the attention of this."""
+        """Whether the model has called this attention."""
         self.computed = 0
         self.clear()
 
@@ -99,19 +99,19 @@ class Slots:
         return 0 if self._keys is None else self._keys.shape[3]
 
     def clear(self) -> None:
-        """Forget all rows, and give their memory back."""
+        """Drop all rows and release their memory."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._pass: Prefill | Extend | Decode | None = None
-        self._contexts: list[list[int]] = []  # what each row joined with; nothing where it is sealed
-        self._lengths = np.zeros(0, dtype=np.int64)  # tokens whose KV is there
+        self._contexts: list[list[int]] = []  # the context of each row; empty if it is sealed
+        self._lengths = np.zeros(0, dtype=np.int64)  # tokens with KV
         self._positions = torch.zeros(0, dtype=torch.int64, device=self._model.device)  # the same, on the device
-        self._size = (0, 0)  # slots and columns that are wanted
+        self._size = (0, 0)  # needed slots and columns
 
-    # What transformers calls in a forward pass
+    # Called by transformers in a forward pass
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write what a layer has computed; what it is to attend to."""
+        """Write the keys and values of a layer; returns those to attend to."""
         if self._keys is None:
             kind = keys.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -132,17 +132,18 @@ class Slots:
         dropout: float = 0.0,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attention, as transformers' `ALL_ATTENTION_FUNCTIONS` have it: queries ``[row head column head_dim]``."""
+        """Attention with the signature of transformers' `ALL_ATTENTION_FUNCTIONS`: queries ``[row head column
+        head_dim]``."""
         unknown = [n for n, x in others.items() if x is not None and x is not False and n not in HARMLESS]
         if attention_mask is not None or unknown:
-            raise TypeError(f"attention of {type(module).__name__} is not plain: it takes {unknown or 'a mask'}")
+            raise TypeError(f"attention of {type(module).__name__} is not plain: it has {unknown or 'a mask'}")
         assert self._pass is not None
         self.attended = True
         return self._pass.attend(query, key, value, scaling or query.shape[-1] ** -0.5), None
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Within, the model attends by this; afterwards, also after an error, as it did before."""
+        """Set the model's attention to this one in the block."""
         config = self._model.config
         before = config._attn_implementation
         ALL_ATTENTION_FUNCTIONS[self._name] = self.attend
@@ -158,7 +159,7 @@ class Slots:
         self._pass = kind
         inputs = {
             "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),  # no model makes a mask of it for attention that it does not know
+            "attention_mask": torch.ones_like(ids),  # models make no mask of it for an unknown attention
             "position_ids": positions,
             "past_key_values": self._cache,
             "use_cache": True,
@@ -170,10 +171,10 @@ class Slots:
     # Rows
 
     def join(self, contexts: Sequence[Context]) -> Tensor:
-        """Add rows behind those that are there; logits ``[row vocab]`` after their contexts.
+        """Append rows; logits ``[row vocab]`` after their contexts.
 
-        Equal contexts are computed once, and so are what was kept of a row, and beginnings that rows have in common
-        with each other or with rows that are there.
+        Reuses retained KV and common prefixes with current rows; equal contexts and the common prefix of all new rows
+        are computed once.
         """
         start = len(self._contexts)
         first, copies = distinct([context.ids for context in contexts])
@@ -196,7 +197,7 @@ class Slots:
         return logits if order == copies else logits[[order.index(k) for k in copies]]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Add a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
+        """Append a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
         low, top = int(self._lengths.min()), int(self._lengths.max()) + 1
         self._reserve(len(tokens), top)
         positions = self._positions
@@ -206,14 +207,15 @@ class Slots:
         return logits
 
     def leave(self, ended: Sequence[int]) -> list[int]:
-        """Let rows go; the last ones take their slots. Which row each is that stays, in their new order."""
-        rows, gone = len(self._contexts), set(ended)
-        left = rows - len(gone)
-        holes = [i for i in sorted(gone) if i < left]
-        movers = [i for i in range(left, rows) if i not in gone]
+        """Remove rows; the last ones take their slots. Returns the old numbers of the remaining rows in their new
+        order."""
+        rows, removed = len(self._contexts), set(ended)
+        remaining = rows - len(removed)
+        holes = [i for i in sorted(removed) if i < remaining]
+        movers = [i for i in range(remaining, rows) if i not in removed]
         if movers:
             self._copy(holes, movers, int(self._lengths[movers].max()))
-        order = list(range(left))
+        order = list(range(remaining))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         self._contexts = [self._contexts[i] for i in order]
@@ -221,7 +223,7 @@ class Slots:
         return order
 
     def retain(self, row: int, ids: list[int]) -> RetainedSlot | None:
-        """What was computed of a row whose tokens are `ids`, for when it comes again; None of one that was sealed."""
+        """The KV of a row with the tokens `ids`, for its next turn; None if it was sealed."""
         if not self._contexts[row]:
             return None
         assert self._keys is not None and self._values is not None
@@ -230,20 +232,20 @@ class Slots:
         return RetainedSlot(ids[:length], keys, values)
 
     def seal(self) -> None:
-        """Rows that are there are of older weights now: none that joins begins as they do."""
+        """Current rows have KV of older weights: later rows do not reuse it."""
         self._contexts = [[] for _ in self._contexts]
 
     def _recall(self, slot: int, context: Context, there: Sequence[tuple[list[int], int]]) -> int:
-        """Fill a slot with what is known of a context, from its own row or from one that is there; how many tokens."""
-        ids, kept = context.ids, cast("RetainedSlot | None", context.kept)
-        if kept is not None and (length := min(common([ids, kept.ids]), len(ids) - 1)):
+        """Fill a slot with cached KV of a context's prefix, retained or of a current row; returns its length."""
+        ids, retained = context.ids, cast("RetainedSlot | None", context.retained)
+        if retained is not None and (length := min(common([ids, retained.ids]), len(ids) - 1)):
             if self._keys is None or self._values is None:
-                self._keys, self._values = (self._buffer(x.shape[1], x.shape[3], x.dtype) for x in kept[1:])
-            self._keys[:, slot, :, :length] = kept.keys[:, :, :length]
-            self._values[:, slot, :, :length] = kept.values[:, :, :length]
+                self._keys, self._values = (self._buffer(x.shape[1], x.shape[3], x.dtype) for x in retained[1:])
+            self._keys[:, slot, :, :length] = retained.keys[:, :, :length]
+            self._values[:, slot, :, :length] = retained.values[:, :, :length]
             return length
         if there:
-            place = bisect(there, ids, key=lambda row: row[0])  # beginnings in common are longest among neighbours
+            place = bisect(there, ids, key=lambda row: row[0])  # neighbors have the longest common prefixes
             near = there[max(place - 1, 0) : place + 1]
             length, source = max((min(common([ids, other]), len(ids) - 1), row) for other, row in near)
             if length >= SHARED:
@@ -252,21 +254,21 @@ class Slots:
         return 0
 
     def _share(self, rows: Sequence[tuple[int, list[int]]], seen: list[int]) -> list[int]:
-        """Compute what all rows of which nothing is known begin with, once; how much is known of each row then."""
-        fresh = [k for k, n in enumerate(seen) if n == 0]
-        if len(fresh) < 2:
+        """Compute the common prefix of all rows without cached KV once; returns the cached length of each row."""
+        new = [k for k, n in enumerate(seen) if n == 0]
+        if len(new) < 2:
             return seen
-        contexts = [rows[k][1] for k in fresh]
+        contexts = [rows[k][1] for k in new]
         length = min(common(contexts), min(map(len, contexts)) - 1)
         if length < SHARED:
             return seen
-        source = rows[fresh[0]][0]
+        source = rows[new[0]][0]
         self._compute([(source, contexts[0][:length])], [0])
-        self._copy([rows[k][0] for k in fresh[1:]], [source] * (len(fresh) - 1), length)
+        self._copy([rows[k][0] for k in new[1:]], [source] * (len(new) - 1), length)
         return [n or length for n in seen]
 
     def _compute(self, rows: Sequence[tuple[int, list[int]]], seen: Sequence[int]) -> Tensor:
-        """Logits after contexts ``(slot, ids)``; the KV of the first `seen` tokens is there, of all rows or of none."""
+        """Logits after contexts ``(slot, ids)``; the first `seen` tokens have KV, in all rows or in none."""
         device = self._model.device
         slots = torch.tensor([slot for slot, _ in rows], device=device)
         length = torch.tensor([len(ids) for _, ids in rows])
@@ -286,7 +288,7 @@ class Slots:
     # Buffers
 
     def _reserve(self, slots: int, columns: int) -> None:
-        """Have room for so many rows of so many tokens; what grows, grows by half at least, so that it seldom does."""
+        """Make room for so many rows of so many tokens; grows by at least a half, so that it happens rarely."""
         wide = -(-columns // STEP) * STEP
         if self._keys is None or self._values is None:
             self._size = (max(slots, self._size[0]), max(wide, self._size[1]))
@@ -306,7 +308,7 @@ class Slots:
         self._keys, self._values = grown
 
     def _buffer(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, since what nothing was written to is masked, and 0 times anything but a number is none."""
+        """Zeros, since unwritten entries are masked, and 0 times NaN would be NaN."""
         slots, columns = self._size
         return torch.zeros(self._layers, slots, heads, columns, size, dtype=dtype, device=self._model.device)
 
@@ -323,15 +325,15 @@ class Slots:
 
 
 def suits(model: PreTrainedModel, probe: Inputs, bound: float) -> bool:
-    """Whether `Slots` compute what a model computes without a cache.
+    """Whether `Slots` compute the same as a model without a cache.
 
-    Its configuration must know of full attention only, and its layers hand nothing else to attention; and the logits
-    must be those of a pass without a cache, for rows of unequal length that join, repeat others, end and come again.
+    Its configuration must have only full attention, its layers must pass no further arguments to attention, and the
+    logits must equal those without a cache, for rows of unequal length that join, repeat others, end and continue.
 
     Args:
         model: a causal LM, in evaluation mode.
         probe: see `flowrl.backends.torch.probes.probe_inputs`; of two rows.
-        bound: how far they may be apart; see `flowrl.backends.torch.probes.tolerance`.
+        bound: the largest relative error; see `flowrl.backends.torch.probes.tolerance`.
     """
     config = model.config
     layers = DynamicCache(config=config).layers
@@ -341,17 +343,17 @@ def suits(model: PreTrainedModel, probe: Inputs, bound: float) -> bool:
     try:
         with slots.decoding():
             found, contexts = _tried(slots, *probe["input_ids"].tolist())
-    except Exception:  # it differs in some other way, and needs a cache of its own kind
+    except Exception:  # the model needs another kind of cache
         return False
     truth = []
     for ids in contexts:
         inputs = {"input_ids": torch.tensor([ids], device=found.device), "use_cache": False}
         truth.append(model(**known(model, inputs)).logits[0, -1])
-    return slots.attended and apart(found, torch.stack(truth)) <= bound
+    return slots.attended and relative_error(found, torch.stack(truth)) <= bound
 
 
 def _tried(slots: Slots, one: list[int], two: list[int]) -> tuple[Tensor, list[list[int]]]:
-    """Logits after contexts that have come about in all ways there are, and these contexts."""
+    """Logits after contexts of all kinds (joined, extended, continued), and these contexts."""
     logits, contexts, rows = list[Tensor](), list[list[int]](), list[list[int]]()
 
     def join(*joining: Context) -> None:
@@ -366,9 +368,9 @@ def _tried(slots: Slots, one: list[int], two: list[int]) -> tuple[Tensor, list[l
 
     join(Context(one[:5]), Context(two[:3]), Context(one[:5]))
     extend(7, 6, 5)
-    again, kept = [*rows[1], *one[:4]], slots.retain(1, rows[1])
+    continued, retained = [*rows[1], *one[:4]], slots.retain(1, rows[1])
     rows[:] = [rows[i] for i in slots.leave([0, 1])]
-    join(Context(again, kept), Context(two))
+    join(Context(continued, retained), Context(two))
     extend(1, 2, 3)
     slots.leave([1])
     rows.pop(1)

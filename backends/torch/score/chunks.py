@@ -1,7 +1,7 @@
-"""What is taken of distributions over the vocabulary while they exist: of some tokens at a time.
+"""Scores of distributions over the vocabulary, which exist for a chunk of tokens at a time.
 
-A `Score` is given the head, how many tokens there may be at a time, and of all tokens their last states, the tokens
-that were sampled, their temperatures, and what else it reads; it gives tensors ``[tokens ...]``.
+A `Score` gets the head, the chunk size, and of all tokens their last hidden states, the sampled tokens, their
+temperatures and further columns; it returns tensors ``[tokens ...]``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ Score = Callable[..., tuple[Tensor, ...]]
 
 
 def scores(entropy: Entropy, of: OfDistribution | None) -> Score:
-    """What gives the log-prob of each token, or what `of` gives in its place; and the entropy, if that is wanted."""
+    """The score of log-probs, or of `of` in their place, and of the entropy unless it is ``"none"``."""
     return partial(score_tokens, entropy) if of is None else in_chunks(partial(_score_distribution, of, entropy))
 
 
 def in_chunks(score: Callable[..., tuple[Tensor, ...]]) -> Score:
-    """What gives of all tokens what `score` gives of a few, whose distributions exist one after another: none is kept
-    for the backward pass, which computes them again."""
+    """A score of all tokens from one of a chunk; the backward pass recomputes the distributions of each chunk."""
 
     def scored(head: LMHead, chunk: int, *columns: Tensor) -> tuple[Tensor, ...]:
         pieces = zip(*(column.split(chunk) for column in columns), strict=True)
         if torch.is_grad_enabled():
-            again = partial(checkpoint, score, head, use_reentrant=False, preserve_rng_state=False)
-            parts = [again(*piece) for piece in pieces]
+            recomputed = partial(checkpoint, score, head, use_reentrant=False, preserve_rng_state=False)
+            parts = [recomputed(*piece) for piece in pieces]
         else:
             parts = [score(head, *piece) for piece in pieces]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
@@ -58,7 +57,7 @@ def _score_distribution(
 def score_top(
     k: int, head: LMHead, states: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `k` most likely tokens, their log-probs, and that of all others."""
+    """The `k` most likely tokens, their log-probs, and the log-prob of all others together."""
     log_p = log_softmax(head, states, temperature)
     top, ids = log_p.topk(k, dim=1)
     return ids, top, log_p.scatter_(1, ids, -torch.inf).logsumexp(1)
@@ -71,5 +70,5 @@ def score_norm(head: LMHead, states: Tensor, targets: Tensor, temperature: Tenso
 
 
 def log_softmax(head: LMHead | nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probs of the whole vocabulary: float32 ``[tokens vocabulary]``."""
+    """Log-probs of all tokens of the vocabulary: float32 ``[tokens vocabulary]``."""
     return torch.log_softmax(head(states).float() / temperature[:, None].float(), dim=1)

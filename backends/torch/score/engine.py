@@ -1,7 +1,6 @@
-"""Live engines on a torch model: one that scores, one that is trained too; and how they give their device to others.
+"""Live engines on a torch model, which score and train, and their sleep and wake.
 
-The model is whole in this process, or sharded over several that each hold one rank of the engine and make the same
-calls.
+The model is in this process, or sharded over several ranks that make the same calls.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _Score = Callable[[SequenceInputs], Sequence[Tensor]]
 
 
 class Residence:
-    """Moves modules and the state of their optimiser off `device` and back; on a CPU only the mark is moved.
+    """Moves modules and the state of their optimizer off `device` and back; on a CPU it only sets `asleep`.
 
     Args:
         device: where the modules compute.
-        modules: whose parameters and buffers move; parameters stay the same objects.
-        optimizer: whose state moves with them.
-        offload: the weights live in CPU memory anyway, and stay there.
+        modules: moved with parameters and buffers; parameters stay the same objects.
+        optimizer: its state moves with them.
+        offload: the weights are in CPU memory anyway, and stay there.
     """
 
     def __init__(
@@ -51,29 +50,25 @@ class Residence:
     ) -> None:
         self._device, self._modules, self._optimizer = device, modules, optimizer
         self.extra_modules: Sequence[nn.Module] = ()
-        """Others that move with them."""
+        """Further modules that move with them."""
         self._moves = not offload and device.type != "cpu"
         self.asleep = False
 
     def sleep(self) -> None:
-        """Release the device; twice is as good as once."""
+        """Release the device; idempotent."""
         if not self.asleep and self._moves:
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
         self.asleep = True
 
     def wake(self) -> None:
-        """Take the device back; twice is as good as once."""
+        """Move back to the device; idempotent."""
         if self.asleep and self._moves:
             self._move(self._device)
         self.asleep = False
 
     def require_awake(self, what: str) -> None:
-        """Refuse to do `what` asleep.
-
-        Raises:
-            AsleepError: the engine sleeps.
-        """
+        """Raise `AsleepError` if the engine sleeps."""
         if self.asleep:
             raise AsleepError(
                 f"{what} was called while the engine sleeps, with its weights off {self._device}. Call engine.wake() "
@@ -93,34 +88,31 @@ class Residence:
 
 
 class Resident:
-    """The turns of an engine that sets `residence`: `sleep` gives its device to others, `wake` takes it back.
-
-    Of an engine of several ranks, all ranks sleep and wake together.
-    """
+    """`sleep` and `wake` of an engine that sets `residence`; all ranks sleep and wake together."""
 
     residence: Residence
 
     def sleep(self) -> None:
-        """Move weights and optimiser state to CPU memory; what is computed with them is refused until `wake`."""
+        """Move weights and optimizer state to CPU memory; calls that need them raise until `wake`."""
         self.residence.sleep()
 
     def wake(self) -> None:
-        """Bring back what `sleep` has moved."""
+        """Undo `sleep`."""
         self.residence.wake()
 
 
 class TrainedEngine(Resident):
-    """What the live engines of trainers and critics share: an engine that sets `learner` can go on where it stopped."""
+    """Base of the live engines of trainers and critics, which set `learner`: updates and checkpoints."""
 
     learner: Learner
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one.
+        """One optimizer step per mini-batch, in order; then increments `version`.
 
-        Reports what `objective` reports, and ``grad_norm`` (before clipping) and ``lr`` under ``actor/`` or
-        ``critic/``, the means over mini-batches. Only a trainer's objective gets entropy.
+        Reports the metrics of `objective`, and ``grad_norm`` (before clipping) and ``lr`` under ``actor/`` or
+        ``critic/``, as means over mini-batches. Only a trainer's objective gets entropy.
 
-        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
+        A collective: each rank passes its part of the same mini-batches, and reports its part of the metrics.
 
         Raises:
             DataError: as `log_probs` or `values`; or the gradient of a mini-batch is not finite (on all ranks).
@@ -132,28 +124,28 @@ class TrainedEngine(Resident):
         return self.learner.update(batch, mini_batches, objective, lambda micro: self._forward(micro, objective))
 
     def _checked(self, batch: Rows) -> Rows:
-        """The rows as the model takes them; refuses what it cannot take."""
+        """The checked rows, with the heads of other models open."""
         raise NotImplementedError
 
     def _forward(self, micro: Any, objective: Objective[Rows]) -> tuple[Tensor, Tensor | None]:
-        """What the model says of a micro-batch, and its entropy."""
+        """The model's output for a micro-batch, and its entropy."""
         raise NotImplementedError
 
     @property
     def version(self) -> int:
-        """How many `update` calls the weights have seen."""
+        """The number of `update` calls so far."""
         return self.learner.version
 
     def state_dict(self) -> dict[str, Any]:
         """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
 
-        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
+        For an adapter, ``weights`` are only its own, and ``over`` identifies the base weights. With several ranks, each
         has its own shards (`torch.distributed.tensor.DTensor`).
         """
         return self.learner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which is of as many ranks, bit for bit.
+        """Resume from `state`, bit for bit.
 
         Raises:
             DataError: the state is of a model with other weights, or of another number of ranks.
@@ -161,7 +153,7 @@ class TrainedEngine(Resident):
         self.learner.load_state_dict(state)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+        """Write `state_dict` to a new folder, each rank its shards; a collective.
 
         Raises:
             DataError: the folder holds a checkpoint, or cannot be written.
@@ -169,10 +161,10 @@ class TrainedEngine(Resident):
         self.learner.save_checkpoint(folder)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+        """Resume from a checkpoint of any number of ranks, bit for bit if the number is the same; a collective.
 
         Raises:
-            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
+            DataError: there is none, it is of another model, adapter or optimizer, or damaged.
         """
         self.learner.load_checkpoint(folder)
 
@@ -181,11 +173,11 @@ class TorchScorerEngine(Resident):
     """A live `Scorer`; made by `TorchScorer.build`.
 
     Args:
-        folder: where the model came from.
-        scorer: the model at work.
-        budget: what runs at a time.
+        folder: the model's folder.
+        scorer: the model.
+        budget: the size of micro-batches.
         logprob_chunk: as in the spec.
-        residence: where the weights are now.
+        residence: the device of the weights.
     """
 
     def __init__(
@@ -201,27 +193,27 @@ class TorchScorerEngine(Resident):
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """What the model computes in: float32, or bfloat16 over float32 weights."""
+        """The compute dtype: float32, or bfloat16 over float32 weights."""
         return self._scorer.dtype
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights of `model` are in shards, and not whole."""
+        """Whether the weights of `model` are sharded."""
         return self._scorer.mesh.sharded
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, `model` computes as this engine does: in its dtype."""
+        """The autocast region of this engine, for `model`."""
         return self._scorer.arithmetic()
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
 
-        Each rank passes rows of its own, as many as it has, and gets their log-probs; a collective.
+        A collective: each rank passes any number of its own rows, and gets their log-probs.
 
         Raises:
-            DataError: a temperature is not positive, or a response token counts that nothing predicts.
-            RankError: that is so on another rank.
+            DataError: a temperature is not positive, or a response token under the mask has no attended token before
+            it. RankError: another rank raised.
             AsleepError: the engine sleeps.
         """
         out = _blank(batch)
@@ -241,7 +233,7 @@ class TorchScorerEngine(Resident):
         return out
 
     def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
-        """Fill `out` with what `score` gives for micro-batches."""
+        """Fill `out` with the scores of micro-batches."""
         self.residence.require_awake(call)
         with self._scorer.mesh.all_or_none(call):
             inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
@@ -254,7 +246,7 @@ class TorchScorerEngine(Resident):
         Ranks and errors as in `log_probs`.
 
         Raises:
-            ParameterError: the vocabulary has no more than `k` tokens.
+            ParameterError: `k` covers the vocabulary.
         """
         if k >= self._scorer.vocabulary:
             raise ParameterError(
@@ -271,19 +263,19 @@ class TorchScorerEngine(Resident):
 
 
 class FrozenEngine(TorchScorerEngine):
-    """A live `StateScorer`: its weights stay what they are in its folder."""
+    """A live `HiddenStateScorer` with the weights of its folder."""
 
     _head: tuple[int, FolderHead] | None = None
 
     @torch.no_grad()
     def last_states(self, batch: Sequences) -> HiddenStates:
-        """The last hidden states, float32 ``[batch response hidden]``, and the head that makes logits of them.
+        """The last hidden states, float32 ``[batch response hidden]``, and the head for their logits.
 
         Ranks and errors as in `log_probs`.
 
         Raises:
-            BindError: the logits of this architecture are something else than its head makes of its last hidden states,
-                scaled or capped.
+            BindError: the logits of this architecture are not a linear head on its last hidden states, scaled or
+            capped.
         """
         self.residence.require_awake("last_states")
         self._head = self._head or self._find_head()
@@ -313,7 +305,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     Args:
         folder, scorer, budget, logprob_chunk, residence: as in `TorchScorerEngine`.
         learner: trains the weights of `scorer`.
-        tokenizer: written beside the weights.
+        tokenizer: saved with the weights.
     """
 
     def __init__(
@@ -335,13 +327,13 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         return self._with_open_heads(batch)
 
     def _forward(self, micro: Any, objective: Objective[Rows]) -> tuple[Tensor, Tensor | None]:
-        # Entropy is always reported; its gradient is only taken where the objective has a use for it.
+        # Entropy is always reported; its gradient is computed only if the objective uses it.
         entropy: Entropy = "gradient" if objective.wants_entropy else "value"
-        idle = isinstance(micro, SequenceInputs)  # which has no columns beside, and no token that would read them
+        idle = isinstance(micro, SequenceInputs)  # an idle row has no further columns, and no token that needs them
         return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
 
     def _with_open_heads(self, batch: Rows) -> Rows:
-        """`batch` with the heads of other models open: they are on this engine's device while it is awake."""
+        """`batch` with the heads of other models open, on this engine's device while it is awake."""
         heads = {name: x for name, x in batch._asdict().items() if not isinstance(x, Tensor) and isinstance(x, Head)}
         self._heads = {head: self._heads.get(head) or head.opened(self._scorer.device) for head in heads.values()}
         self.residence.extra_modules = [head for head in self._heads.values() if isinstance(head, nn.Module)]
@@ -350,16 +342,16 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
 
-        The tensors are the live ones, except that an adapter is merged into copies; copy what must outlast the next
-        update. Sharded weights are gathered, bucket by bucket of at most `bucket_bytes`, of which three exist at a
-        time: a collective that all ranks must go through to the end. See `Sharded.full`.
+        The tensors are the live ones, except that an adapter is merged into copies; copy what must survive the next
+        update. Sharded weights are gathered in buckets of at most `bucket_bytes`, of which three exist at a time: a
+        collective that all ranks must iterate to the end. See `Sharded.full`.
         """
         return self._scorer.weights(bucket_bytes)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write weights (float32, an adapter merged into them), configuration and tokeniser as a Hugging Face folder.
+        """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
 
-        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        A collective: rank 0 writes, with all weights in CPU memory.
         """
         self._scorer.save_pretrained(folder, BUCKET_BYTES)
         if self._scorer.mesh.rank == 0:
@@ -367,11 +359,11 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
 
 
 class LoRATrainerEngine(TorchTrainerEngine):
-    """A `TorchTrainerEngine` whose adapter is trained and nothing else; it is `Adapted`."""
+    """A `TorchTrainerEngine` that trains only an adapter; it is `Adapted`."""
 
     @property
     def adapter_of(self) -> str:
-        """The digest of the weights that stay, and the scaling of the adapter that is added to them."""
+        """The digest of the base weights, and the scaling of the adapter."""
         assert self._scorer.adapter_of is not None
         return self._scorer.adapter_of
 
@@ -381,19 +373,15 @@ class LoRATrainerEngine(TorchTrainerEngine):
 
 
 class AdapterOffEngine(FrozenEngine):
-    """A live `StateScorer` with the weights of a trainer as they are without its adapter: those it started from."""
+    """A live `HiddenStateScorer` with a trainer's base weights: its model with the adapter off."""
 
     def __init__(self, actor: LoRATrainerEngine) -> None:
-        residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
+        residence = Residence(actor.model.device, [])  # the shared model moves with the trainer
         super().__init__(actor.folder, actor._scorer, actor._budget, actor._chunk, residence)
         self._actor = actor
 
     def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
-        """As `TorchScorerEngine._score`, with the adapter off; it is on again afterwards.
-
-        Raises:
-            AsleepError: this engine sleeps, or the trainer.
-        """
+        """As `TorchScorerEngine._score`, with the adapter off in the call."""
         self._actor.residence.require_awake(call)
         with self._scorer.without_adapter():
             super()._score(call, batch, out, score)

@@ -1,9 +1,9 @@
-"""A Hugging Face causal LM that scores sequences: micro-batches, and log-probs a chunk of tokens at a time.
+"""A Hugging Face causal LM that scores sequences, with log-probs of a chunk of tokens at a time.
 
-Weights are float32 whatever `dtype` says: with ``bfloat16`` the arithmetic runs under `torch.autocast` over float32
-master weights, in trainers and scorers alike, so that an actor and a reference made from one folder agree bit for bit
-until the actor is trained, and small updates are not rounded away. Dropout is off at all times, because log-probs that
-are recomputed must be those that the update sees.
+Weights are always float32: with ``bfloat16`` the model runs under `torch.autocast` over float32 master weights, in
+trainers and scorers alike, so that an actor and a reference from one folder agree bit for bit until the actor is
+trained, and small updates are not rounded away. Dropout is always off, because recomputed log-probs must equal those
+that the update sees.
 """
 
 from __future__ import annotations
@@ -50,20 +50,17 @@ T = TypeVar("T")
 
 
 class TorchModel:
-    """A causal LM, its device and its arithmetic; see the module's text for dtypes and dropout.
+    """A causal LM, its device and its compute dtype; see the module's docstring.
 
     Args:
-        folder: a Hugging Face folder of a causal LM, with its tokeniser.
-        dtype: what the model computes in; log-softmax, entropy and all outputs are float32 in either case.
-        mesh: where its weights are.
-        attention: what computes attention; None is fused attention where it computes the model, else plain.
+        folder: a Hugging Face folder of a causal LM, with its tokenizer.
+        dtype: the compute dtype; log-softmax, entropy and all outputs are float32 in either case.
+        mesh: the placement of its weights.
+        attention: None is fused attention if it computes the model correctly, else plain.
         gradient_checkpointing: recompute each layer in the backward pass.
         with_head: False drops the LM head (a critic needs none; its folder may lack one).
-        lora: the adapter that is put beside its weights, which are frozen then.
-        seed: of a fresh adapter.
-
-    Raises:
-        BindError: the folder does not hold a whole causal LM, or the model cannot do what is asked.
+        lora: the adapter to train over the frozen weights.
+        seed: of a new adapter.
     """
 
     def __init__(
@@ -100,19 +97,19 @@ class TorchModel:
         self.probe(settle_attention, self.module, attention, folder, bound)
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         self.unpacked = self._why_unpacked(attention, folder, bound)
-        """Why rows are padded to the longest of their micro-batch; None where they run one behind the other."""
+        """Why rows are padded to the longest of their micro-batch; None if they are packed."""
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
         self.after_head = self.probe(after_head, lm) if with_head else None
-        """What follows the head; None without a head, or where that cannot be said."""
+        """The function after the head; None without a head, or if it is unknown."""
         layer = lm.get_output_embeddings() if with_head else None
         if self.after_head is not None and type(layer) is nn.Linear:
             self._head = LMHead(layer, self.after_head)
-        elif with_head:  # the logits are not those of a head alone: take them from the model
+        elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
         self.adapter_of: str | None = None
-        """What the adapter is added to, and how; see `Adapted`."""
+        """The adapter's base weights and scaling; see `Adapted`."""
         if lora is not None:
             from flowrl.backends.torch.train.shards import gathered_weights
 
@@ -120,7 +117,7 @@ class TorchModel:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """The autocast region that the model computes in."""
+        """The autocast region of the model."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             yield
 
@@ -133,35 +130,35 @@ class TorchModel:
         return why
 
     def budget(self, max_tokens: int | None) -> Budget:
-        """What of a batch runs at a time, by what a spec says."""
+        """The size of micro-batches for a spec's `max_tokens`."""
         return Budget.of(max_tokens, self.device, self.unpacked is None)
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model has, from 0."""
+        """The number of token ids."""
         return cast(nn.Embedding, self.module.get_input_embeddings()).num_embeddings
 
     @property
     def _probed_in(self) -> torch.dtype:
-        """What it computes in while it is probed: float32, but where weights are gathered in bfloat16."""
+        """The compute dtype of probes: float32, unless weights are gathered in bfloat16."""
         return torch.bfloat16 if self._autocast and self.mesh.sharded else torch.float32
 
     @torch.no_grad()
     def probe(self, ask: Callable[..., T], *args: Any) -> T:
-        """What `ask` finds when it runs the model, its weights whole, over the tokens of `probe_inputs`."""
+        """Call `ask` on the tokens of `probe_inputs`, with the weights gathered."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._probed_in == torch.bfloat16):
             return self.gathered.call(ask, probe_inputs(self.module, self.device), *args)
 
     def width(self) -> int:
-        """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
+        """The width of `states`; it is not ``hidden_size`` in models whose body projects its output."""
         return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
     def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
 
-        The tensors are the live ones where they are whole in this process, except that what has an adapter is a copy
-        with the adapter merged into it. Of a model that stores several of them fused (experts), ranks gather all
-        weights at once, because only the whole can be taken apart.
+        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. If a model
+        stores several weights fused (experts), ranks gather all weights at once, because only gathered ones can be
+        split.
         """
         if not self.mesh.sharded and self.adapter is None:
             yield from named_weights(self.module)
@@ -177,14 +174,14 @@ class TorchModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """The model computes without its adapter within."""
+        """Turn the adapter off in the block."""
         assert self.adapter is not None
         with self.adapter.off():
             yield
 
     def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
-        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; of several ranks,
-        rank 0 does."""
+        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; only rank 0
+        writes."""
         if not self.mesh.sharded and self.adapter is None:
             with quiet():
                 self.module.save_pretrained(folder)
@@ -194,17 +191,17 @@ class TorchModel:
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 
     def states(self, batch: Tokens) -> Tensor:
-        """What the model says just before each response token under the mask: ``[tokens, width]``, row by row.
+        """The model's output before each response token under the mask: ``[tokens, width]``, row by row.
 
-        It is the last hidden state (or the logits, where these are not those of the head alone) at sequence position
+        It is the last hidden state (or the logits, if they are not a linear head's) at sequence position
         ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.arithmetic():
             return self.gathered.call(self._states, batch, self._run, self._output)
 
     def last_states(self, batch: Tokens) -> Tensor:
-        """The last hidden states, of which the head makes logits: float32 ``[batch response hidden]``, 0 off the mask;
-        otherwise as `states`."""
+        """The last hidden states before the head: float32 ``[batch response hidden]``, 0 off the mask; otherwise as
+        `states`."""
         with self.arithmetic():
             found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state").float()
         out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
@@ -212,8 +209,7 @@ class TorchModel:
         return out
 
     def head(self) -> tuple[int, str] | None:
-        """The size of the states that the head takes, and the digest of its weights; None of one that is no linear
-        layer. A collective."""
+        """The width and the digest of the head's weights; None if it is not a linear layer. A collective."""
         digest = self.gathered.call(head_digest, self.module)
         return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
 
@@ -223,10 +219,10 @@ class TorchModel:
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
         places = tokens + before + moved.shifts[rows]
         width = moved.input_ids.shape[1]
-        # Logits from the first position that is read on.
+        # Logits only from the first position that is read.
         inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
         run.train(self._checkpoints and torch.is_grad_enabled())
-        # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
+        # Not all models have position_ids (ALiBi) or logits_to_keep (a base model never does).
         states = cast(Tensor, getattr(run(**known(run, inputs), **moved.within), output))
         run.eval()
         return states[moved.lines[rows], places + (states.shape[1] - width)]
@@ -234,24 +230,25 @@ class TorchModel:
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of the response tokens at each row's temperature, and the entropy of what they were drawn from.
+        """Log-probs of the response tokens at each row's temperature, and the entropy of their distributions.
 
         Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
 
         Args:
-            batch: what was sampled.
+            batch: the sampled rows.
             chunk: tokens whose logits exist at a time.
-            entropy: ``"none"``, its ``"value"`` alone, or its value with the ``"gradient"``.
-            of: what is given of each distribution in the place of the log-prob; its columns are those of `batch`.
+            entropy: ``"none"``, only its ``"value"``, or its value with the ``"gradient"``.
+            of: the function of each distribution in place of the log-prob; its columns are those of `batch`.
 
         Returns:
-            float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
+            float32 ``[batch response]`` twice (None without entropy), 0 off the mask.
         """
         read = {} if of is None else {name: getattr(batch, name) for name in of.columns}
-        beside = [name for name, x in read.items() if isinstance(x, Tensor)]
-        if of is not None:  # what is no column is the same for all tokens
-            of = OfDistribution(tuple(beside), partial(of.loss, **{n: x for n, x in read.items() if n not in beside}))
-        parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), beside)
+        columns = [name for name, x in read.items() if isinstance(x, Tensor)]
+        if of is not None:  # values that are not columns are the same for all tokens
+            same = {name: x for name, x in read.items() if name not in columns}
+            of = OfDistribution(tuple(columns), partial(of.loss, **same))
+        parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), columns)
         scored = [scatter(part, batch.response_mask) for part in parts]
         return scored[0], scored[1] if len(scored) == 2 else None
 
@@ -263,7 +260,7 @@ class TorchModel:
         return scatter(self.gathered.call(self._scored, batch, chunk, in_chunks(score_norm))[0], batch.response_mask)
 
     def top(self, batch: Sequences, chunk: int, k: int) -> Top:
-        """The `k` most likely tokens in the place of each response token, at each row's temperature; as `log_probs`."""
+        """The `k` most likely tokens in place of each response token, at each row's temperature; as `log_probs`."""
         ids, log_probs, rest = self.gathered.call(self._scored, batch, chunk, in_chunks(partial(score_top, k)))
         mask = batch.response_mask
         places = mask[..., None].expand(*mask.shape, k)
@@ -272,18 +269,13 @@ class TorchModel:
             blank.long().masked_scatter(places, ids), blank.masked_scatter(places, log_probs), scatter(rest, mask)
         )
 
-    def _scored(self, batch: Sequences, chunk: int, score: Score, beside: Sequence[str] = ()) -> tuple[Tensor, ...]:
-        """What `score` gives for the tokens under the mask: ``[tokens ...]`` each, row by row.
-
-        Args:
-            batch, chunk: as in `log_probs`.
-            score: given the head, `chunk`, states, targets and temperatures of the tokens, and what is `beside`.
-            beside: columns of `batch`, of each token or of each row.
-        """
+    def _scored(self, batch: Sequences, chunk: int, score: Score, columns: Sequence[str] = ()) -> tuple[Tensor, ...]:
+        """`score` of the tokens under the mask, ``[tokens ...]`` each, row by row; `columns` of `batch` are further
+        arguments, per token or per row."""
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
         with self.arithmetic():
-            more = (getattr(batch, name) for name in beside)
+            more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
             states = self._states(batch, self._run, self._output)
             return score(self._head, chunk, states, targets, batch.temperature[rows], *picked)

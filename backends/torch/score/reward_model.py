@@ -1,4 +1,4 @@
-"""`TorchRewardModel`: a frozen sequence classifier of transformers, which scores whole answers."""
+"""`TorchRewardModel`: a frozen sequence classifier of transformers, which scores whole responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
-from flowrl.backends.torch.probes import Attention, Inputs, apart, known, tolerance
+from flowrl.backends.torch.probes import Attention, Inputs, known, relative_error, tolerance
 from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
 from flowrl.backends.torch.score.rows import Budget, TokenInputs, score_rows
@@ -25,22 +25,22 @@ from flowrl.records import Tokens
 
 
 class TorchRewardModel(FolderBackend):
-    """A frozen reward model: `AutoModelForSequenceClassification` of a decoder, as TRL and most others train them.
+    """A frozen reward model: `AutoModelForSequenceClassification` of a decoder, as TRL and most libraries train them.
 
-    The score of a row is what transformers gives for the row alone, without padding: the logit of a label at the last
-    token that is not the configuration's pad token.
+    The score of a row equals transformers' for the row alone, without padding: the logit of a label at the last token
+    that is not the configuration's pad token.
 
     Args:
-        model: a Hugging Face folder, with a tokeniser if it is to read text.
-        label: of which label the logit is the score; None where there is one.
-        head: ``"random"`` draws the head of a folder that has none, from the seed of the run, for trying things out.
+        model: a Hugging Face folder, with a tokenizer to score text.
+        label: the label whose logit is the score; None if there is only one.
+        head: ``"random"`` initializes the head of a folder without one, from the seed of the run, for experiments.
         dtype: the body's arithmetic: ``"bfloat16"`` is autocast over float32 weights. The head is in float32.
         attention: as in `TorchScorer`.
         max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
-        device: None is CUDA where there is one, else the CPU.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        device: None is CUDA if available, else the CPU.
+        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
-        offload: keep weights in CPU memory; a layer comes to the device to compute.
+        offload: keep weights in CPU memory; a layer moves to the device to compute.
     """
 
     serves = (RewardScorer, TextRewardScorer, Sleeper)
@@ -57,7 +57,7 @@ class TorchRewardModel(FolderBackend):
     offload: bool = False
 
     def refuse_missing(self) -> None:
-        """Refuse a folder that holds no reward model, or none with such a label; no weights are read.
+        """Refuse a folder without a reward model or without such a label; reads no weights.
 
         Raises:
             BindError: see `classifier_of`.
@@ -69,8 +69,8 @@ class TorchRewardModel(FolderBackend):
         """Load body and head.
 
         Raises:
-            BindError: the folder does not hold a whole sequence classifier of a decoder; it has several labels, and
-                `label` does not say which; or this process is not one of `ranks`.
+            BindError: the folder has no complete sequence classifier of a decoder; it has several labels and `label`
+                is None; or this process is not one of `ranks`.
         """
         classifier = classifier_of(self.model, self.label)
         mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
@@ -85,12 +85,8 @@ class TorchRewardModel(FolderBackend):
 
 
 def classifier_of(folder: str, label: int | None) -> Any:
-    """The sequence classifier of a folder without its weights.
-
-    Raises:
-        BindError: transformers has none for this architecture, it is none of a decoder, or `label` is not one of its
-            labels.
-    """
+    """The sequence classifier of a folder without its weights. Raises `BindError` if transformers has none for this
+    architecture, it is not a decoder, or `label` is not one of its labels."""
     from transformers import AutoModelForSequenceClassification
 
     with loading(folder, "a sequence classifier"):
@@ -118,11 +114,7 @@ def classifier_of(folder: str, label: int | None) -> Any:
 
 
 def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
-    """The head of a folder, or a random one, on the CPU.
-
-    Raises:
-        BindError: it has none, or has one that is to be drawn; or it has another shape, or is not finite.
-    """
+    """The head of a folder, or a random one, on the CPU."""
     shape, bias = tuple(classifier.score.weight.shape), classifier.score.bias is not None
     with ExitStack() as files:
         stored = stored_tensors(folder, files)
@@ -140,9 +132,9 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
         state = {name: tensor[:].float() for name, tensor in found.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = nn.Linear(shape[1], shape[0], bias=bias)
+        linear = nn.Linear(shape[1], shape[0], bias=bias)
     if state:
-        expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in linear.state_dict().items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != expected or not all(tensor.isfinite().all() for tensor in state.values()):
             raise BindError(
@@ -154,20 +146,20 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
                 found=shapes,
                 expected=expected,
             )
-        made.load_state_dict(state)
-    return made
+        linear.load_state_dict(state)
+    return linear
 
 
 class TorchRewardModelEngine(Resident):
     """A live `RewardScorer` and `TextRewardScorer`; made by `TorchRewardModel.build`.
 
     Args:
-        folder: where the model came from.
+        folder: the model's folder.
         body: the model below the head.
-        head: ``[labels width]``, whole on every rank.
-        label: whose logit is the score.
-        budget: what runs at a time.
-        residence: where the weights are now.
+        head: ``[labels width]``, unsharded.
+        label: the one whose logit is the score.
+        budget: the size of micro-batches.
+        residence: the device of the weights.
     """
 
     def __init__(
@@ -180,33 +172,29 @@ class TorchRewardModelEngine(Resident):
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokeniser and template that text is read with.
-
-        Raises:
-            DataError: the folder has none.
-        """
+        """The tokenizer and template for text; raises `DataError` if the folder has none."""
         return ChatTokenizer(self.folder)
 
     @torch.no_grad()
     def rewards(self, batch: Tokens) -> Tensor:
         """The score of each row, prompt and response together: float32 ``[batch]``.
 
-        Each rank passes rows of its own, as many as it has, and gets their scores; a collective.
+        A collective: each rank passes any number of its own rows, and gets their scores.
 
         Raises:
-            DataError: a row is longer than the model's positions, or holds a token that it does not have.
-            RankError: that is so on another rank.
+            DataError: a row is longer than the model's positions, or has a token outside its vocabulary.
+            RankError: another rank raised.
             AsleepError: the engine sleeps.
         """
         return self._rewards(batch, "rewards")
 
     @torch.no_grad()
     def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
-        """The score of each conversation by the model's own template: float32 ``[conversations]``; nothing is cut off.
+        """The score of each conversation by the model's own template, without truncation: float32 ``[conversations]``.
 
         Raises:
-            DataError: there is no tokeniser or template, this does not take a conversation, or one is longer than the
-                model's positions.
+            DataError: there is no tokenizer or template, the template rejects a conversation, or one is longer than
+                the model's positions.
             RankError, AsleepError: as `rewards`.
         """
         with self._body.mesh.all_or_none("rewards_of"):
@@ -220,7 +208,7 @@ class TorchRewardModelEngine(Resident):
         self.residence.require_awake(call)
         with self._body.mesh.all_or_none(call):
             self._refuse_too_long(batch.attention_mask)
-            inputs = self._at_the_end(TokenInputs.of(batch, self._body.vocabulary))
+            inputs = self._last_tokens(TokenInputs.of(batch, self._body.vocabulary))
         return score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1)
 
     def _scores(self, batch: Tokens) -> Tensor:
@@ -228,10 +216,10 @@ class TorchRewardModelEngine(Resident):
             logits = self._head(self._body.states(batch).float())
         return scatter(logits[:, self._label], batch.response_mask)
 
-    def _at_the_end(self, batch: TokenInputs) -> TokenInputs:
-        """The rows with just their last token on the mask, which is over the whole sequence here.
+    def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
+        """The rows with only their last token under the mask, which here covers the whole sequence.
 
-        States are those before each token on the mask, so there is a column more, for what comes after the last.
+        States are those before each token under the mask, so the rows get one more column.
         """
         read = batch.attention_mask.bool()
         counted = read if self._pad is None else read & (batch.input_ids != self._pad)
@@ -255,26 +243,19 @@ class TorchRewardModelEngine(Resident):
             )
 
     def refuse_other_classifier(self, classifier: Any) -> None:
-        """Refuse a model whose own class scores a sequence in another way than this engine does.
-
-        Args:
-            classifier: of that class, without weights.
-
-        Raises:
-            BindError: it does.
-        """
+        """Raise `BindError` if the model's own class, `classifier` without weights, scores a probe differently."""
         setattr(classifier, classifier.base_model_prefix, self._body.module)
         classifier.score = self._head
 
-        def ask(probe: Inputs) -> Tensor:
+        def classify(probe: Inputs) -> Tensor:
             return cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
 
-        theirs = self._body.probe(ask)
+        theirs = self._body.probe(classify)
         ids = torch.arange(8)[None] % self._body.vocabulary
         read = torch.ones_like(ids, dtype=torch.bool)
         ours = self.rewards(TokenInputs(ids, read, positions(read), read[:, 1:] & False))
         bound = tolerance(self._body.dtype)
-        if not (distance := apart(ours.to(theirs.device), theirs)) <= bound:
+        if not (distance := relative_error(ours.to(theirs.device), theirs)) <= bound:
             raise BindError(
                 f"The {type(classifier).__name__} in {self.folder!r} does not score a sequence by its head on the last "
                 f"token: a probe differs by {distance:.2g} (expected at most {bound:g}). Bind another reward model.",

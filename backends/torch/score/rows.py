@@ -1,4 +1,4 @@
-"""Rows as a model runs over them: the columns that it reads, what it refuses, and micro-batches."""
+"""Input rows of a model: the columns that it reads, their checks, and micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = TypeVar("Rows", bound=NamedTuple)
 
 
 class TokenInputs(NamedTuple):
-    """The columns that a model runs over."""
+    """The input columns of a model."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -26,17 +26,13 @@ class TokenInputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Tokens, vocabulary: int) -> TokenInputs:
-        """Just these columns of `batch`.
-
-        Raises:
-            DataError: a response token counts that the model cannot predict, or a token is not in the vocabulary.
-        """
+        """These columns of `batch`; raises as `check_tokens`."""
         check_tokens(batch, vocabulary)
         return cls(*(getattr(batch, name) for name in cls._fields))
 
 
 class SequenceInputs(NamedTuple):
-    """The columns that log-probs are computed from."""
+    """The input columns of log-probs."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -46,17 +42,13 @@ class SequenceInputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Sequences, vocabulary: int) -> SequenceInputs:
-        """Just these columns of `batch`.
-
-        Raises:
-            DataError: as `check_sequences`.
-        """
+        """These columns of `batch`; raises as `check_sequences`."""
         check_sequences(batch, vocabulary)
         return cls(*(getattr(batch, name) for name in cls._fields))
 
     @classmethod
     def idle(cls, device: torch.device) -> SequenceInputs:
-        """A row of two tokens, none of which counts: for a rank that has no rows left while others compute."""
+        """A row of two tokens outside the mask: for a rank without rows while others compute."""
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         no_token = torch.zeros(1, 1, dtype=torch.bool, device=device)
         positions = torch.arange(2, device=device)[None]
@@ -64,8 +56,8 @@ class SequenceInputs(NamedTuple):
 
 
 def check_tokens(batch: Tokens, vocabulary: int) -> None:
-    """Refuse a response token under the mask that is not attended, or that has no attended token before it; and ids
-    that are not in the vocabulary."""
+    """Raise `DataError` for a response token under the mask that is not attended, or has no attended token before it,
+    and for ids outside the vocabulary."""
     before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
     if before < 0:
         raise DataError(
@@ -100,7 +92,7 @@ def check_tokens(batch: Tokens, vocabulary: int) -> None:
 
 
 def check_sequences(batch: Sequences, vocabulary: int) -> None:
-    """`check_tokens`, and refuse temperatures that no log-prob can be taken at."""
+    """`check_tokens`, and refuse temperatures that are not positive."""
     check_tokens(batch, vocabulary)
     bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
     if bad:
@@ -129,11 +121,11 @@ def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) 
 
 
 class Budget(NamedTuple):
-    """What runs at a time.
+    """The size of micro-batches.
 
     Args:
-        positions: that a micro-batch may compute.
-        packed: a row takes as many as it has; False is as many as the longest row of its micro-batch.
+        positions: the most that a micro-batch may compute.
+        packed: a row counts as its own length; False is as the longest row of its micro-batch.
     """
 
     positions: int
@@ -141,20 +133,16 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, max_tokens: int | None, device: torch.device, packed: bool) -> Budget:
-        """That of a spec; where it says nothing, what suits `device`.
-
-        On a CPU small micro-batches are the fastest, since what a layer makes of them stays in its caches. On a GPU
-        large ones are, as far as memory goes.
-        """
+        """The budget of a spec, by default by `device`: on a CPU small micro-batches are fastest, since activations
+        stay in its caches; on a GPU large ones, within its memory."""
         return cls(max_tokens or (2048 if device.type == "cpu" else 16384), packed)
 
 
 def micro_batches(attention_mask: Tensor, budget: Budget) -> list[Tensor]:
-    """Cut rows, sorted by length, into micro-batches that compute as many positions as `budget` has, or fewer.
+    """Split rows, sorted by length, into micro-batches within the positions of `budget`.
 
-    A row counts from its first attended token to its last. One that alone exceeds the budget is a micro-batch of its
-    own. The cut depends on the mask and the budget only, so what scores rows and what trains on the same rows run them
-    alike.
+    A row counts from its first attended token to its last. One that exceeds the budget is a micro-batch by itself. The
+    split depends only on the mask and the budget, so scoring and training run the same rows alike.
 
     Returns:
         the rows of each micro-batch, int64 and ascending; short rows come before long ones.
@@ -162,22 +150,22 @@ def micro_batches(attention_mask: Tensor, budget: Budget) -> list[Tensor]:
     first, last = ends(attention_mask.cpu())
     spans, order = (last - first).clamp(min=0).sort(stable=True)
     runs: list[Tensor] = []
-    start = taken = 0
+    start = used = 0
     for end, span in enumerate(spans.tolist()):
-        wanted = taken + span if budget.packed else (end + 1 - start) * span
-        if end > start and wanted > budget.positions:
+        needed = used + span if budget.packed else (end + 1 - start) * span
+        if end > start and needed > budget.positions:
             runs.append(order[start:end].sort().values)
-            start, wanted = end, span
-        taken = wanted
+            start, needed = end, span
+        used = needed
     if len(order):
         runs.append(order[start:].sort().values)
     return runs
 
 
 def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Tensor]) -> Tensor:
-    """What `score` gives for each micro-batch of this rank's rows, put together: float32 ``[batch response]``.
+    """`score` of each micro-batch of this rank's rows, combined: float32 ``[batch response]``.
 
-    Ranks may have different numbers of rows, or none; all run equally many forward passes.
+    Ranks may have different numbers of rows, or none; all run the same number of forward passes.
     """
     columns: Any = inputs
     out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
@@ -188,16 +176,16 @@ def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows],
 def fill_rows(
     out: Sequence[Tensor], mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Sequence[Tensor]]
 ) -> None:
-    """`score_rows` of what gives several tensors, into those that are there: ``[batch response ...]`` each."""
+    """`score_rows` for a score of several tensors, into `out`: ``[batch response ...]`` each."""
     for rows, micro in micro_rows(mesh, inputs, budget):
-        for held, found in zip(out, score(micro), strict=True):
+        for column, found in zip(out, score(micro), strict=True):
             if rows is not None:
-                held[rows.to(held.device)] = found.to(held.device)
+                column[rows.to(column.device)] = found.to(column.device)
 
 
 def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Tensor | None, Rows]]:
-    """The micro-batches of this rank's rows, and where these stand; then idle ones, which stand nowhere, until all
-    ranks have had as many."""
+    """The micro-batches of this rank with their row numbers; then idle ones (None), until all ranks have run as
+    many."""
     columns: Any = inputs
     runs = micro_batches(columns.attention_mask, budget)
     idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
@@ -209,24 +197,24 @@ def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Tenso
 
 
 def ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First attended column of each row and one past the last; ``(width, 0)`` for a row that attends to nothing."""
+    """First attended column of each row and one past the last; ``(width, 0)`` for a row without attended tokens."""
     width, mask = attention_mask.shape[1], attention_mask.bool()
     columns = torch.arange(width, device=mask.device)
     return columns.where(mask, width).amin(1), (columns + 1).where(mask, 0).amax(1)
 
 
 Runs = tuple[tuple[int, int], ...]
-"""Rows one behind the other, as so many of so many tokens each."""
+"""Packed rows, as pairs of a number of rows and their tokens each."""
 
 
 class Moved(NamedTuple):
-    """Rows as a model runs over them, in lines.
+    """Rows without left padding, or packed into one line.
 
     Args:
-        input_ids, position_ids: int64 ``[line place]``, 0 where nothing is attended.
-        attention_mask: bool, as these.
-        lines, shifts: int64 ``[row]``; column ``c`` of a row stands in its line, at ``c + shift``.
-        runs: of several rows in one line, where they end.
+        input_ids, position_ids: int64 ``[line place]``, 0 where not attended.
+        attention_mask: bool, of the same shape.
+        lines, shifts: int64 ``[row]``; column ``c`` of a row is in its line at ``c + shift``.
+        runs: the lengths of packed rows, or None.
     """
 
     input_ids: Tensor
@@ -238,7 +226,7 @@ class Moved(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the model is given."""
+        """The model's inputs."""
         return {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask.long(),
@@ -248,30 +236,27 @@ class Moved(NamedTuple):
 
     @property
     def within(self) -> dict[str, Runs]:
-        """What its attention is given, and the model does not know."""
+        """Further arguments for attention."""
         return {} if self.runs is None else {"packed": self.runs}
 
 
 def from_first_tokens(batch: Tokens) -> Moved:
-    """The rows of `batch` moved to the left, so that prompts of unequal lengths take no columns of padding.
-
-    Each begins with its first attended token, and is as wide as the longest of them. Rows that attend to nothing keep
-    one column.
+    """The rows of `batch` without left padding: each begins with its first attended token. Rows without attended tokens
+    keep one column.
     """
     first, last = ends(batch.attention_mask)
     spans = last - first
     columns = torch.arange(max(1, int(spans.max())), device=first.device)
     places = (first[:, None] + columns).clamp(max=batch.input_ids.shape[1] - 1)
     mask = batch.attention_mask.bool().gather(1, places) & (columns < spans[:, None])
-    # Padding may hold anything, ids that the vocabulary lacks included.
+    # Padding may contain any ids, even outside the vocabulary.
     ids, positions = (x.gather(1, places).masked_fill(~mask, 0) for x in (batch.input_ids, batch.position_ids))
     return Moved(ids, mask, positions, torch.arange(len(ids), device=first.device), -first)
 
 
 def packed(batch: Tokens) -> Moved:
-    """The rows of `batch` one behind the other, short ones before long ones, without padding.
-
-    Rows are moved to their first tokens where one of them hides a token inside, or all attend to nothing.
+    """The rows of `batch` concatenated, short ones before long ones, without padding; as `from_first_tokens` if a row
+    has a hole in its mask, or none has attended tokens.
     """
     mask = batch.attention_mask.bool()
     first, last = ends(mask)

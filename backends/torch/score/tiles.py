@@ -1,13 +1,13 @@
-"""The log-prob of each token, and the entropy of what it was drawn from, in one pass over logits of which but a tile
-exists: those of some tokens, for a part of the vocabulary.
+"""The log-prob of each token, and the entropy of its distribution, in one pass over tiles of logits: those of some
+tokens, for a part of the vocabulary.
 
-A tile gives the distribution within its part, and how likely the part is. Of these the rest is made: ``log p(v) =
-log p(part) + log p(v | part)``, and ``H = H(part) + sum p(part) H(v | part)``, the chain rule of entropy (Cover &
-Thomas 2006, theorem 2.2.1). The backward pass makes each tile again, turns it into its gradient in place,
+A tile gives the distribution within its part, and the probability of the part: ``log p(v) = log p(part) +
+log p(v | part)``, and ``H = H(part) + sum p(part) H(v | part)``, the chain rule of entropy (Cover & Thomas 2006,
+theorem 2.2.1). The backward pass recomputes each tile, turns it into its gradient in place,
 
     d log p(y) / d z_v = [v = y] - p_v        d H / d z_v = -p_v (log p_v + H),
 
-and multiplies that into the gradients of states and head at once. So no distribution is ever written out.
+and adds its products to the gradients of states and head. So no full distribution is ever in memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.nn.functional import linear
 from flowrl.backends.torch.probes import AfterHead
 
 Entropy = Literal["none", "value", "gradient"]
-"""Whether the entropy is wanted, and whether its gradient is."""
+"""Whether to compute the entropy, and its gradient."""
 
 _PART = 4096
-"""Of the vocabulary in a tile, at most, where a head makes it: so its weights are read once for many tokens."""
+"""The most of the vocabulary in a tile of a head, so that its weights are read once for many tokens."""
 
 
 class LMHead(NamedTuple):
-    """What makes logits of the states of some tokens.
+    """The map from states to logits.
 
     Args:
-        layer: the linear layer; None where the states are the logits.
-        after: what follows it.
+        layer: the linear layer; None if the states are the logits.
+        after: the function after it.
     """
 
     layer: nn.Linear | None = None
@@ -48,14 +48,14 @@ class LMHead(NamedTuple):
 def score_tokens(
     entropy: Entropy, head: LMHead, chunk: int, states: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log-probs of tokens at their temperatures; and the entropy of what each was drawn from, if that is wanted.
+    """Log-probs of tokens at their temperatures, and the entropy of their distributions unless it is ``"none"``.
 
     Log-probs are the same bit for bit with entropy and without, and with a gradient and without.
 
     Args:
-        entropy: ``"none"``, its ``"value"`` alone, or its value with the ``"gradient"``.
-        head: makes logits, in the dtype of its weights or that of the autocast region around.
-        chunk: tokens whose logits exist at a time, at most.
+        entropy: ``"none"``, only its ``"value"``, or its value with the ``"gradient"``.
+        head: computes logits, in the dtype of its weights or of the autocast region.
+        chunk: the most tokens whose logits exist at a time.
         states: ``[tokens hidden]``, or the logits.
         targets: the tokens, int64 ``[tokens]``.
         temperature: ``[tokens]``; it gets no gradient.
@@ -77,24 +77,21 @@ def score_tokens(
 
 
 def _numbers(device: str, products: bool) -> int:
-    """How many are in a tile.
-
-    Logits that are there are read in what stays in a CPU's cache, 2 MB. `products` want more at a time, 8 MB, since
-    each goes over a part of the head and of its gradient; and a GPU wants 16 MB.
-    """
+    """The numbers in a tile: on a CPU 2 MB of given logits, which stay in its cache, or 8 MB of `products`, since each
+    reads a part of the head and its gradient; on a GPU 16 MB."""
     if device != "cpu":
         return 1 << 22
     return 1 << 21 if products else 1 << 19
 
 
 class _Cut(NamedTuple):
-    """How logits are made, and cut into tiles.
+    """The computation of logits and their tiling.
 
     Args:
         dtype: of the head's product.
-        after: what follows the head.
-        part: how much of the vocabulary is in a tile.
-        tokens: how many are in a tile.
+        after: the function after the head.
+        part: tokens of the vocabulary per tile.
+        tokens: rows per tile.
     """
 
     dtype: torch.dtype
@@ -107,12 +104,12 @@ class _Tile(NamedTuple):
     """Logits of some tokens for a part of the vocabulary.
 
     Args:
-        number, part: which part.
-        run: which tokens.
-        states, weight: what the logits are the product of, in its dtype; None where the states are the logits.
-        logits: over the temperature: float32 ``[tokens part]``. To be read only: they may be the states themselves.
-        columns: where the targets stand, int64 ``[tokens 1]``; 0 of those that are not in this part.
-        inside: whether they are in this part.
+        number, part: of the vocabulary.
+        run: of the tokens.
+        states, weight: the factors of the logits, in their dtype; None if the states are the logits.
+        logits: over the temperature: float32 ``[tokens part]``. Read-only: they may be the states themselves.
+        columns: of the targets, int64 ``[tokens 1]``; 0 for those outside this part.
+        inside: whether the targets are in this part.
     """
 
     number: int
@@ -126,11 +123,7 @@ class _Tile(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """All tiles; the fields are those of `_Cut`, and what is given to `score_tokens`.
-
-    Args:
-        temperature: None where it is 1 for all tokens.
-    """
+    """All tiles; the fields are the arguments of `score_tokens`; the temperature is None if it is 1 for all tokens."""
 
     cut: _Cut
     states: Tensor
@@ -141,12 +134,12 @@ class _Tiles(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the vocabulary."""
+        """The size of the vocabulary."""
         return self.states.shape[1] if self.weight is None else len(self.weight)
 
     @property
     def parts(self) -> int:
-        """Of the vocabulary, how many."""
+        """The number of parts of the vocabulary."""
         return -(-self.size // self.cut.part)
 
     def buffer(self) -> Tensor:
@@ -154,12 +147,12 @@ class _Tiles(NamedTuple):
         return torch.empty(self.cut.tokens, self.cut.part, device=self.states.device)
 
     def each(self) -> Iterator[_Tile]:
-        """Part by part; the logits of one are gone when the next is made."""
+        """Iterate part by part; the next tile overwrites the logits."""
         cut, buffer, count = self.cut, self.buffer(), len(self.states)
         for index in range(self.parts):
             part = slice(index * cut.part, min((index + 1) * cut.part, self.size))
             weight, bias = (None if x is None else x[part].to(cut.dtype) for x in (self.weight, self.bias))
-            # Of no tokens there is one tile, of none, so that gradients are 0.
+            # Without tokens there is one empty tile, so that gradients are 0.
             for start in range(0, max(count, 1), cut.tokens):
                 run = slice(start, min(start + cut.tokens, count))
                 states, inside = self.states[run].to(cut.dtype), self.targets[run] // cut.part == index
@@ -170,34 +163,34 @@ class _Tiles(NamedTuple):
                 yield _Tile(index, part, run, states, weight, logits, columns, inside)
 
     def _logits(self, states: Tensor, weight: Tensor | None, bias: Tensor | None, buffer: Tensor) -> Tensor:
-        """In `buffer`, if it can be."""
+        """The logits, in `buffer` if possible."""
         if weight is None:
             return states if states.dtype == torch.float32 else _like(states, buffer).copy_(states)
         if self.cut.dtype != torch.float32:
             return self.cut.after(linear(states, weight, bias)).float()
-        made = torch.mm(states, weight.T, out=buffer.view(-1)[: len(states) * len(weight)].view(-1, len(weight)))
-        return self.cut.after(made if bias is None else made.add_(bias))
+        product = torch.mm(states, weight.T, out=buffer.view(-1)[: len(states) * len(weight)].view(-1, len(weight)))
+        return self.cut.after(product if bias is None else product.add_(bias))
 
     def steepness(self, tile: _Tile) -> Tensor | float:
-        """The slope of a tile's logits in what the head gives."""
+        """The derivative of a tile's logits in the head's output."""
         over = tile.logits if self.temperature is None else tile.logits * self.temperature[tile.run, None]
         return self.cut.after.slope(over)
 
 
 def _like(tile: Tensor, buffer: Tensor) -> Tensor:
-    """As much of `buffer` as a tile takes."""
+    """A view of `buffer` in the shape of a tile."""
     return buffer.view(-1)[: tile.numel()].view(tile.shape)
 
 
 class _Scores(torch.autograd.Function):
-    """`score_tokens`: what it takes beside tensors, and the fields of `_Tiles`."""
+    """The autograd function of `score_tokens`; its tensors are the fields of `_Tiles`."""
 
     @staticmethod
     def forward(ctx: Any, entropy: Entropy, cut: _Cut, *tensors: Any) -> tuple[Tensor, ...]:
         tiles = _Tiles(cut, *tensors)
         buffers = tiles.buffer(), tiles.buffer()
         found = torch.zeros(len(tiles.states), device=tiles.states.device)
-        # Of each part: its highest logit, the log of what it sums to beside that, and the entropy in it.
+        # Of each part: its highest logit, the log of its sum relative to that, and the entropy in it.
         highest, more, within = found.new_zeros(3, len(found), tiles.parts)
         for tile in tiles.each():
             log_q, spare = (_like(tile.logits, buffer) for buffer in buffers)
@@ -242,29 +235,24 @@ class _Scores(torch.autograd.Function):
 
 
 class _Gradients:
-    """Those of states, weight and bias: sums of products in float32 until the end; what is not wanted is None.
+    """The gradients of states, weight and bias, summed in float32; None for those that are not `needed`."""
 
-    Args:
-        tiles: that they are made of, in turn.
-        wanted: which.
-    """
-
-    def __init__(self, tiles: _Tiles, wanted: Sequence[bool]) -> None:
+    def __init__(self, tiles: _Tiles, needed: Sequence[bool]) -> None:
         self._of = tiles.states, tiles.weight, tiles.bias
         dtype = tiles.states.dtype if tiles.weight is None else torch.float32
         self._states, self._weight, self._bias = (
-            torch.empty_like(x, dtype=dtype) if x is not None and want else None
-            for x, want in zip(self._of, wanted, strict=True)
+            torch.empty_like(x, dtype=dtype) if x is not None and need else None
+            for x, need in zip(self._of, needed, strict=True)
         )
 
     def room(self, tile: _Tile, buffer: Tensor) -> Tensor:
-        """Float32 memory for the gradient of a tile's logits: where it is to be, if that can be."""
+        """Float32 memory for the gradient of a tile's logits: in its final place if possible."""
         if tile.weight is None and self._states is not None and self._states.dtype == torch.float32:
             return self._states[tile.run]
         return _like(tile.logits, buffer)
 
     def add(self, tile: _Tile, change: Tensor) -> None:
-        """Take in the gradient of a tile's logits."""
+        """Add the gradient of a tile's logits."""
         if tile.weight is None:
             if self._states is not None and self._states.dtype != torch.float32:
                 self._states[tile.run] = change
@@ -279,13 +267,13 @@ class _Gradients:
             self._bias[tile.part] = summed if first else self._bias[tile.part] + summed
 
     def all(self) -> Iterator[Tensor | None]:
-        """In the dtypes of what they are of."""
+        """The gradients in the dtypes of their tensors."""
         found = zip((self._states, self._weight, self._bias), self._of, strict=True)
         return (None if x is None or of is None else x.to(of.dtype) for x, of in found)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Add the product to `total`, which holds nothing yet where it is the first."""
+    """Add the product to `total`, or overwrite it with the first one."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0.0 if first else 1.0)
     elif first:

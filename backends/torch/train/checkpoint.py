@@ -1,9 +1,9 @@
-"""Checkpoints of weights and optimiser state that any number of ranks can write and any other can read.
+"""Checkpoints of weights and optimizer state: written by any number of ranks, and read by any other number.
 
-Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, under flat names:
-``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. Of a sharded tensor it holds the rows of the rank,
-so the parts in order are the whole; a tensor that is not sharded is in the first. These files cannot hold code, and
-nothing here is pickled: a checkpoint of somebody else can be damaged or wrong, but it runs nothing.
+Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
+``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. For a sharded tensor it contains the rank's rows,
+so the parts in order are the full tensor; an unsharded tensor is in the first. These files cannot contain code, and
+nothing is pickled: a foreign checkpoint can be damaged or wrong, but it runs nothing.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ def save(
     """Write a checkpoint; a collective.
 
     Args:
-        folder: a new folder, or one that holds no checkpoint.
-        mesh: where the weights are.
-        weights: what is trained, by name.
-        optimizer: whose state is written.
-        extra: whatever else there is to know.
-
-    Raises:
-        DataError: the folder holds a checkpoint, or cannot be written.
+        folder: a folder without a checkpoint.
+        mesh: the placement of the weights.
+        weights: the trained parameters by name.
+        optimizer: its state is written too.
+        extra: further tensors.
     """
     with mesh.all_or_none("save_checkpoint"):
         if os.path.isdir(folder) and any(map(_PART.fullmatch, os.listdir(folder))):
@@ -81,11 +78,10 @@ def load(
 
     Args:
         folder, mesh, weights, optimizer, extra: as in `save`.
-        state_keys: what the optimiser keeps of each parameter, once it has taken a step.
+        state_keys: the optimizer's state of each parameter after a step.
 
-    Raises:
-        DataError: the folder holds no checkpoint, or one that is damaged, or of another model or optimiser; nothing is
-            changed then.
+    Raises `DataError` and changes nothing if there is no checkpoint, or a damaged one, or one of another model or
+    optimizer.
     """
     tensors: dict[str, Tensor] = dict(extra)
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
@@ -97,10 +93,10 @@ def load(
                 for name, parameter in weights.items():
                     state[parameter] = {key: _blank(key, parameter) for key in state_keys}
                     tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
-            wanted = {name: (_DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
+            expected = {name: (_DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
             found = {name: _described(pieces) for name, pieces in stored.items()}
-            if wanted != found:
-                other = sorted({name for name, _ in wanted.items() ^ found.items()})
+            if expected != found:
+                other = sorted({name for name, _ in expected.items() ^ found.items()})
                 raise DataError(
                     f"The checkpoint {folder!r} is of another model or optimizer: {len(other)} tensors differ in name, "
                     f"dtype or shape, such as {', '.join(other[:3])}. Bind the model folder, the adapter and the "
@@ -125,8 +121,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, one tensor after the other: `safetensors.torch.save_file` wants all of them in CPU
-    memory at once, which is three times the weights where they are on a GPU."""
+    """Write a safetensors file one tensor at a time: `safetensors.torch.save_file` needs all of them in CPU memory at
+    once, three times the weights if they are on a GPU."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
     header: dict[str, Any] = {}
     end = 0
@@ -142,7 +138,7 @@ def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
-    """Lazy slices of each tensor of a checkpoint, in the order of their rows, for as long as `files` is open."""
+    """Lazy slices of each tensor of a checkpoint in the order of their rows, valid as long as `files` is open."""
     parts = sorted(filter(_PART.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else []
     if not parts:
         raise DataError(
@@ -170,7 +166,7 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
 
 
 def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
-    """Dtype and shape of the tensor that has these rows."""
+    """Dtype and shape of the tensor with these slices."""
     shapes = [piece.get_shape() for piece in pieces]
     kinds = {(piece.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
     if len(kinds) > 1:
@@ -180,18 +176,18 @@ def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:
-    """Copy into `tensor` the rows that it has of the whole."""
+    """Copy this rank's rows into `tensor`."""
     if tensor.ndim == 0:
         tensor.copy_(pieces[0][...])
         return
     sharded = isinstance(tensor, DTensor)
     first, last = cast("Sharded", mesh).rows(tensor.shape[0]) if sharded else (0, tensor.shape[0])
-    held, start = _local(tensor), 0
+    local, start = _local(tensor), 0
     for piece in pieces:
         end = start + piece.get_shape()[0]
         low, high = max(first, start), min(last, end)
         if low < high:
-            held[low - first : high - first].copy_(piece[low - start : high - start])
+            local[low - first : high - first].copy_(piece[low - start : high - start])
         start = end
 
 

@@ -24,15 +24,15 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class TorchCritic(TrainedSpec):
-    """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
+    """A critic: a causal LM with a scalar head, float32 weights, one optimizer step per mini-batch.
 
-    The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
-    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers)
-    the body is taken, and its head is left out.
+    The value head is linear, in float32, and starts at zero, so an untrained critic returns 0 everywhere; a folder that
+    `TorchCriticEngine.save_pretrained` wrote has its own. Of a reward model (a sequence classifier of transformers)
+    only the body is used.
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, offload: see `TrainedSpec`; the optimiser is ``AdamW(lr=1e-5)`` unless said.
+            ranks, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -40,26 +40,26 @@ class TorchCritic(TrainedSpec):
     optimizer: Optimizer = AdamW(lr=1e-5)
 
     def build(self, context: BuildContext) -> TorchCriticEngine:
-        """Load body and tokeniser, and make the optimiser.
+        """Load body and tokenizer, and build the optimizer.
 
         Raises:
-            BindError: the folder does not hold the body of a causal LM and its tokeniser, or this process is not one
-                of `ranks`.
+            BindError: the folder has no complete body of a causal LM or no tokenizer, or this process is not one of
+                `ranks`.
         """
         mesh = self.mesh(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
         gathered_head = mesh.gathered(head)
-        whole = nn.ModuleDict({"model": body.module, "value_head": head})
+        module = nn.ModuleDict({"model": body.module, "value_head": head})
         budget = body.budget(self.max_tokens)
-        learner = Learner(whole, self, "critic", mesh, budget)
+        learner = Learner(module, self, "critic", mesh, budget)
         residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
         return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
 
 
 def _value_head(folder: str, width: int) -> nn.Linear:
-    """The value head of `folder`, or zeros where it has none."""
+    """The value head of `folder`, or zeros if it has none."""
     head = nn.Linear(width, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -83,10 +83,10 @@ class TorchCriticEngine(TrainedEngine):
 
     Args:
         body: the model below the LM head.
-        head, gathered_head: the value head; its weights may be in shards.
-        budget: what runs at a time.
-        residence: where the weights are now.
-        tokenizer: written beside the weights.
+        head, gathered_head: the value head; its weights may be sharded.
+        budget: the size of micro-batches.
+        residence: the device of the weights.
+        tokenizer: saved with the weights.
         learner: trains body and head.
     """
 
@@ -113,11 +113,11 @@ class TorchCriticEngine(TrainedEngine):
 
         The value before response token ``t`` is read at sequence position ``sequence - response - 1 + t``.
 
-        Each rank passes rows of its own, as many as it has, and gets their values; a collective.
+        A collective: each rank passes any number of its own rows, and gets their values.
 
         Raises:
-            DataError: a response token counts that has no attended token before it.
-            RankError: that is so on another rank.
+            DataError: a response token under the mask has no attended token before it.
+            RankError: another rank raised.
             AsleepError: the engine sleeps.
         """
         self.residence.require_awake("values")
@@ -133,9 +133,9 @@ class TorchCriticEngine(TrainedEngine):
         return self._values(micro), None  # the objective gets no entropy
 
     def save_pretrained(self, folder: str) -> None:
-        """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.
+        """Write body (float32), value head, configuration and tokenizer; `TorchCritic` loads the folder.
 
-        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        A collective: rank 0 writes, with all weights in CPU memory.
         """
         self._body.save_pretrained(folder, BUCKET_BYTES)
         head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))

@@ -1,7 +1,4 @@
-"""What trainers and critics share: optimisers, and the update loop, one optimiser step per mini-batch.
-
-An optimiser record builds the torch optimiser over given parameters. Schedules are those of `flowrl.schedules`.
-"""
+"""Optimizers, and the update loop of trainers and critics: one optimizer step per mini-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamW(Spec):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2).
 
-    Weight decay falls on every parameter, norms and biases included, as in torch and verl.
+    Weight decay applies to every parameter, norms and biases included, as in torch and verl.
     """
 
     lr: float = Field(ge=0)
@@ -45,11 +42,11 @@ class AdamW(Spec):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What the optimiser keeps of each parameter after its first step."""
+        """The optimizer's state of each parameter after its first step."""
         return ("step", "exp_avg", "exp_avg_sq")
 
     def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
-        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
+        """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.AdamW(
             parameters,
             lr=self.lr,
@@ -68,16 +65,16 @@ class SGD(Spec):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What the optimiser keeps of each parameter after its first step."""
+        """The optimizer's state of each parameter after its first step."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
-        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
+        """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
 
 def _foreach(sharded: bool) -> bool | None:
-    """Left to itself, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
+    """By default, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
     return True if sharded else None
 
 
@@ -85,25 +82,25 @@ Optimizer = AdamW | SGD
 
 
 class TrainedSpec(FolderBackend):
-    """What is set alike for trainers and critics.
+    """The common settings of trainers and critics.
 
     Args:
-        model: a Hugging Face folder with a tokeniser.
+        model: a Hugging Face folder with a tokenizer.
         optimizer: `AdamW` or `SGD`.
-        schedule: what the learning rate is multiplied with: one of `flowrl.schedules`, such as
-            ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimiser steps.
-        grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
-        dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
-        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
-            computes what the second does, else the second.
-        gradient_checkpointing: recompute each layer in the backward pass, for memory.
-        max_tokens: positions that a micro-batch may compute, of prompts and responses, and of padding where the model
-            cannot do without; micro-batches are formed by length, and gradients do not depend on them. None is 2048 on
-            a CPU, where small ones are faster, and 16384 elsewhere.
-        device: None is CUDA where there is one, else the CPU.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        schedule: the factor of the learning rate: one of `flowrl.schedules`, such as
+            ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimizer steps.
+        grad_clip: the L2 norm that the gradient of a mini-batch is scaled down to; None does not clip.
+        dtype: the compute dtype: ``"bfloat16"`` is autocast over the float32 weights.
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is fused attention if
+            it computes the same, else plain.
+        gradient_checkpointing: recompute each layer in the backward pass, to save memory.
+        max_tokens: positions that a micro-batch may compute, of prompts, responses, and padding if the model needs it;
+            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
+            ones are faster, and 16384 elsewhere.
+        device: None is CUDA if available, else the CPU.
+        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
-        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
+        offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.
     """
 
     model: Folder
@@ -121,14 +118,14 @@ class TrainedSpec(FolderBackend):
 
     @field_validator("schedule")
     @classmethod
-    def _refuse_backwards(cls, schedule: Schedule) -> Schedule:
-        if backwards := [step for step in schedule.sample_steps() if schedule.at(step) < 0]:
-            factor = f"{schedule!r} is {schedule.at(backwards[0]):g} after {backwards[0]} optimiser steps"
-            raise ValueError(f"{factor}, which would train backwards; expected at least 0")
+    def _refuse_negative(cls, schedule: Schedule) -> Schedule:
+        if negative := [step for step in schedule.sample_steps() if schedule.at(step) < 0]:
+            factor = f"{schedule!r} is {schedule.at(negative[0]):g} after {negative[0]} optimizer steps"
+            raise ValueError(f"{factor}, which would ascend the loss; expected at least 0")
         return schedule
 
     def mesh(self, context: BuildContext) -> Mesh:
-        """Where the weights are to be, in this process."""
+        """The mesh of the weights in this process."""
         return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
 
 
@@ -136,12 +133,12 @@ class Learner:
     """Trains the parameters of a module, in float32.
 
     Args:
-        module: whose parameters that require gradients are trained.
-        spec: the settings; its schedule counts optimiser steps.
+        module: trained are its parameters that require gradients.
+        spec: the settings; its schedule counts optimizer steps.
         prefix: of the metrics, ``"actor"`` or ``"critic"``.
-        mesh: where the weights of the module are.
-        budget: what runs at a time.
-        over: of an adapter, what it is added to (`Adapted.adapter_of`); its state is of use there only.
+        mesh: the placement of the weights.
+        budget: the size of micro-batches.
+        over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
     """
 
     def __init__(
@@ -169,36 +166,32 @@ class Learner:
         objective: Objective[Rows],
         forward: Forward,
     ) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one.
+        """One optimizer step per mini-batch, in order; then increments `version`.
 
-        Weights of a mini-batch already make its objective a sum over rows, so gradients of micro-batches and ranks
-        simply add up. A micro-batch whose weights are all 0 is not run.
+        The weights of a mini-batch make its objective a sum over rows, so the gradients of micro-batches and ranks add
+        up. A micro-batch whose weights are all 0 is not run.
 
-        Each rank passes the rows of its own part in each mini-batch, and reports the metrics of these rows; what is
-        known to all ranks (gradient norm, learning rate) is reported by rank 0 alone, so that the parts of all ranks
-        merge exactly. A collective.
+        A collective: each rank passes its part of each mini-batch, and reports its metrics; only rank 0 reports values
+        that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly. Raises
+        `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
         Args:
-            forward: output and entropy, as `objective` wants them, of the rows of one micro-batch on the module's
-                device.
-
-        Raises:
-            DataError: the gradient of a mini-batch is not finite, on all ranks; that mini-batch has changed no weight.
+            forward: output and entropy, as `objective` needs them, of a micro-batch on the module's device.
         """
         metrics, mesh = Metrics(), self.mesh
         columns: Any = batch
         attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
         for index, (rows, weights, whole) in enumerate(mini_batches):
-            # Zeros, not None: where all micro-batches of a parameter are skipped, its momentum and decay still act.
+            # Zeros, not None: if all micro-batches of a parameter are skipped, its momentum and decay still apply.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
             part, runs = take(batch, rows), self._runs(attended[rows], weights)
             most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
             turns = [*runs, *[None] * (most - len(runs))]
-            # Whether one forward pass has all rows; rows without weight may have a micro-batch that is not run.
+            # Whether one forward pass covers all rows; a micro-batch without weight is not run.
             in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0]) == len(rows)
             if whole is not None and most and not in_one:
-                self._at_once(part, turns, whole, objective, forward, metrics)
+                self._two_passes(part, turns, whole, objective, forward, metrics)
                 turns = []
             for run in turns:
                 output, entropy = forward(idle if run is None else take(part, run, mesh.device))
@@ -215,7 +208,7 @@ class Learner:
         self.version += 1
         return metrics
 
-    def _at_once(
+    def _two_passes(
         self,
         part: Rows,
         turns: Sequence[Tensor | None],
@@ -224,41 +217,41 @@ class Learner:
         forward: Forward,
         metrics: Metrics,
     ) -> None:
-        """The gradient of an objective that sees its mini-batch at once, though the model does not.
+        """The gradient of an objective over its whole mini-batch, with the model in micro-batches.
 
-        First what the model says of all rows, without a gradient; then the objective, and its gradient in what was
-        said; then the model again, a micro-batch at a time, from that gradient on (gradient caching: Gao et al. 2021,
-        arXiv:2101.06983). So rows are dealt to micro-batches and ranks at will, for one more forward pass.
+        First the model's outputs for all rows without a gradient; then the objective and its gradient in the outputs;
+        then the model again, a micro-batch at a time, from that gradient (gradient caching: Gao et al. 2021,
+        arXiv:2101.06983). So rows may be split over micro-batches and ranks, for one more forward pass.
         """
         mesh, own = self.mesh, whole.own.to(self.mesh.device)
         idle: Any = SequenceInputs.idle(mesh.device)
         inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
-        said = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
+        outputs = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
         number = 1
         with torch.no_grad():
             for run, micro in zip(turns, inputs, strict=True):
-                told = [x for x in forward(micro) if x is not None]
-                number = len(told)
+                found = [x for x in forward(micro) if x is not None]
+                number = len(found)
                 if run is not None:
-                    said[:number, own[run]] = torch.stack(told)
-        said = mesh.total(said[:number].clone()).requires_grad_()
-        output, *entropy = said.unbind()
+                    outputs[:number, own[run]] = torch.stack(found)
+        outputs = mesh.total(outputs[:number].clone()).requires_grad_()
+        output, *entropy = outputs.unbind()
         everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
         reported = metrics if mesh.rank == 0 else Metrics()  # all ranks compute the same
         objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
-        assert said.grad is not None
+        assert outputs.grad is not None
         for run, micro in zip(turns, inputs, strict=True):
-            told = [x for x in forward(micro) if x is not None]
-            slopes = [torch.zeros_like(x) for x in told] if run is None else list(said.grad[:, own[run]])
-            moving = [(x, slope) for x, slope in zip(told, slopes, strict=True) if x.requires_grad]
-            torch.autograd.backward([x for x, _ in moving], [slope for _, slope in moving])
+            found = [x for x in forward(micro) if x is not None]
+            slopes = [torch.zeros_like(x) for x in found] if run is None else list(outputs.grad[:, own[run]])
+            pairs = [(x, slope) for x, slope in zip(found, slopes, strict=True) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in pairs], [slope for _, slope in pairs])
 
     def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
-        """The micro-batches of these rows that count."""
+        """The micro-batches of these rows with some weight."""
         return [run for run in micro_batches(attention_mask, self._budget) if weights[run].any()]
 
     def _step(self, where: str) -> tuple[float, float]:
-        """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""
+        """Clip and step; returns the gradient norm before clipping and the learning rate."""
         total = self.mesh.norm([p.grad for p in self._parameters if p.grad is not None])
         norm, lr = float(total), self._lr * self._schedule.at(self._steps)
         if not math.isfinite(norm):
@@ -283,10 +276,8 @@ class Learner:
         return norm, lr
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights`` (those trained, by name, tied ones once), ``optimizer``, ``steps``, ``version``, ``over``.
-
-        As in torch, the tensors are the live ones: write or copy them before the next update.
-        """
+        """``weights`` (the trained ones by name, tied ones once), ``optimizer``, ``steps``, ``version``, ``over``; the
+        tensors are the live ones, as in torch."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self._names.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -296,11 +287,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, bit for bit.
-
-        Raises:
-            DataError: the state is of a model with other weights.
-        """
+        """Resume from `state`, bit for bit; raises `DataError` if it is of another model."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._names.items()}
         found = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
         if shapes != found:
@@ -322,7 +309,7 @@ class Learner:
                 expected=self._over,
             )
         for name, parameter in self._names.items():
-            if _held(parameter) != _held(state["weights"][name]):
+            if _local_shape(parameter) != _local_shape(state["weights"][name]):
                 raise DataError(
                     f"The state has another part of {name} than this rank of the {self._prefix}: it is of another "
                     f"number of ranks. Convert it with save_checkpoint(folder) and load_checkpoint(folder).",
@@ -333,19 +320,19 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._names.items():
                 parameter.copy_(state["weights"][name])
-        # A copy, since torch would go on with the caller's tensors.
+        # A copy, since torch would use the caller's tensors.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._steps, self.version = int(state["steps"]), int(state["version"])
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write what `state_dict` holds, for any number of ranks to go on from; see `checkpoint.save`."""
+        """Write `state_dict`, which any number of ranks can load; see `checkpoint.save`."""
         from flowrl.backends.torch.train import checkpoint  # late: torch.distributed.checkpoint takes 0.5 s to import
 
         extra = self._progress(torch.tensor([self._steps, self.version]))
         checkpoint.save(folder, self.mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint; see `checkpoint.load`."""
+        """Resume from a checkpoint; see `checkpoint.load`."""
         from flowrl.backends.torch.train import checkpoint  # as above
 
         progress = torch.zeros(2, dtype=torch.int64)
@@ -354,12 +341,12 @@ class Learner:
         self._steps, self.version = progress.tolist()
 
     def _progress(self, progress: Tensor) -> dict[str, Tensor]:
-        """Under a name that says what an adapter is over, so that it is not read over anything else."""
+        """The counters; their name identifies the base weights of an adapter, so that it loads over no others."""
         return {"progress" if self._over is None else f"progress over {self._over}": progress}
 
 
-def _held(tensor: Tensor) -> tuple[int, ...] | None:
-    """The shape of this rank's part of a sharded tensor; None of a whole one."""
+def _local_shape(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape of this rank's shard; None if the tensor is not sharded."""
     from torch.distributed.tensor import DTensor  # here, since it takes half a second to import
 
     return tuple(tensor.to_local().shape) if isinstance(tensor, DTensor) else None

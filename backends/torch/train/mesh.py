@@ -1,7 +1,7 @@
-"""Where the weights of an engine are: all in this process (`Mesh`), or sharded over ranks (`Sharded`).
+"""The placement of an engine's weights: all in this process (`Mesh`), or sharded over ranks (`Sharded`).
 
-What can be seen beforehand (rows that are not well formed, a gradient that is not finite) ranks agree on: all of them
-raise, and the engines can go on.
+Ranks agree on errors that they can detect in advance (malformed rows, a gradient that is not finite): all raise, and
+the engines remain usable.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class Caller(Protocol):
-    """Calls a function with what it is given, and returns what that returns."""
+    """Calls a function with its arguments."""
 
     def __call__(self, function: Callable[..., T], /, *args: Any) -> T: ...
 
 
 class Gathered(NamedTuple):
-    """A module whose weights may be in shards.
+    """A module whose weights may be sharded.
 
     Args:
-        root: the module, or what it is wrapped in.
-        call: runs a function while the weights are whole.
+        root: the module, or its wrapper.
+        call: calls a function while the weights are gathered.
     """
 
     root: nn.Module
@@ -37,8 +37,7 @@ class Gathered(NamedTuple):
 
 
 class Mesh:
-    """All weights in this process, on `device`: there is nothing to agree on and nothing to gather, so what ranks do
-    together is here what Python and torch do alone."""
+    """All weights in this process, on `device`; collectives are trivial here."""
 
     rank = 0
     size = 1
@@ -52,7 +51,7 @@ class Mesh:
     """The sum of a tensor over all ranks."""
 
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """All ranks get through the block, or all raise; given what the block does, for the message."""
+    """All ranks complete the block, or all raise; the argument is the call's name for the message."""
 
     norm: Callable[[Sequence[Tensor]], Tensor] = staticmethod(torch.nn.utils.get_total_norm)
     """The L2 norm of all tensors together, over all ranks."""
@@ -61,9 +60,9 @@ class Mesh:
         self.device = device
 
     def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
-        """What runs functions while the weights of `module` are whole."""
+        """Access to `module` with its weights gathered."""
         return Gathered(module, operator.call)
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each tensor, in order."""
+        """Each tensor, unsharded, in order."""
         return iter(named)

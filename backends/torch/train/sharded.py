@@ -1,11 +1,11 @@
 """Weights sharded over ranks by FSDP2 (Zhao et al. 2023, arXiv:2304.11277; `torch.distributed.fsdp.fully_shard`).
 
-Each rank keeps its slice of every weight, gradient and optimiser state; weights are gathered a transformer block at a
-time while that block computes. All ranks run one program and meet in collectives, so every rank must make the same
-calls in the same order.
+Each rank has its shard of every weight, gradient and optimizer state; weights are gathered one transformer block at a
+time while that block computes. All ranks run one program with collectives, so every rank must make the same calls in
+the same order.
 
-A rank that raises amid a collective leaves the others waiting in it until the timeout of the process group, which is
-the caller's to choose (``init_process_group(timeout=...)``); engines are then to be built anew on all ranks.
+If a rank raises during a collective, the others wait in it until the timeout of the process group, which the caller
+sets (``init_process_group(timeout=...)``); then build the engines again on all ranks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
-# Torch 2.13 has renamed it, and warns of the old name.
+# Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Sharded(Mesh):
     """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
 
-    Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are global already.
+    Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are already global.
 
-    In bfloat16, blocks are gathered in bfloat16 and their gradients reduced in float32, under the same autocast region
-    as an unsharded model. That agrees with autocast over float32 weights but for what autocast leaves in float32, the
-    scales of norms: sharded ones are rounded to bfloat16 for the arithmetic (master weights stay float32). Weights
+    With bfloat16, blocks are gathered in bfloat16 and their gradients reduced in float32, under the same autocast
+    region as an unsharded model. That equals autocast over float32 weights except for the scales of norms, which
+    autocast leaves in float32: sharded ones are rounded to bfloat16 to compute (master weights stay float32). Weights
     outside blocks (embedding, last norm, head) are gathered in float32, and so are blocks with an `nn.LayerNorm`, whose
-    CPU kernel takes no bfloat16 scale beside float32 input.
+    CPU kernel does not support a bfloat16 scale with float32 input.
 
     Args:
         mesh: the ranks.
-        device: what this rank computes on.
+        device: of this rank.
         bfloat16: gather blocks in bfloat16.
-        offload: keep shards, gradients and optimiser state in CPU memory, where the optimiser then steps too.
+        offload: keep shards, gradients and optimizer state in CPU memory, where the optimizer then steps too.
     """
 
     sharded = True
@@ -62,14 +62,14 @@ class Sharded(Mesh):
 
     @property
     def storage(self) -> torch.device:
-        """Where the shards are kept."""
+        """The device of the shards."""
         return torch.device("cpu") if self.offload else self.device
 
     def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
-        """Shard `module` in place; what is returned runs functions while its weights are whole.
+        """Shard `module` in place; the result calls functions while its weights are gathered.
 
-        Those of a block are whole while the block's own forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned by themselves or in a tuple.
+        Weights of a block are gathered while the block's forward runs, all others while the function runs. A backward
+        pass gathers them again; it must start from tensors that the function returned, directly or in a tuple.
         """
         root = _Root(module)
         for block in blocks:
@@ -79,14 +79,14 @@ class Sharded(Mesh):
         return Gathered(root, root.call)
 
     def rows(self, total: int) -> tuple[int, int]:
-        """First row of this rank, and one past the last, of a sharded tensor of `total` rows; the last may be none."""
+        """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""
         each = -(-total // self.size)
         return min(self.rank * each, total), min((self.rank + 1) * each, total)
 
     def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         sharded = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
-        # A sum; gloo knows no other, and with one rank NCCL's average is not to be relied on.
+        # A sum: gloo has no average, and with one rank NCCL's is not reliable.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
@@ -103,11 +103,7 @@ class Sharded(Mesh):
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """All ranks get through the block, or all raise; a collective.
-
-        Raises:
-            RankError: another rank raised in the block, and this one did not.
-        """
+        """All ranks complete the block, or all raise: `RankError` if only another rank raised. A collective."""
         failed = torch.zeros(self.size, device=self.device)
         try:
             yield
@@ -135,11 +131,11 @@ class Sharded(Mesh):
         return square.sqrt().float()
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each tensor, in order; a collective: all ranks must go through all of it.
+        """Each tensor, unsharded, in order; a collective: all ranks must iterate to the end.
 
-        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is a bucket of its own). Beside what
-        the caller keeps, at most three buckets exist at a time: what was handed out last, what is gathered, and what
-        the ranks send for it.
+        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is its own bucket). Besides the
+        caller's references, at most three buckets exist at a time: the last one returned, the one being gathered, and
+        what the ranks send for it.
         """
         for bucket in in_buckets(named, bucket_bytes):
             yield from self._gather(list(bucket))
@@ -159,7 +155,7 @@ class Sharded(Mesh):
                 yield name, tensor
 
     def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """What this rank holds of `shards`, side by side on the device."""
+        """This rank's parts of `shards`, concatenated on the device."""
         packed = torch.empty(sum(counts), device=self.device)
         for shard, piece in zip(shards, packed.split(counts), strict=True):
             local = shard.to_local().flatten()
@@ -168,7 +164,7 @@ class Sharded(Mesh):
 
 
 class _Root(nn.Module):
-    """A module under a forward that can be any function, so that FSDP's hooks surround it."""
+    """A module whose forward calls any function, so that FSDP's hooks surround it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -179,19 +175,16 @@ class _Root(nn.Module):
 
     def call(self, function: Callable[..., T], /, *args: Any) -> T:
         output = self(function, *args)
-        if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which will not come
+        if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which does not follow
             cast(FSDPModule, self).reshard()
         return cast(T, output)
 
 
 def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-    """This process's part in sharding an engine over `ranks` processes, each on its device `place`.
+    """The mesh of an engine that is sharded over `ranks` processes, each on its device `place`.
 
-    With more than one rank, the caller has initialised `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
-    GPUs, one device a rank) with the ranks of this engine as its default group.
-
-    Raises:
-        BindError: this process is not one of so many ranks.
+    With more than one rank, the caller has initialized `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
+    GPUs, one device per rank) with the ranks of this engine as its default group.
     """
     if context.world_size == 1 and ranks > 1:
         raise BindError(

@@ -1,9 +1,9 @@
-"""A causal LM in shards: loading it straight into them, and its weights by name.
+"""Loads a causal LM directly into shards, and gathers its weights by name.
 
-The model is laid out without storage and sharded; each rank then reads, tensor by tensor, the rows that it keeps, so no
-rank ever holds the whole model. Buffers that no file holds (rotary frequencies) are made as `from_pretrained` makes
-them. Folders whose tensors are not those of the model one for one (experts that are stored apart, other names,
-quantised or pickled weights) are loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
+The model is built without storage and sharded; each rank then reads its rows, tensor by tensor, so no rank ever has the
+whole model. Buffers that are not stored (rotary frequencies) are made as `from_pretrained` makes them. Folders whose
+tensors do not match the model's one to one (experts stored separately, other names, quantized or pickled weights) are
+loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
 """
 
 from __future__ import annotations
@@ -39,14 +39,8 @@ from flowrl.backends.torch.train.sharded import Sharded
 def load_sharded(
     mesh: Mesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
 ) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
-    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what runs functions while
-    its weights are whole.
-
-    Without the head, only the model below it (``lm.base_model``) is sharded and loaded. An adapter is put in before.
-
-    Raises:
-        BindError: as `load_causal_lm` and `Adapter`.
-    """
+    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, with access to its gathered weights, and
+    its adapter, which is injected before sharding. Without the head, only ``lm.base_model`` is loaded and sharded."""
     assert isinstance(mesh, Sharded)
     with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
@@ -57,32 +51,32 @@ def load_sharded(
         adapter = None if lora is None else Adapter(lm, lora, folder)
         if adapter is not None and sources is None:
             adapter.fill(seed)
-        wanted = _wanted(lm, with_head)
-        blocks = [module for module in wanted.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-        call = mesh.gathered(wanted, blocks)
+        loaded = _loaded(lm, with_head)
+        blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        call = mesh.gathered(loaded, blocks)
         if sources is not None:
             _allocate(call.root, mesh.storage)
             with loading(folder):
                 _read(base_state(lm), sources, mesh)
                 if adapter is not None:
-                    _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
+                    _read(lm.state_dict(keep_vars=True), adapter.initial(seed), mesh)
                 refuse_not_finite(lm, folder)
     return lm, call, adapter
 
 
-def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
+def _loaded(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
     return lm if with_head else cast(PreTrainedModel, lm.base_model)
 
 
 def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
-    """The model with parameters on the meta device and buffers made, or None where buffers are not made that way."""
+    """The model with parameters on the meta device and real buffers, or None if its buffers cannot be made so."""
     lm = skeleton(folder, attention)
     if getattr(lm.config, "quantization_config", None) is not None:
         return None
     for module in lm.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            unmade = float("nan") if buffer.is_floating_point() else 0
-            setattr(module, name, torch.full_like(buffer, unmade, device="cpu"))
+            missing = float("nan") if buffer.is_floating_point() else 0
+            setattr(module, name, torch.full_like(buffer, missing, device="cpu"))
     lm.initialize_weights()
     stored = lm.state_dict()
     if any(buffer.isnan().any() for name, buffer in lm.named_buffers() if name not in stored):
@@ -93,11 +87,11 @@ def _without_storage(folder: str, attention: Attention | None) -> PreTrainedMode
 
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`, or
-    others are, but for those that transformers leaves out on purpose."""
-    state, wanted = (model.state_dict(keep_vars=True) for model in (lm, _wanted(lm, with_head)))
-    names: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
-    for name, tensor in (*state.items(), *wanted.items()):  # a critic's folder may name them from the body down
+    """The stored tensor of each weight, tied ones once; None if some are not stored as in `lm`, or others are stored,
+    except those that transformers ignores on purpose."""
+    state, loaded = (model.state_dict(keep_vars=True) for model in (lm, _loaded(lm, with_head)))
+    names: dict[int, list[str]] = {id(tensor): [] for tensor in loaded.values()}
+    for name, tensor in (*state.items(), *loaded.items()):  # a critic's folder may name them without the body's prefix
         if id(tensor) in names:
             names[id(tensor)].append(name)
     sources = {}
@@ -106,13 +100,13 @@ def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) ->
         if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
             return None
         sources[tied[0]] = source
-    strays: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *wanted})
-    lm._adjust_missing_and_unexpected_keys(strays)  # without what transformers leaves out on purpose: old buffers, say
-    return None if without_use(strays.unexpected_keys, with_head) else sources
+    others: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *loaded})
+    lm._adjust_missing_and_unexpected_keys(others)  # without those that transformers ignores, such as old buffers
+    return None if without_use(others.unexpected_keys, with_head) else sources
 
 
 def _allocate(root: nn.Module, storage: torch.device) -> None:
-    """Give storage to the shards of `root`, whose buffers stay as they are."""
+    """Allocate the shards of `root`; its buffers remain."""
     buffers = [(module, *named) for module in root.modules() for named in module.named_buffers(recurse=False)]
     root.to_empty(device=storage)
     for module, name, buffer in buffers:
@@ -120,13 +114,8 @@ def _allocate(root: nn.Module, storage: torch.device) -> None:
 
 
 def read_head(folder: str) -> dict[str, Tensor]:
-    """``weight``, and perhaps ``bias``, of the head of the causal LM of a folder, in float32 on the CPU.
-
-    Nothing else is read where the folder stores the model's tensors one for one.
-
-    Raises:
-        BindError: as `load_causal_lm`.
-    """
+    """``weight``, and perhaps ``bias``, of the head of a folder's causal LM, in float32 on the CPU. Reads nothing else
+    if the folder stores the model's tensors one to one."""
     with loading(folder), ExitStack() as files:
         lm = _without_storage(folder, None)
         sources = None if lm is None else _sources(lm, True, stored_tensors(folder, files))
@@ -155,16 +144,16 @@ def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded
 def gathered_weights(
     mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model as `flowrl.sync.digest.named_weights` gives those of a whole one; a collective.
+    """The weights of a model as `flowrl.sync.digest.named_weights` of an unsharded one; a collective.
 
-    They are gathered in buckets (`Sharded.full`). A model that stores several weights fused (experts) is gathered as a
-    whole first, because only whole weights can be taken apart. With an adapter, it is gathered first and kept, and
-    merged into the weights as they pass; without, a model that has one gives the weights below it.
+    They are gathered in buckets (`Sharded.full`). A model with fused weights (experts) is gathered completely first,
+    because only gathered weights can be split. An adapter is gathered first and merged into the weights; without
+    `adapter`, a model that has one yields its base weights.
     """
     named = _untied(model)
     blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
-    apart = revert_weight_conversion(model, blank)
-    if apart.keys() == blank.keys() and all(apart[name] is blank[name] for name in blank):
+    split = revert_weight_conversion(model, blank)
+    if split.keys() == blank.keys() and all(split[name] is blank[name] for name in blank):
         yield from _merged(mesh, dict(sorted(named.items())), bucket_bytes, adapter)
     else:
         yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
@@ -173,10 +162,8 @@ def gathered_weights(
 def save_gathered(
     mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
 ) -> None:
-    """`PreTrainedModel.save_pretrained` of what `gathered_weights` gives; a collective.
-
-    Rank 0 writes, and holds all weights in CPU memory meanwhile.
-    """
+    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Rank 0 writes, with all weights in CPU
+    memory."""
     first = mesh.rank == 0
     gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
@@ -194,9 +181,9 @@ def _merged(
 
 
 def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights but the adapter's, sharded as they are, under the names of the state dict; tied ones once."""
+    """The base weights, still sharded, under the names of the state dict; tied ones once."""
     state = base_state(model)
-    # Tied weights are found by their storage, which shards do not show: let others with storage stand for them.
+    # Tied weights are detected by their storage, which shards hide: use stand-ins with storage.
     stand_ins: dict[int, Tensor] = {}
     names = remove_tied_weights_from_state_dict(
         {name: stand_ins.setdefault(id(tensor), torch.empty(1)) for name, tensor in state.items()}, model

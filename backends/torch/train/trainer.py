@@ -1,4 +1,4 @@
-"""`TorchTrainer` and `TorchScorer`: a causal LM that is trained, or only asked for log-probs."""
+"""`TorchTrainer` and `TorchScorer`: a causal LM that is trained, or only scores tokens."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class TorchScorer(FolderBackend):
     Args:
         model: a Hugging Face folder; None is the model of the role ``actor`` with its adapter (`LoRA`) off, and then
             all settings are the actor's.
-        dtype: the arithmetic, ``"float32"`` or ``"bfloat16"`` (autocast over float32 weights, as in `TorchTrainer`, so
-            that an untrained actor and its reference agree bit for bit).
-        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
-            computes what the second does, else the second.
+        dtype: the compute dtype, ``"float32"`` or ``"bfloat16"`` (autocast over float32 weights, as in `TorchTrainer`,
+            so that an untrained actor and its reference agree bit for bit).
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is fused attention if
+            it computes the same, else plain.
         max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
-        device: None is CUDA where there is one, else the CPU.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        device: None is CUDA if available, else the CPU.
+        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
-        offload: keep weights in CPU memory; a layer comes to the device to compute.
+        offload: keep weights in CPU memory; a layer moves to the device to compute.
     """
 
     serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)
@@ -60,7 +60,7 @@ class TorchScorer(FolderBackend):
     def _refuse_unused(self) -> Self:
         if self.model is None and (unused := ", ".join(non_default(self))):
             raise ValueError(
-                f"without a folder this is the actor with its adapter off, so its settings are the actor's; drop "
+                f"without a folder, TorchScorer is the actor with its adapter off and has the actor's settings; drop "
                 f"{unused}, or name a folder"
             )
         return self
@@ -69,8 +69,8 @@ class TorchScorer(FolderBackend):
         """Load the model, or share the actor's.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM, or this process is not one of `ranks`; or no model is
-                named, and the actor has no adapter to be switched off.
+            BindError: the folder has no complete causal LM, or this process is not one of `ranks`; or no folder is
+                named and the actor has no adapter.
         """
         if self.model is None:
             actor = context.engine("actor")
@@ -92,13 +92,13 @@ class TorchScorer(FolderBackend):
 
 
 class TorchTrainer(TrainedSpec):
-    """A causal LM that is trained (an actor): float32 weights, one optimiser step per mini-batch.
+    """A trained causal LM (an actor): float32 weights, one optimizer step per mini-batch.
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
             ranks, offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
-        lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
+        lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
     """
 
     serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
@@ -108,20 +108,18 @@ class TorchTrainer(TrainedSpec):
 
     @property
     def why_not_fusable(self) -> str | None:
-        """None, since micro-batches depend on the rows alone, and so do their log-probs: not on whether there is a
-        gradient. Not said of weights that are offloaded, nor of a class derived from this."""
+        """None, since micro-batches and their log-probs depend only on the rows, not on whether there is a gradient;
+        not verified for offloaded weights and subclasses."""
         if type(self) is not TorchTrainer:
             return super().why_not_fusable
-        return (
-            "nobody has compared both where weights are gathered for each pass (offload=True)" if self.offload else None
-        )
+        return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
-        """Load model and tokeniser, and make the optimiser.
+        """Load model and tokenizer, and build the optimizer.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM and its tokeniser, this process is not one of `ranks`,
-                or an adapter cannot be put where `lora` says.
+            BindError: the folder has no complete causal LM or no tokenizer, this process is not one of `ranks`, or
+                `lora` does not fit the model.
         """
         if self.lora is not None:
             require_peft()

@@ -353,7 +353,7 @@ def test_no_more_rows_are_computed_or_kept_than_are_allowed(actor: Actor) -> Non
     ]
     assert [len(response.ids) for response in answers(engine, *requests)] == [12] * 8
     assert max(fed) == 3
-    assert len(engine._decoder._kept) == 3
+    assert len(engine._decoder._retained) == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
