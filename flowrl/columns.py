@@ -50,7 +50,7 @@ class Column:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise DefinitionError(
                 f"Column({self.name!r}, ...): the name is not an identifier. Pass a name such as 'values'.",
-                code="column.invalid-column",
+                code="column.definition",
                 argument="name",
                 found=repr(self.name),
             )
@@ -58,14 +58,14 @@ class Column:
             raise DefinitionError(
                 f"Column({self.name!r}, {self.kind!r}): the kind is not text. Pass what the numbers mean, such as "
                 f"'value'.",
-                code="column.invalid-column",
+                code="column.definition",
                 argument="kind",
                 found=repr(self.kind),
             )
         if not isinstance(self.pad, int | float):
             raise DefinitionError(
                 f"Column({self.name!r}, pad={self.pad!r}): the padding is not a number. Pass a number, such as 0.",
-                code="column.invalid-column",
+                code="column.definition",
                 argument="pad",
                 found=repr(self.pad),
             )
@@ -178,7 +178,7 @@ def parse(annotation: Any) -> ColumnType | None:
     if len(found) > 1:
         raise DefinitionError(
             f"An annotation has two columns, {column.name!r} and {found[1].name!r}. Keep one.",
-            code="column.annotation",
+            code="column.definition",
             column=column.name,
             other=found[1].name,
         )
@@ -187,7 +187,7 @@ def parse(annotation: Any) -> ColumnType | None:
         raise DefinitionError(
             f"Column {column.name!r} annotates {array!r}. Expected a jaxtyping array, such as "
             f'Annotated[Float32[Tensor, "batch response"], Column({column.name!r}, {column.kind!r})].',
-            code="column.annotation",
+            code="column.definition",
             column=column.name,
             found=repr(array),
         )
@@ -196,7 +196,7 @@ def parse(annotation: Any) -> ColumnType | None:
         raise DefinitionError(
             f"Column {column.name!r} has the axes {axes!r}. Expected distinct names, the first one batch, such as "
             f"'batch response'.",
-            code="column.annotation",
+            code="column.definition",
             column=column.name,
             axes=axes,
         )
@@ -210,7 +210,7 @@ def parse(annotation: Any) -> ColumnType | None:
         raise DefinitionError(
             f"Column {column.name!r} annotates {array.__name__}. Expected a Tensor of exactly one dtype, such as "
             f'Float32[Tensor, "batch response"], or an array of objects, Shaped[np.ndarray, "batch"].',
-            code="column.annotation",
+            code="column.definition",
             column=column.name,
             found=array.__name__,
         )
@@ -227,7 +227,7 @@ def register(column: ColumnType) -> ColumnType:
         raise DefinitionError(
             f"Column {column.name!r} is already defined as {known} (pad {known.pad!r}), and now as {column} "
             f"(pad {column.pad!r}). Choose another name for the new column.",
-            code="column.redefined",
+            code="column.definition",
             column=column.name,
             expected=str(known),
             found=str(column),

@@ -128,7 +128,7 @@ def _refuse_untyped_fields(cls: type, where: str) -> None:
             raise DefinitionError(
                 f"{where}.{name} = {value!r} has no annotation, so it is not a parameter. Write "
                 f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...`, or ClassVar[...] for a constant.",
-                code="parameter.missing-annotation",
+                code="parameter.definition",
                 where=where,
                 parameter=name,
             )

@@ -192,7 +192,7 @@ class RolloutCorrection(Operator):
         if name not in list(PRESETS):
             raise ParameterError(
                 f"Unknown preset {name!r}; {offer(name, PRESETS, 'there are')}",
-                code="correction.unknown-preset",
+                code="correction.invalid-settings",
                 given=name,
             )
         return PRESETS[name]

@@ -76,7 +76,7 @@ def adapt_kl_coef(coef: float, kl: float, rows: int, controller: AdaptiveKL) -> 
         raise ParameterError(
             f"AdaptiveKL has a horizon of {controller.horizon:g} rows, and one step has {rows}. Set the horizon to "
             f"the rows of several steps, such as AdaptiveKL(horizon={20 * rows}).",
-            code="reward.kl-horizon",
+            code="reward.invalid-settings",
             given=controller.horizon,
             expected=rows,
         )

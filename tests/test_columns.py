@@ -118,7 +118,7 @@ def test_an_annotation_of_ones_own_is_a_column(array: Any, expected: tuple[str, 
     ],
 )
 def test_invalid_annotations_are_refused(array: Any, facts: dict[str, str]) -> None:
-    with raises("column.annotation", column="mine", **facts):
+    with raises("column.definition", column="mine", **facts):
         parse(Annotated[array, Column("mine", "kind")])
 
 
@@ -127,5 +127,5 @@ def test_one_name_has_one_definition() -> None:
     assert register(mine) is register(ColumnType("column_of_this_test", "kind", "float32", ("batch",)))
     assert lookup("column_of_this_test") is mine
     assert lookup("no_such_column") is None
-    with raises("column.redefined", column="column_of_this_test", expected="kind[batch] float32"):
+    with raises("column.definition", column="column_of_this_test", expected="kind[batch] float32"):
         register(ColumnType("column_of_this_test", "kind", "float32", ("batch",), pad=1))

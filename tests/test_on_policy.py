@@ -193,7 +193,7 @@ def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
     actor, rollout = trainer(tiny), engine(tiny)
     stale = Updated(0)
     update(actor, 0)
-    with raises("update.version-mismatch", expected=0):
+    with raises("engine.version-mismatch", expected=0):
         Sync(actor=actor, rollout=rollout)(stale)
 
 
@@ -210,7 +210,7 @@ def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) 
     actor, honest = trainer(tiny), engine(tiny)
     updated = update(actor, 0)
     liar = Liar(honest.model, honest.tokenizer, max_rows=8)
-    with raises("update.version-mismatch", expected=1):
+    with raises("engine.version-mismatch", expected=1):
         Sync(actor=actor, rollout=liar)(updated)
 
 
@@ -239,7 +239,7 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
     with raises("sync.damaged", version=1):
         Sync(actor=actor, rollout=idle)(updated)
     assert idle.receipt is None
-    with raises("update.no-receipt", node="generate"):
+    with raises("engine.no-receipt", node="generate"):
         Generate(max_new_tokens=2, rollout=idle)(PROMPTS, key=KEY)
 
 

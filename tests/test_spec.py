@@ -194,10 +194,10 @@ def define(body: dict[str, Any], annotations: dict[str, Any] | None = None) -> t
 @pytest.mark.parametrize(
     ("body", "annotations", "code", "facts"),
     [
-        ({"gamma": 0.9}, {}, "parameter.missing-annotation", {"parameter": "gamma"}),
-        ({"gamma": Field(0.9)}, {}, "parameter.missing-annotation", {"parameter": "gamma"}),
-        ({"inner": Inner()}, {}, "parameter.missing-annotation", {"parameter": "inner"}),
-        ({"actor": Role("actor")}, {}, "parameter.missing-annotation", {"parameter": "actor"}),
+        ({"gamma": 0.9}, {}, "parameter.definition", {"parameter": "gamma"}),
+        ({"gamma": Field(0.9)}, {}, "parameter.definition", {"parameter": "gamma"}),
+        ({"inner": Inner()}, {}, "parameter.definition", {"parameter": "inner"}),
+        ({"actor": Role("actor")}, {}, "parameter.definition", {"parameter": "actor"}),
         ({"seen": []}, {"seen": "list[int]"}, "parameter.definition", {"member": "seen"}),
         ({"seen": Field({})}, {"seen": "dict[str, int]"}, "parameter.definition", {"member": "seen"}),
         ({"references": "fn"}, {}, "parameter.definition", {"member": "references", "known": ()}),

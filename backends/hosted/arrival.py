@@ -41,7 +41,7 @@ def refuse_other_base(adapter_of: str | None, source: Trainer) -> None:
         f"The engine needs an adapter over {adapter_of}, but {type(source).__name__} at version {source.version} has "
         f"{f'one over {found}' if found else 'none'}. Bind actor=TorchTrainer(model, lora=...) and a rollout with the "
         f"same folder and LoRA, such as TorchRollout(model, lora=...), or drop the rollout's lora.",
-        code="lora.other-base",
+        code="checkpoint.mismatch",
         found=found,
         expected=adapter_of,
         version=source.version,

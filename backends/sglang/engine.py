@@ -232,7 +232,7 @@ class SGLangEngine(HostedRollout):
             raise BindError(
                 f"SGLang({self._spec.model!r}) needs the package sglang, which is not installed. Run pip install "
                 f"'flowrl[sglang]' for a GPU; for a CPU run `make engines` and use .venv-engines/bin/python.",
-                code="backend.not-installed",
+                code="package.not-installed",
                 package="sglang",
                 extra="sglang",
             )

@@ -226,7 +226,7 @@ def load_tokenizer(folder: str) -> Any:
         raise BindError(
             f"The tokenizer in the model folder {folder!r} does not load ({type(error).__name__}: {error}). Add it "
             f"with tokenizer.save_pretrained(folder); training also writes it with the weights.",
-            code="model.no-tokenizer",
+            code="tokenizer.cannot-load",
             path=folder,
             error=type(error).__name__,
         ) from error

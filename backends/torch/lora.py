@@ -65,7 +65,7 @@ def require_peft() -> None:
     if importlib.util.find_spec("peft") is None:
         raise BindError(
             "LoRA(...) needs the package peft, which is not installed. Run pip install 'flowrl[lora]'.",
-            code="backend.not-installed",
+            code="package.not-installed",
             package="peft",
             extra="lora",
         )

@@ -323,7 +323,7 @@ class VLLMEngine(HostedRollout):
             raise BindError(
                 f"VLLM({spec.model!r}) needs the package vllm, which does not import ({error}). Run pip install "
                 f"'flowrl[vllm]' for a GPU; for a CPU run `make engines` and use .venv-engines/bin/python.",
-                code="backend.not-installed",
+                code="package.not-installed",
                 package="vllm",
                 extra="vllm",
             ) from error

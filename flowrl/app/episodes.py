@@ -236,7 +236,7 @@ def _refuse_damaged(one: LoggedEpisode, folder: Path) -> None:
         raise DataError(
             f"{folder / file} has a damaged episode of row {one.record.get('row_id')!r} in step {one.step} "
             f"({type(error).__name__}: {error}). Restore a copy of the file.",
-            code="cli.damaged-episode",
+            code="run.damaged",
             path=folder / file,
             row=one.record.get("row_id"),
             step=one.step,

@@ -142,7 +142,7 @@ class TabularTrainer(TabularScorer):
         """Refuse: an audit has no model to save."""
         raise AuditError(
             f"An audit trains a table, not a model, so nothing can be saved to {folder}. Save the trainer of a job.",
-            code="audit.unsupported-role",
+            code="audit.unsupported-graph",
             path=folder,
         )
 
@@ -227,7 +227,8 @@ class TabularRollout:
         """One response per row, as wide as the longest."""
         if self.receipt is None:
             raise SyncError(
-                "The rollout engine of this audit was never synced. Add a Sync to the graph.", code="audit.no-sync"
+                "The rollout engine of this audit was never synced. Add a Sync to the graph.",
+                code="audit.unsupported-graph",
             )
         by_token, probabilities = self._distribution(sampling)
         prompt, found = self.task.number_of(prompts), self.task.responses

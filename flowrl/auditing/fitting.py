@@ -67,7 +67,7 @@ def _refuse_other_data(graph: Graph) -> None:
                 f"{graph.name} reads {other[0]} of its input {name!r}, which come from a file, so its rows are not "
                 f"sampled from a policy and have no expectation; expected a graph that trains on responses which it "
                 f"generates.",
-                code="audit.offline-data",
+                code="audit.unsupported-graph",
                 graph=graph.name,
                 input=name,
                 column=other[0],
@@ -93,7 +93,7 @@ def _tabled(graph: Graph, notes: list[str]) -> Graph:
             raise AuditError(
                 f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, but a "
                 f"tabular task has one score for each response; expected token_level_scores alone.",
-                code="audit.reward-outputs",
+                code="audit.unsupported-graph",
                 node=node.name,
                 found=outputs,
             )
@@ -122,7 +122,7 @@ def _answers_of(graph: Graph, node: Node) -> str:
     raise AuditError(
         f"{node.name} ({type(node.operator).__name__}) does not score responses that {graph.name} generates; expected "
         f"scores of the rows of a Generate.",
-        code="audit.no-score",
+        code="audit.unsupported-graph",
         graph=graph.name,
         node=node.name,
     )

@@ -70,7 +70,7 @@ def stated(graph: Graph, role: str | None) -> StatedObjective:
             f"{graph.name} trains {', '.join(trained) or 'no policy'}"
             f"{'' if role is None else f', and not {role!r}'}; expected one to audit"
             f"{': audit(graph, role=...)' if trained else ''}.",
-            code="audit.role",
+            code="audit.unsupported-graph",
             graph=graph.name,
             found=role,
             trained=list(trained),
@@ -98,7 +98,7 @@ def stated(graph: Graph, role: str | None) -> StatedObjective:
         raise AuditError(
             f"no score of what {generator.name} generates reaches {updates[0].name}, so {graph.name} has no expected "
             f"reward as objective; expected a graph that learns from scores.",
-            code="audit.no-score",
+            code="audit.unsupported-graph",
             graph=graph.name,
             node=updates[0].name,
         )
@@ -124,7 +124,7 @@ def _generator(graph: Graph, update: Node) -> Node:
     raise AuditError(
         f"{update.name} trains on rows that no engine of {graph.name} samples, so its gradient has no expectation; "
         f"expected rows of a Generate.",
-        code="audit.offline-data",
+        code="audit.unsupported-graph",
         graph=graph.name,
         node=update.name,
     )

@@ -104,7 +104,7 @@ class Trial:
                 raise AuditError(
                     f"{use.node} needs {', '.join(missing)} ({use.protocol.__name__}) of the role {role!r}, which no "
                     f"table of an audit has; expected roles that are {Scorer.__name__}, Trainer, Critic or Rollout.",
-                    code="audit.unsupported-role",
+                    code="audit.unsupported-graph",
                     node=use.node,
                     role=role,
                     missing=missing,
@@ -140,7 +140,7 @@ class Trial:
                 f"{self.stated.scores[0]} scores a response differently in different groups, so {self.graph.name} has "
                 f"no expected reward; expected scores that depend on the prompt and the response alone. Compare "
                 f"responses in the advantage instead.",
-                code="audit.comparative-scores",
+                code="audit.unsupported-graph",
                 graph=self.graph.name,
                 node=self.stated.scores[0].node,
             )

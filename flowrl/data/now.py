@@ -70,7 +70,7 @@ class NowByHand(Now):
             raise BindError(
                 f"{self._node} reads the step number, but no job is active. Call it inside `with job.eager():`, or "
                 f"pass {self._parameter}=Now(0).",
-                code="step.no-job",
+                code="session.no-job",
                 node=self._node,
                 parameter=self._parameter,
             )

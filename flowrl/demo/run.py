@@ -171,7 +171,7 @@ def _new_folder(folder: Path) -> Path:
     except OSError as error:
         raise ParameterError(
             f"The folder {folder} cannot be written ({error.strerror}). Pass another one: flowrl demo --folder FOLDER.",
-            code="run.folder-unwritable",
+            code="data.unwritable-file",
             path=folder,
         ) from error
     return created
@@ -252,7 +252,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
     except ImportError as error:
         raise ParameterError(
             "The demo plots its curves with matplotlib, which is not installed. Run: pip install 'flowrl[demo]'.",
-            code="cli.no-matplotlib",
+            code="package.not-installed",
         ) from error
     figure = Figure(figsize=(15, 3.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -239,7 +239,7 @@ def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
             call = f"edit(set={{'{where}.{path}': ...}})" if path else f"edit(set={{{where!r}: ...}})"
             raise GraphError(
                 f"{call} does not name a parameter; {offer(path, known, f'{where} has')}",
-                code="edit.unknown-parameter",
+                code="parameter.unknown",
                 node=where,
                 parameter=path,
             )
@@ -253,7 +253,7 @@ def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
             raise GraphError(
                 f"edit(set={{'{where}.{name}.{next(iter(values))}': ...}}) names a parameter of {where}.{name}, which "
                 f"is {owner!r} and has none. Set {name} itself: set={{'{where}.{name}': ...}}.",
-                code="edit.unknown-parameter",
+                code="parameter.unknown",
                 node=where,
                 parameter=f"{name}.{next(iter(values))}",
             )
@@ -379,4 +379,4 @@ def _not_an_operator(call: str, given: Any) -> GraphError:
         what = f"the function {given.__name__}. Write @operator above it"
     else:
         what = f"{given!r}. Pass an operator, such as GAE(lam=0.9)"
-    return GraphError(f"{call} got {what}.", code="edit.not-an-operator", found=type_of(given))
+    return GraphError(f"{call} got {what}.", code="edit.bad-argument", found=type_of(given))

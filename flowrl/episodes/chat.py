@@ -236,7 +236,7 @@ class Chat:
         if self._toolbox is None:
             raise EpisodeError(
                 f"The agent called the tool {call.name!r}, but this episode has no tools. Pass Interact(tools=[...]).",
-                code="tool.no-tools",
+                code="tool.invalid",
                 tool=call.name,
             )
         tool = self._toolbox.find(call)

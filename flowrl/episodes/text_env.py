@@ -70,7 +70,7 @@ def package(name: str, extra: str) -> ModuleType:
             raise
         raise DefinitionError(
             f"The package {name} is not installed. Run pip install 'flowrl[{extra}]'.",
-            code="backend.not-installed",
+            code="package.not-installed",
             package=name,
             extra=extra,
         ) from error

@@ -179,7 +179,7 @@ class Toolbox:
             names = [tool.name for tool in made]
             name = max(names, key=names.count)
             raise DefinitionError(
-                f"Two tools have the name {name!r}. Rename one of the functions.", code="tool.duplicate-name", tool=name
+                f"Two tools have the name {name!r}. Rename one of the functions.", code="tool.invalid", tool=name
             )
         if not callable(parser) and parser not in PARSERS:
             raise DefinitionError(

@@ -114,12 +114,12 @@ def refuse_no_rules(allow: Mapping[str, str | None], where: str) -> None:
     for id, reason in allow.items():
         if id not in ids:
             known = "it is retired, so remove it." if id in RETIRED else offer(id, ids, "rules are")
-            raise GraphError(f"{where} names the unknown rule {id!r}; {known}", code="rule.unknown", rule=id)
+            raise GraphError(f"{where} names the unknown rule {id!r}; {known}", code="rule.invalid-allowance", rule=id)
         if reason is not None and (not isinstance(reason, str) or not reason.strip()):
             raise GraphError(
                 f"{where} allows {id} for the reason {reason!r}. Pass a text that says why: "
                 f"allow={{{id!r}: 'greedy is the baseline only'}}, or None to remove the allowance.",
-                code="rule.no-reason",
+                code="rule.invalid-allowance",
                 rule=id,
                 reason=reason,
             )
@@ -129,7 +129,7 @@ def _found(graph: Graph, prompts: int | None, rules: Sequence[Rule]) -> list[Fin
     if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
         raise ParameterError(
             f"check(prompts={prompts!r}) is not a number of prompts per step. Pass 1, 2, ..., or None if unknown.",
-            code="rule.invalid-prompts",
+            code="parameter.invalid",
             prompts=prompts,
         )
     trains = bool(writers(graph, Trainer) or writers(graph, Critic))

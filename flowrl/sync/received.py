@@ -229,7 +229,7 @@ class Manifest:
         if missing := sorted(sent.keys() - self._arrived.keys()):
             raise SyncError(
                 f"{self._origin} are incomplete: {', '.join(missing[:5])} did not arrive. Sync again.",
-                code="sync.incomplete",
+                code="sync.damaged",
                 role=self._origin.role,
                 version=self._origin.version,
                 missing=missing[:5],

@@ -124,7 +124,7 @@ class Stream:
         if self._digest is None:
             raise SyncError(
                 f"{self._origin} were not read to the end. The engine must iterate over all of them.",
-                code="sync.incomplete",
+                code="sync.damaged",
                 role=self._origin.role,
                 version=self._origin.version,
             )
@@ -156,7 +156,7 @@ class Stream:
         if head["version"] != self._origin.version:
             raise SyncError(
                 f"{self._origin} are mixed with others: a bucket has version {head['version']}. Sync again.",
-                code="sync.mixed-versions",
+                code="sync.damaged",
                 role=self._origin.role,
                 version=self._origin.version,
                 found=head["version"],

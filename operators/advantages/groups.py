@@ -49,7 +49,7 @@ class Groups:
         if len(uid) != len(self.scores):
             raise DataError(
                 f"uid has {len(uid)} rows and token_level_rewards {len(self.scores)}. Pass one uid per row.",
-                code="rows.invalid-uid",
+                code="rows.shape-mismatch",
                 expected=len(self.scores),
                 found=len(uid),
             )
@@ -57,7 +57,7 @@ class Groups:
             row, odd = next((row, name) for row, name in enumerate(uid.tolist()) if isinstance(name, list | dict))
             raise DataError(
                 f"uid of row {row} is {odd!r}, expected text. Give all rows of a prompt the same text.",
-                code="rows.invalid-uid",
+                code="rows.shape-mismatch",
                 row=row,
                 found=str(odd),
             )

@@ -131,7 +131,7 @@ class Generate(Sampler, Operator):
             raise SyncError(
                 "The rollout engine has no receipt for its weights, so the version of its responses is unknown. Sync "
                 "first: Sync()(updated), or `with job.eager():`, which syncs when it starts.",
-                code="update.no-receipt",
+                code="engine.no-receipt",
                 node=self.name,
             )
         with report_contexts(engine, metrics):

@@ -130,7 +130,7 @@ class Interact(Sampler, Episodes, Operator):
             raise ParameterError(
                 "Interact has neither an environment nor tools, so every episode would be a single response. Pass "
                 "Interact(environment) or Interact(tools=[...]), or use Generate(...).",
-                code="episode.no-environment",
+                code="episode.invalid-environment",
             )
         self._toolbox  # noqa: B018 (refuses invalid tools)
         if self.processes and not isinstance(self.environment, str) and not self._isolated(self.environment):

@@ -76,7 +76,7 @@ def check_norm(aggregation: Aggregation, norm: float | None) -> None:
             f"aggregation={aggregation!r} was given norm={norm!r}; the aggregation 'seq-mean-token-sum-norm', and no "
             f"other, divides by a positive norm. Pass aggregation='seq-mean-token-sum-norm', norm=<maximum response "
             f"length in tokens>.",
-            code="objective.invalid-norm",
+            code="objective.invalid-settings",
             aggregation=aggregation,
             given=norm,
         )

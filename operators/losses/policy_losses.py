@@ -292,7 +292,7 @@ class ClipCov(Loss):
             raise ParameterError(
                 f"ClipCov needs low <= high, given low={self.low:g}, high={self.high:g}. Pass a range, such as "
                 f"ClipCov(low=1.0, high=5.0).",
-                code="objective.invalid-range",
+                code="objective.invalid-settings",
                 low=self.low,
                 high=self.high,
             )

@@ -84,7 +84,7 @@ class WeighRewards(_Terms, Operator):
                 raise ParameterError(
                     f"gates={dict(self.gates)} gates {term!r} by {gate!r}, expected two different terms of "
                     f"{', '.join(self.weights)}. Add a term that is only a gate with weight 0.",
-                    code="reward.invalid-gate",
+                    code="reward.invalid-settings",
                     term=term,
                     given=gate,
                 )
@@ -188,7 +188,7 @@ class Matches(Operator):
         except re.error as error:
             raise ParameterError(
                 f"The pattern {self.pattern!r} is not a regular expression: {error}. See Python's re module.",
-                code="reward.invalid-pattern",
+                code="reward.invalid-settings",
                 given=self.pattern,
             ) from None
 

@@ -375,7 +375,7 @@ class Sync(Operator):
                 f"The update has version {updated.version}, the actor {self.actor.version}, the receipt "
                 f"{receipt.version} and the engine {self.rollout_version()}, expected one version. Sync once after "
                 f"each update; an engine must return a receipt for the weights that it loaded.",
-                code="update.version-mismatch",
+                code="engine.version-mismatch",
                 node=self.name,
                 expected=updated.version,
                 found=self.rollout_version(),

@@ -102,7 +102,7 @@ def test_the_trainer_scores_with_the_old_policy_and_updates_the_current_one() ->
 def test_an_engine_without_a_sync_and_a_trainer_without_a_model() -> None:
     rollout = TabularRollout(WORLD, WORLD.policy, Draws(0))
     batch = WORLD.batch()
-    with raises("audit.no-sync"):
+    with raises("audit.unsupported-graph"):
         rollout.generate(batch.columns["prompts"], batch.columns["prompt_mask"], ["a"], Sampling(1, 0, 1, 2), Key.of(0))  # type: ignore[arg-type]
-    with raises("audit.unsupported-role", path="folder"):
+    with raises("audit.unsupported-graph", path="folder"):
         engines()[0].save_pretrained("folder")

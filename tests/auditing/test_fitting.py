@@ -91,7 +91,7 @@ def test_a_scorer_of_ones_own_is_a_table_and_that_is_said() -> None:
 
 
 def test_scores_that_depend_on_company_are_no_expected_reward() -> None:
-    with raises("audit.comparative-scores", node="ranked"):
+    with raises("audit.unsupported-graph", node="ranked"):
         audit(rloo(unread).edit(insert={"ranked": After("reward", ranked)}), ONE, n=2)
 
 
@@ -137,12 +137,12 @@ def nothing_trained(batch: PromptBatch) -> RolloutBatch:
     [
         (
             rloo(unread).edit(replace={"rloo_advantage": Foretold()}),
-            "audit.unsupported-role",
+            "audit.unsupported-graph",
             {"role": "oracle", "missing": ("foretell",)},
         ),
-        (no_reward(), "audit.no-score", {"node": "update_actor"}),
-        (nothing_trained(), "audit.role", {"graph": "nothing_trained", "trained": ()}),
-        (sft(), "audit.offline-data", {"graph": "sft", "input": "demos", "column": "responses"}),
+        (no_reward(), "audit.unsupported-graph", {"node": "update_actor"}),
+        (nothing_trained(), "audit.unsupported-graph", {"graph": "nothing_trained", "trained": ()}),
+        (sft(), "audit.unsupported-graph", {"graph": "sft", "input": "demos", "column": "responses"}),
     ],
     ids=["oracle", "no reward", "nothing trained", "from a file"],
 )
@@ -152,7 +152,7 @@ def test_a_graph_that_cannot_be_audited(graph: Graph, code: str, facts: dict[str
 
 
 def test_one_of_several_policies_is_named() -> None:
-    with raises("audit.role", found="opponent", trained=("actor",)):
+    with raises("audit.unsupported-graph", found="opponent", trained=("actor",)):
         audit(rloo(unread), ONE, role="opponent")
     assert not audit(rloo(unread), ONE, n=2, role="actor").biased
 

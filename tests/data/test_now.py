@@ -41,7 +41,7 @@ def test_a_call_by_hand_knows_everything_but_the_step() -> None:
     metrics = Metrics()
     Moment()(ONES, metrics=metrics)
     assert metrics.compute() == {"round": 0.0, "ahead": 0.0, "shared": 0.0}
-    with raises("step.no-job", node="later", parameter="when") as caught:
+    with raises("session.no-job", node="later", parameter="when") as caught:
         Later()(ONES)
     assert "when=Now(0)" in caught.value.message
     assert Later()(ONES, when=Now(3)).tolist() == [[3.0, 3.0]]

@@ -103,7 +103,7 @@ def test_the_quick_demo_uses_the_model_of_the_demo(tmp_path: Path, small: pytest
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with raises("run.folder-unwritable", path=str(tmp_path / "file")):
+    with raises("data.unwritable-file", path=str(tmp_path / "file")):
         demo.run_demo(Console(file=io.StringIO()), tmp_path / "file", steps=1, seed=0)
 
 

@@ -348,7 +348,7 @@ def test_parameters_that_depend_on_each_other_change_at_once() -> None:
         assert PPO.edit(set=dict(order))["update_actor"].operator == UpdateActor(
             ppo_epochs=2, aggregation="seq-mean-token-sum-norm", norm=64.0
         )
-    with raises("objective.invalid-norm", given=None):
+    with raises("objective.invalid-settings", given=None):
         PPO.edit(set={"update_actor.aggregation": "seq-mean-token-sum-norm"})
     whole = {"update_actor.loss.clip_high": 0.3, "update_actor.loss": PPOClip(0.1)}
     assert PPO.edit(set=whole)["update_actor"].operator == UpdateActor(PPOClip(0.1, 0.3)), "the owner is set first"

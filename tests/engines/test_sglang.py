@@ -346,7 +346,7 @@ class TestAdapters(AdapterTests):
 class TestWithoutTheEngine:
     def test_it_says_how_to_get_it(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with raises("backend.not-installed", package="sglang", extra="sglang"):
+        with raises("package.not-installed", package="sglang", extra="sglang"):
             SGLang(folder).build(CONTEXT)
 
     def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:

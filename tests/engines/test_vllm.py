@@ -353,7 +353,7 @@ class TestAdapters(AdapterTests):
 
 def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with raises("backend.not-installed", package="vllm", extra="vllm"):
+    with raises("package.not-installed", package="vllm", extra="vllm"):
         VLLM(folder).build(CONTEXT)
 
 

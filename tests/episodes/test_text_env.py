@@ -39,5 +39,5 @@ def test_the_first_observation_follows_the_prompt(messages: Any, expected: Any) 
 
 
 def test_the_error_names_a_missing_package_and_its_extra() -> None:
-    with raises("backend.not-installed", package="no_such_package", extra="extra"):
+    with raises("package.not-installed", package="no_such_package", extra="extra"):
         package("no_such_package", "extra")

@@ -115,9 +115,9 @@ def test_errors_of_a_stream_are_named_and_the_next_sync_works(tiny: str, tmp_pat
         for step, (what, (code, host)) in enumerate(
             {
                 "flip": ("sync.damaged", "rollout rank 0"),
-                "missing": ("sync.incomplete", "rollout rank 0"),
-                "stale": ("sync.mixed-versions", "rollout rank 0"),
-                "old": ("sync.mixed-versions", "rollout rank 0"),
+                "missing": ("sync.damaged", "rollout rank 0"),
+                "stale": ("sync.damaged", "rollout rank 0"),
+                "old": ("sync.damaged", "rollout rank 0"),
                 "raise": ("step.node-failed", "actor rank 0"),
                 "fail": ("step.node-failed", "rollout rank 0"),
             }.items()

@@ -153,6 +153,6 @@ def test_a_preset_does_what_its_name_says(name: str, expected: list[list[float]]
 
 def test_presets_are_tested_and_others_offered() -> None:
     assert len(PRESETS) == 10
-    with raises("correction.unknown-preset", given="ice_pop") as error:
+    with raises("correction.invalid-settings", given="ice_pop") as error:
         RolloutCorrection.preset("ice_pop")
     assert "did you mean 'icepop'" in error.value.message

@@ -84,7 +84,7 @@ class TestAdaptive:
     def test_refuses_nonsense(self) -> None:
         with pytest.raises(ParameterError, match="target"):
             AdaptiveKL(target=0.0)
-        with raises("reward.kl-horizon", given=10.0, expected=64):
+        with raises("reward.invalid-settings", given=10.0, expected=64):
             adapt_kl_coef(0.1, 1.0, 64, AdaptiveKL(target=1.0, horizon=10))
 
 

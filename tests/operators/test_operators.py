@@ -196,7 +196,7 @@ def test_the_stop_token_ends_a_response_and_is_left_out_of_its_text(synced: Any)
 
 def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
     engine = TorchRollout(tiny, device="cpu").build(CONTEXT)
-    with raises("update.no-receipt", node="generate"):
+    with raises("engine.no-receipt", node="generate"):
         Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
 
 

@@ -124,5 +124,5 @@ def test_members_are_methods_properties_and_annotations() -> None:
 
 @pytest.mark.parametrize("prompts", [0, -1, 2.0, "4", True])
 def test_a_number_of_prompts_is_a_count(prompts: Any) -> None:
-    with raises("rule.invalid-prompts", prompts=prompts):
+    with raises("parameter.invalid", prompts=prompts):
         grpo(exact).check(prompts=prompts)

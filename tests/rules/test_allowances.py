@@ -80,12 +80,12 @@ def test_a_rule_that_needs_the_number_of_prompts_is_omitted_without() -> None:
 @pytest.mark.parametrize(
     ("allow", "message"),
     [
-        ({"fr007": "why"}, r"'fr007'; rules are FR001, .*did you mean 'FR007'\? \[rule.unknown\]"),
-        ({"greedy": "why"}, r"'greedy'; .*\[rule.unknown\]"),
-        ({"FR035": "why"}, r"'FR035'; it is retired, so remove it. \[rule.unknown\]"),
-        ({"FR007": ""}, r"FR007 for the reason ''. .*\[rule.no-reason\]"),
-        ({"FR007": " "}, r"for the reason ' '. .*\[rule.no-reason\]"),
-        ({"FR007": True}, r"for the reason True. .*\[rule.no-reason\]"),
+        ({"fr007": "why"}, r"'fr007'; rules are FR001, .*did you mean 'FR007'\? \[rule.invalid-allowance\]"),
+        ({"greedy": "why"}, r"'greedy'; .*\[rule.invalid-allowance\]"),
+        ({"FR035": "why"}, r"'FR035'; it is retired, so remove it. \[rule.invalid-allowance\]"),
+        ({"FR007": ""}, r"FR007 for the reason ''. .*\[rule.invalid-allowance\]"),
+        ({"FR007": " "}, r"for the reason ' '. .*\[rule.invalid-allowance\]"),
+        ({"FR007": True}, r"for the reason True. .*\[rule.invalid-allowance\]"),
         (["FR007"], r"edit\(allow=\['FR007'\]\) is not a mapping\. .* allow=\{'FR007': 'greedy"),
         ("FR007", r"edit\(allow='FR007'\) is not a mapping"),
         ({7: "why"}, r"has 7 instead of a name"),

@@ -193,8 +193,8 @@ def twice(message: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "detail"),
     [
-        (drop_tensor, "sync.incomplete", "strided did not arrive"),
-        (mix_versions, "sync.mixed-versions", "a bucket has version 2"),
+        (drop_tensor, "sync.damaged", "strided did not arrive"),
+        (mix_versions, "sync.damaged", "a bucket has version 2"),
         (another_shape, "sync.damaged", "half is not what was sent"),
         (another_digest, "sync.damaged", "half differ from the digests that the trainer sent last"),
         (twice, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
@@ -260,7 +260,7 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         with ticket.open(0) as source:
             next(source.weights())
-            with raises("sync.incomplete", version=3):
+            with raises("sync.damaged", version=3):
                 source.check(Receipt(3, "", 0, 0.0, "copy"))
     with pytest.raises(Interrupted):
         sender.result()

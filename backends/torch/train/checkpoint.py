@@ -50,7 +50,7 @@ def save(
         if os.path.isdir(folder) and any(map(_PART.fullmatch, os.listdir(folder))):
             raise DataError(
                 f"The folder {folder!r} already contains a checkpoint. Pass a new folder.",
-                code="trainer.checkpoint-exists",
+                code="checkpoint.exists",
                 path=folder,
             )
         os.makedirs(folder, exist_ok=True)
@@ -101,7 +101,7 @@ def load(
                     f"The checkpoint {folder!r} is of another model or optimizer: {len(other)} tensors differ in name, "
                     f"dtype or shape, such as {', '.join(other[:3])}. Bind the model folder, the adapter and the "
                     f"optimizer that the checkpoint was written with.",
-                    code="trainer.checkpoint-mismatch",
+                    code="checkpoint.mismatch",
                     path=folder,
                     differ=other,
                 )
@@ -143,7 +143,7 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
     if not parts:
         raise DataError(
             f"The folder {folder!r} contains no checkpoint. Pass a folder that save_checkpoint has written.",
-            code="trainer.no-checkpoint",
+            code="checkpoint.missing",
             path=folder,
         )
     count = int(_PART.sub(r"\1", parts[0]))
@@ -151,7 +151,7 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
         raise DataError(
             f"The folder {folder!r} contains {', '.join(parts[:3])}{', …' if len(parts) > 3 else ''}; expected all "
             f"{count} parts of one checkpoint. Restore the missing files, or use another checkpoint.",
-            code="trainer.checkpoint-damaged",
+            code="checkpoint.damaged",
             path=folder,
             found=parts,
             expected=count,
@@ -199,7 +199,7 @@ def _failures(folder: str, done: str) -> Iterator[None]:
         raise DataError(
             f"The checkpoint {folder!r} could not be {done} ({type(error).__name__}: {error}). Check for a full disk "
             f"or a damaged file, or use another folder.",
-            code="trainer.checkpoint-damaged",
+            code="checkpoint.damaged",
             path=folder,
             error=type(error).__name__,
         ) from error

@@ -295,7 +295,7 @@ class Learner:
             raise DataError(
                 f"The state has weights of another model than this {self._prefix}: {len(other)} differ in name or "
                 f"shape, such as {', '.join(other[:3])}. Bind the model folder that the state was trained from.",
-                code="trainer.checkpoint-mismatch",
+                code="checkpoint.mismatch",
                 role=self._prefix,
                 differ=other,
             )
@@ -303,7 +303,7 @@ class Learner:
             raise DataError(
                 f"The state is of an adapter over {state['over']}, but this {self._prefix} trains one over "
                 f"{self._over}. Bind the model folder and the LoRA that the state was trained with.",
-                code="trainer.checkpoint-mismatch",
+                code="checkpoint.mismatch",
                 role=self._prefix,
                 found=state["over"],
                 expected=self._over,
@@ -313,7 +313,7 @@ class Learner:
                 raise DataError(
                     f"The state has another part of {name} than this rank of the {self._prefix}: it is of another "
                     f"number of ranks. Convert it with save_checkpoint(folder) and load_checkpoint(folder).",
-                    code="trainer.checkpoint-mismatch",
+                    code="checkpoint.mismatch",
                     role=self._prefix,
                     name=name,
                 )

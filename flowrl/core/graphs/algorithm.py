@@ -204,7 +204,7 @@ class Algorithm(Generic[P, R, GraphT]):
         if not isinstance(prefix, str) or not prefix.isidentifier():
             raise ParameterError(
                 f"Invalid prefix {prefix!r} of node names; expected an identifier such as 'second'.",
-                code="algorithm.invalid-prefix",
+                code="algorithm.bad-call",
                 given=prefix,
             )
         prefixed = copy.copy(self)

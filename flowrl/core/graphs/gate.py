@@ -200,7 +200,7 @@ class Gate(_Called, Operator):
                 raise PortError(
                     f"{self.name} got {type_of(record)} without a name; expected records, and single columns by name: "
                     f"{self.name}(rollout, token_level_scores=scores).",
-                    code="gate.unnamed-column",
+                    code="gate.missing-column",
                     node=self.name,
                     found=type(record).__name__,
                 )
@@ -296,7 +296,7 @@ def _type(column: str) -> ColumnType:
         raise DataError(
             f"No column is named {column!r}, so its type is unknown. Pass each column by its name in flowrl.columns, "
             f"or in its Column(...).",
-            code="gate.unknown-column",
+            code="gate.missing-column",
             column=column,
         )
     return known

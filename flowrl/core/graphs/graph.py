@@ -324,14 +324,14 @@ class Graph:
             raise GraphError(
                 f"lag={self.lag} needs the edge Sync -> Generate to the next step, which {self.name} does not have. "
                 f"Add a Sync, or pass edit(lag=0).",
-                code="lag.no-sync",
+                code="lag.unsupported",
                 lag=self.lag,
             )
         if self.lag.spans and not any(isinstance(node.operator, CanSwap) for node in self.nodes.values()):
             raise GraphError(
                 f"{self.lag!r} updates weights while requests are in flight, but no node of {self.name} can do that. "
                 f"Use the operator Sync, or pass edit(lag={self.lag.versions}).",
-                code="lag.no-live-sync",
+                code="lag.unsupported",
                 lag=self.lag,
             )
 

@@ -40,14 +40,14 @@ class Lag(Spec):
         if self.spans and not self.versions:
             raise ParameterError(
                 "`spans=True` needs lag ≥ 1: with lag 0 no request is in flight during a sync. Pass Lag(1, ...).",
-                code="lag.invalid-spans",
+                code="lag.unsupported",
                 versions=0,
             )
         if self.caches == "reuse" and not self.spans:
             raise ParameterError(
                 f"`caches='reuse'` needs `spans=True`: without spans no request is in flight during a sync. Pass "
                 f"Lag({max(1, self.versions)}, spans=True, caches='reuse').",
-                code="lag.invalid-spans",
+                code="lag.unsupported",
                 caches="reuse",
             )
 

@@ -212,7 +212,7 @@ def _refuse_misplaced(given: Parameters, fields: Parameters, hints: Mapping[str,
         elif name not in hints:
             raise DefinitionError(
                 f"{at} is a parameter without an annotation. Write `{name}: float = ...`.",
-                code="parameter.missing-annotation",
+                code="parameter.definition",
                 where=where,
                 parameter=name,
             )

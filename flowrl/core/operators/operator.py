@@ -426,7 +426,7 @@ def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None
             expected = ", ".join(map(str, port.fields.values()))
             raise PortError(
                 f"{operator.name}.{port.name} is missing. Pass {expected} as {port.name}=...",
-                code="call.missing-port",
+                code="call.arguments",
                 node=operator.name,
                 port=port.name,
                 expected=expected,

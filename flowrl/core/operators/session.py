@@ -60,7 +60,7 @@ class Session:
             raise BindError(
                 f"{field} is the role {role!r}, which is not bound; bound are {sorted(self.engines) or 'none'}. Bind "
                 f"it: graph.bind({role}=...).",
-                code="role.unbound",
+                code="job.unbound-role",
                 role=role,
                 field=field,
                 known=sorted(self.engines),
@@ -386,7 +386,7 @@ class Check:
                 raise PortError(
                     f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis has length {size}, but "
                     f"other columns of this call have {sizes[axis]}. Make them equal{fix}.",
-                    code="call.axis-size",
+                    code="call.type",
                     node=node,
                     port=str(self._name),
                     axis=axis,

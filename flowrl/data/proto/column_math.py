@@ -115,7 +115,7 @@ def moved(columns: Columns, device: torch.device | str) -> dict[str, Tensor | Ob
         raise DataError(
             f"Cannot move the columns to {device!r} ({first}). Use a device of this machine, such as "
             f"{'cuda' if torch.cuda.is_available() else 'cpu'!r}.",
-            code="data.device",
+            code="backend.device",
             device=device,
         ) from error
     return {name: c.to(target) if isinstance(c, Tensor) else c for name, c in columns.items()}
@@ -264,7 +264,7 @@ def _margins(
         fix = "A sequence is padded as its prompt and response are. Concat it together with prompts or response_mask."
     raise DataError(
         f"Column {name!r} has the widths {unequal} along axis {axis} in concat. {fix}",
-        code="data.unequal-widths",
+        code="data.concat-mismatch",
         column=name,
         axis=axis,
         found=unequal,

@@ -158,7 +158,7 @@ class FileSource(Source):
             raise ParameterError(
                 f"{type(self).__name__}.load({str(tokenizer)!r}, ...) got a path; expected a tokenizer. Pass "
                 f"ChatTokenizer({str(tokenizer)!r}).",
-                code="prompts.path-as-tokenizer",
+                code="data.wrong-type",
                 path=tokenizer,
             )
         self.refuse_missing()

@@ -121,7 +121,7 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]
                 raise DataError(
                     f"{where}: the line has more than {_LINE} bytes. Expected one JSON object per line; split or "
                     f"delete it.",
-                    code="prompts.broken-line",
+                    code="prompts.broken-file",
                     path=path,
                     line=number,
                 )
@@ -134,7 +134,7 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]
                 what = "the line is blank" if not line.strip() else f"the line is not JSON ({error})"
                 raise DataError(
                     f"{where}: {what}. Expected one JSON object per line; fix or delete it.",
-                    code="prompts.broken-line",
+                    code="prompts.broken-file",
                     path=path,
                     line=number,
                 ) from error
@@ -158,7 +158,7 @@ def _read_parquet(path: Path, selected: Sequence[str]) -> Iterator[tuple[str, An
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # such as text that is not UTF-8
         raise DataError(
             f"Cannot read {path} as parquet after {row} rows ({error}). Write the file again.",
-            code="prompts.broken-parquet",
+            code="prompts.broken-file",
             path=path,
             row=row,
         ) from error

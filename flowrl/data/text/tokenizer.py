@@ -45,7 +45,7 @@ class ChatTokenizer:
             raise DataError(
                 f"{folder!r} is not a folder on this machine. Expected a Hugging Face folder with a tokenizer, as "
                 f"tokenizer.save_pretrained(folder) writes it.",
-                code="tokenizer.missing-folder",
+                code="model.not-found",
                 path=folder,
             )
         ends = {name: _config_ends(Path(folder, name)) for name in ("config.json", "generation_config.json")}

@@ -65,7 +65,7 @@ class Transcript:
         if check not in get_args(Check):
             raise DataError(
                 f"check is {check!r}. Expected one of {', '.join(map(repr, get_args(Check)))}.",
-                code="tokenizer.unknown-check",
+                code="parameter.invalid",
                 found=check,
                 expected=get_args(Check),
             )
@@ -119,7 +119,7 @@ class Transcript:
             raise EpisodeError(
                 "The environment replied with a message of role assistant, which only the policy may sample. Reply "
                 "with other roles, such as user or tool.",
-                code="tokenizer.assistant-reply",
+                code="episode.invalid-reply",
             )
         marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
         _, _, suffix = self._tokenizer.conversation_text(marked, self._arguments, go_on=True).rpartition(_MARK)

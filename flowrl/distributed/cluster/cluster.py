@@ -43,7 +43,7 @@ def connected(place: RayPlace) -> Iterator[None]:
                 raise BindError(
                     f"{type(place).__name__} has address={place.address!r}, but this process is connected to the Ray "
                     f"cluster at {here}. Leave out address= to use that one, or call ray.shutdown() first.",
-                    code="cluster.other-cluster",
+                    code="cluster.address",
                     address=place.address,
                     found=here,
                 )
@@ -117,7 +117,7 @@ def _parsed(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or "/" in host:
         raise BindError(
             f"Invalid address {address!r} of a Ray cluster. Use host:port as `ray start --head` prints it, or 'auto'.",
-            code="cluster.bad-address",
+            code="cluster.address",
             address=address,
         )
     return host, int(port)
@@ -148,7 +148,7 @@ def _no_cluster(address: str, reason: str) -> BindError:
     return BindError(
         f"No Ray cluster responds at {address!r} ({reason}). Start one with `ray start --head`, or leave out address= "
         f"to start one on this machine.",
-        code="cluster.no-response",
+        code="cluster.address",
         address=address,
         reason=reason,
     )

@@ -108,7 +108,7 @@ class ExecutionGraph:
             raise GraphError(
                 f"{self.plan.graph.name} with lag={self.lag} would deadlock: {' -> '.join([*cycle, cycle[0]])}. "
                 f"Generate from what does not depend on training in the same step, or use edit(lag=0).",
-                code="step.lag-deadlock",
+                code="lag.unsupported",
                 graph=self.plan.graph.name,
                 lag=self.lag,
                 cycle=cycle,

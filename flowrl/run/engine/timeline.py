@@ -128,7 +128,7 @@ class Timeline:
             raise DataError(
                 f"{path} is not the trace of a run, or is damaged ({type(error).__name__}: {error}). Restore it from a "
                 f"copy, or remove it.",
-                code="run.damaged-trace",
+                code="run.damaged",
                 path=path,
             ) from error
         return trace

@@ -113,7 +113,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
             raise BindError(
                 f"The role {odd!r} has {bindings[odd].ranks} ranks but shares the weights of {owner!r}, which has "
                 f"{ranks}. Bind {odd} without ranks, so that it follows {owner}.",
-                code="place.unequal-ranks",
+                code="place.ranks",
                 role=odd,
                 owner=owner,
                 found=bindings[odd].ranks,

@@ -63,7 +63,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 f"{node.name} keeps the state {', '.join(node.operator.states)} across steps, but each of the {ranks} "
                 f"ranks of its role {roles[0]!r} would update its own copy from its own rows. Set granularity = "
                 f"'batch', or bind {roles[0]} with one rank.",
-                code="place.ranked-state",
+                code="place.ranks",
                 node=node.name,
                 role=roles[0],
                 ranks=ranks,
@@ -73,7 +73,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
             raise GraphError(
                 f"{node.name} needs whole groups and its role {roles[0]!r} has {ranks} ranks, but it has no port for "
                 f"the group of a row. Add an input of the type Uid, or set granularity = 'batch'.",
-                code="place.no-group-port",
+                code="place.ranks",
                 node=node.name,
                 role=roles[0],
                 ranks=ranks,

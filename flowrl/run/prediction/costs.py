@@ -190,7 +190,7 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"{folder / 'run.json'} was not written by a run, or is damaged ({error!r}). Run it again.",
-            code="predict.damaged-run",
+            code="run.damaged",
             path=folder / "run.json",
         ) from error
     measured, _ = RunFolder(folder).lines()
@@ -198,7 +198,7 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
     if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
         raise DataError(
             f"{folder / 'metrics.jsonl'} has no number of seconds (timing/step) for step {odd[0]}. Run it again.",
-            code="predict.damaged-run",
+            code="run.damaged",
             path=folder / "metrics.jsonl",
             step=odd[0],
         )

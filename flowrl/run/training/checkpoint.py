@@ -100,7 +100,7 @@ class Checkpoints:
             raise DataError(
                 f"All checkpoints in {self.folder} are damaged: {'; '.join(faults)}. Restore a copy of one, or move "
                 f"the folder away to start the run from step 0.",
-                code="checkpoint.all-damaged",
+                code="checkpoint.damaged",
                 path=self.folder,
                 faults=faults,
             )

@@ -194,7 +194,7 @@ class Job(Generic[GraphT]):
                 raise GraphError(
                     f"{ahead}, but {role!r} shares the weights of {owner!r}, which training changes. Bind a copy "
                     f"(bind={{{role!r}: TorchRollout('model')}}), or use edit(lag=0).",
-                    code="job.lag-weights",
+                    code="lag.unsupported",
                     role=role,
                     owner=owner,
                     lag=self.graph.lag,
@@ -204,7 +204,7 @@ class Job(Generic[GraphT]):
                 f"{ahead}, but {turns[0]!r} takes turns with {turns[1]!r} and loses its weights when it sleeps, so it "
                 f"could not sample a later batch with the same weights. Keep them in memory (sleep_level=1), give it "
                 f"its own slots (Split), or use edit(lag=0).",
-                code="job.lag-weights",
+                code="lag.unsupported",
                 role=turns[0],
                 owner=turns[1],
                 lag=self.graph.lag,
@@ -218,7 +218,7 @@ class Job(Generic[GraphT]):
                 f"{sync} updates weights during generation, but the {backend.ranks} ranks of {role!r} compute each "
                 f"response together, so no rank can update alone. Bind {role} with one rank, or leave spans out: "
                 f"edit(lag={self.graph.lag.versions}).",
-                code="job.collective-spans",
+                code="lag.unsupported",
                 node=sync,
                 role=role,
                 ranks=backend.ranks,

@@ -129,7 +129,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ParameterError(
-                "TensorBoard is not installed. Run: pip install 'flowrl[tensorboard]'.", code="run.no-tensorboard"
+                "TensorBoard is not installed. Run: pip install 'flowrl[tensorboard]'.", code="package.not-installed"
             ) from error
         self._writer_class: Any = SummaryWriter
 

@@ -72,7 +72,7 @@ class RunFolder:
             what = (error.strerror if isinstance(error, OSError) else None) or error
             raise ParameterError(
                 f"The folder {path} cannot be written ({what}). Choose another one (Training(folder=...), --folder).",
-                code="run.folder-unwritable",
+                code="data.unwritable-file",
                 path=path,
                 reason=what,
             ) from error
@@ -187,7 +187,7 @@ def _described(path: Path) -> Mapping[str, Any] | None:
         raise ParameterError(
             f"{path / 'run.json'} was not written by a run, or is damaged. Choose another folder "
             f"(Training(folder=...), --folder).",
-            code="run.folder-damaged",
+            code="run.damaged",
             path=path,
         ) from error
 

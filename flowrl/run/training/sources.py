@@ -49,7 +49,7 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
             raise ParameterError(
                 f"data is a single {type(data).__name__}, but {graph.name} has the inputs "
                 f"{', '.join(map(repr, inputs))}. Pass a source for each: {call}(..., data={{{named}}}).",
-                code="run.data-inputs",
+                code="run.data-columns",
                 graph=graph.name,
                 expected=inputs,
                 found=type(data).__name__,
@@ -59,7 +59,7 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         raise ParameterError(
             f"data names {unknown[0]!r}, which is not an input of {graph.name}; {offer(unknown[0], inputs)} Pass "
             f"{call}(..., data={{{named}}}).",
-            code="run.data-inputs",
+            code="run.data-columns",
             graph=graph.name,
             expected=inputs,
             found=unknown[0],
@@ -68,7 +68,7 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         raise ParameterError(
             f"data has no source for the input {missing[0]!r} of {graph.name}. Pass a source for each input: "
             f"{call}(..., data={{{named}}}).",
-            code="run.data-inputs",
+            code="run.data-columns",
             graph=graph.name,
             expected=inputs,
             missing=missing[0],
@@ -249,7 +249,7 @@ class Sources:
             raise DataError(
                 f"A validation needs equally many rows of each input, but {counts}. Pass sources with the same number "
                 f"of rows.",
-                code="run.uneven-validation",
+                code="run.validation",
                 found=list(sizes.values()),
             )
         every = [stream.batches(n) for stream in self.streams.values()]

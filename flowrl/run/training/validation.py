@@ -89,7 +89,7 @@ class Validation(Spec):
             raise GraphError(
                 f"The validation {self.name!r} ends at until={self.until!r}, but {graph.name} has no node "
                 f"{missing[0]!r}; {offer(missing[0], graph.nodes)} Pass the name of the node that scores{fix}.",
-                code="run.validation-end",
+                code="run.validation",
                 validation=self.name,
                 graph=graph.name,
                 node=missing[0],
@@ -106,7 +106,7 @@ class Validation(Spec):
             raise ParameterError(
                 f"Validation(goal={self.goal:g}) is a bound on {self._mean}, but this validation reports "
                 f"{', '.join(found)}. Leave goal out, or add a Reward to the graph up to until={self.until!r}.",
-                code="run.validation-goal",
+                code="run.validation",
                 validation=self.name,
                 missing=self._mean,
                 found=found,

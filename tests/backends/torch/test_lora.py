@@ -295,11 +295,11 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
     base = TorchScorer(folders["llama"], device="cpu").build(Context()).model
     assert engine.adapter_of == f"base weights {weights_digest(named_weights(base))}, scaled by 2.0"
     refused = [
-        (tiny_folder(tmp_path, "llama", seed=1), ADAPTER, engine, "lora.other-base"),
-        (folders["llama"], LoRA(r=4, alpha=4), engine, "lora.other-base"),
+        (tiny_folder(tmp_path, "llama", seed=1), ADAPTER, engine, "checkpoint.mismatch"),
+        (folders["llama"], LoRA(r=4, alpha=4), engine, "checkpoint.mismatch"),
         (folders["llama"], LoRA(r=2, alpha=4), engine, "engine.weights-mismatch"),
         (folders["llama"], LoRA(r=4, alpha=8, targets=("q_proj",)), engine, "engine.weights-mismatch"),
-        (folders["llama"], ADAPTER, trainer(folders["llama"], lora=None), "lora.other-base"),
+        (folders["llama"], ADAPTER, trainer(folders["llama"], lora=None), "checkpoint.mismatch"),
     ]
     for folder, lora, source, code in refused:
         receiver = rollout(folder, lora=lora, device="cpu")
@@ -381,9 +381,9 @@ def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path:
     ]
     for other in others:
         before = weights_digest(other.weights())
-        with raises("trainer.checkpoint-mismatch", path=path):
+        with raises("checkpoint.mismatch", path=path):
             other.load_checkpoint(path)
-        with raises("trainer.checkpoint-mismatch", role="actor"):
+        with raises("checkpoint.mismatch", role="actor"):
             other.load_state_dict(engine.state_dict())
         assert weights_digest(other.weights()) == before
 
@@ -409,7 +409,7 @@ def test_targets_that_are_not_there_are_named(folders: dict[str, str]) -> None:
 def test_without_peft_the_error_says_how_to_get_it(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     for backend in (TorchTrainer, TorchRollout):
-        with raises("backend.not-installed", package="peft", extra="lora"):
+        with raises("package.not-installed", package="peft", extra="lora"):
             backend(folders["llama"], lora=LoRA()).build(Context())
 
 

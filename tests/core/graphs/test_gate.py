@@ -315,8 +315,8 @@ def test_a_predicate_or_column_that_does_not_fit_is_refused(make: Any, error: An
 @pytest.mark.parametrize(
     ("call", "code", "facts"),
     [
-        (lambda: Filter(Spread())(torch.ones(2, 2)), "gate.unnamed-column", {"node": "filter", "found": "Tensor"}),
-        (lambda: Filter(Spread())(scores=torch.ones(2, 2)), "gate.unknown-column", {"column": "scores"}),
+        (lambda: Filter(Spread())(torch.ones(2, 2)), "gate.missing-column", {"node": "filter", "found": "Tensor"}),
+        (lambda: Filter(Spread())(scores=torch.ones(2, 2)), "gate.missing-column", {"column": "scores"}),
         (lambda: Filter(Spread())(answers()), "gate.missing-column", {"port": "token_level_scores"}),
         (lambda: Filter(Length(most=3))(answers()), "gate.dropped-all", {"node": "filter", "offered": 2}),
     ],

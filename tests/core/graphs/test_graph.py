@@ -296,7 +296,7 @@ def test_build_refuses(nodes: dict[str, Node], sinks: list[str], code: str, fact
 def test_a_lag_is_a_count(lag: Any) -> None:
     with raises("lag.not-a-count", graph="ppo", given=lag):
         ppo(exact).edit(lag=lag)
-    with raises("lag.no-sync", lag="2"):
+    with raises("lag.unsupported", lag="2"):
         scored().edit(lag=2)
 
 

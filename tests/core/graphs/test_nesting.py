@@ -133,7 +133,7 @@ def test_what_collides_or_misses_is_refused() -> None:
         wrong()
     with raises("algorithm.bad-call", algorithm="shaken"):
         shaken.under("x")()
-    with raises("algorithm.invalid-prefix", given="a b"):
+    with raises("algorithm.bad-call", given="a b"):
         shaken.under("a b")
     with raises("graph.type-mismatch", node="noisy", port="advantages"):
         algorithm(_swapped)()

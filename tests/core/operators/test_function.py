@@ -146,10 +146,10 @@ def test_two_of_one_name_are_refused_as_two_of_a_class() -> None:
             {"parameter": "facto", "known": ("advantages", "factor", "metrics")},
         ),
         (lambda: scaled(factor=-1.0), "parameter.invalid", {"spec": "scaled", "parameter": "factor", "given": "-1.0"}),
-        (lambda: half(), "call.missing-port", {"node": "half", "port": "advantages"}),
+        (lambda: half(), "call.arguments", {"node": "half", "port": "advantages"}),
         (lambda: half(ONES, ONES), "call.arguments", {"node": "half", "reason": "too many positional arguments"}),
         (lambda: noisy(ONES), "session.no-job", {"node": "noisy", "missing": "key"}),
-        (lambda: ppo(exact).edit(replace={"whiten": exact}), "edit.not-an-operator", {}),
+        (lambda: ppo(exact).edit(replace={"whiten": exact}), "edit.bad-argument", {}),
     ],
 )
 def test_a_wrong_call_is_refused(call: Callable[[], Any], code: str, facts: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def _many(advantages: c.Advantages) -> c.Advantages:
         (_no_annotation, "operator.missing-annotation", {"parameter": "advantages"}),
         (_no_return, "operator.missing-annotation", {"parameter": "return"}),
         (_no_default, "operator.misplaced-parameter", {"parameter": "factor"}),
-        (_bare, "parameter.missing-annotation", {"parameter": "factor"}),
+        (_bare, "parameter.definition", {"parameter": "factor"}),
         (_among_ports, "operator.misplaced-parameter", {"parameter": "factor"}),
         (_port_after_the_star, "operator.misplaced-parameter", {"parameter": "advantages"}),
         (_starred, "operator.unnamed-port", {"parameter": "*advantages"}),

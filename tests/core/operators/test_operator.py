@@ -131,10 +131,10 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
         (
             (F32,),
             {},
-            "call.missing-port",
+            "call.arguments",
             {"port": "response_mask", "expected": "mask[batch response] bool"},
         ),
-        ((F32, None), {}, "call.missing-port", {"port": "response_mask"}),
+        ((F32, None), {}, "call.arguments", {"port": "response_mask"}),
         (
             (F32, F32),
             {},
@@ -147,10 +147,10 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
         (
             (F32, BOOL[:1]),
             {},
-            "call.axis-size",
+            "call.type",
             {"port": "response_mask", "axis": "batch", "expected": 2, "found": 1},
         ),
-        ((F32, BOOL[:, :2]), {}, "call.axis-size", {"axis": "response", "expected": 3, "found": 2}),
+        ((F32, BOOL[:, :2]), {}, "call.type", {"axis": "response", "expected": 3, "found": 2}),
         ((F32, BOOL, F32), {}, "call.arguments", {"known": ("token_level_scores", "response_mask")}),
         ((F32, BOOL), {"mask": BOOL}, "call.arguments", {"reason": "got an unexpected keyword argument 'mask'"}),
     ],
@@ -181,7 +181,7 @@ def test_record_ports_are_checked_too() -> None:
         (None, "call.return", {"found": "a NoneType"}),
         ((torch.zeros(2, 3), torch.zeros(2, 3)), "call.return", {"found": "a tuple"}),
         ("double", "call.type", {"port": "returns", "found": "float64"}),
-        ("short", "call.axis-size", {"port": "returns", "axis": "batch", "expected": 2, "found": 1}),
+        ("short", "call.type", {"port": "returns", "axis": "batch", "expected": 2, "found": 1}),
     ],
 )
 def test_the_outputs_of_an_operator_are_checked(returned: Any, code: str, facts: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ def test_rows_may_change_if_the_class_declares_it() -> None:
             return values[::2]
 
     assert Half()(torch.zeros(4, 3)).shape == (2, 3)
-    with raises("call.axis-size", node="sneaky", port="values", expected=4, found=2):
+    with raises("call.type", node="sneaky", port="values", expected=4, found=2):
         Sneaky()(torch.zeros(4, 3))
 
 
@@ -241,7 +241,7 @@ def test_a_role_is_resolved_by_the_session_and_only_there() -> None:
     with Session({"scale": Twice(), "other": Twice()}, seed=0).active():
         assert torch.equal(Scaled()(ones), 2 * ones)
         assert torch.equal(Scaled(Role("other"))(ones), 2 * ones)
-        with raises("role.unbound", role="third", field="scaled.scale", known=("other", "scale")):
+        with raises("job.unbound-role", role="third", field="scaled.scale", known=("other", "scale")):
             Scaled(Role("third"))(ones)
     with pytest.raises(AttributeError, match="is only a name here"):
         Scaled().scale.factor()

@@ -151,13 +151,13 @@ def at(parameter: str) -> str:
         (_returns_tensor, "column.untyped", RETURN, {"annotation": "Tensor"}),
         (_returns_own_axes, "column.port-axes", RETURN, {"axes": "demo"}),
         (_value_with_own_axes, "column.port-axes", at("updated"), {"axes": "demo"}),
-        (_wide, "column.annotation", at("values"), {"column": "wide"}),
-        (_numbers, "column.annotation", at("values"), {"column": "numbers"}),
-        (_anything, "column.annotation", at("values"), {"column": "anything"}),
-        (_fixed, "column.annotation", at("values"), {"column": "fixed", "axes": "batch 3"}),
-        (_batchless, "column.annotation", at("values"), {"column": "batchless", "axes": "response"}),
-        (_no_array, "column.annotation", at("values"), {"column": "no_array", "found": "<class 'float'>"}),
-        (_twisted, "column.redefined", at("values"), {"column": "values"}),
+        (_wide, "column.definition", at("values"), {"column": "wide"}),
+        (_numbers, "column.definition", at("values"), {"column": "numbers"}),
+        (_anything, "column.definition", at("values"), {"column": "anything"}),
+        (_fixed, "column.definition", at("values"), {"column": "fixed", "axes": "batch 3"}),
+        (_batchless, "column.definition", at("values"), {"column": "batchless", "axes": "response"}),
+        (_no_array, "column.definition", at("values"), {"column": "no_array", "found": "<class 'float'>"}),
+        (_twisted, "column.definition", at("values"), {"column": "values"}),
         (_default, "operator.port-default", CALL, {"port": "values", "found": "int"}),
         (_two_metrics, "operator.injected-parameter", CALL, {"parameter": "b"}),
         (_no_port, "operator.no-port", CALL, {}),
@@ -184,13 +184,13 @@ def _fine(self: Any, values: c.Values) -> c.Values:
     ("body", "code", "facts"),
     [
         ({}, "operator.no-call", {}),
-        ({"call": _fine, "gamma": 0.9}, "parameter.missing-annotation", {"parameter": "gamma"}),
+        ({"call": _fine, "gamma": 0.9}, "parameter.definition", {"parameter": "gamma"}),
         (
             {"call": _fine, "seen": [], "annotations": {"seen": "list[int]"}},
             "parameter.definition",
             {"member": "seen"},
         ),
-        ({"call": _fine, "actor": Role("actor")}, "parameter.missing-annotation", {"parameter": "actor"}),
+        ({"call": _fine, "actor": Role("actor")}, "parameter.definition", {"parameter": "actor"}),
         (
             {"call": _fine, "granularity": "rows"},
             "operator.invalid-attribute",
@@ -241,14 +241,14 @@ def test_faulty_classes_are_named_with_file_and_line(body: dict[str, Any], code:
     "arguments", [("a.b", "kind"), (3, "kind"), ("mine", None), ("mine", ""), ("mine", "kind", "x")]
 )
 def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...]) -> None:
-    with raises("column.invalid-column"):
+    with raises("column.definition"):
         Column(*arguments)
 
 
 def test_an_annotation_has_one_column() -> None:
     def call(self: Any, values: Annotated[c.Values, Column("other", "value")]) -> c.Values: ...
 
-    with raises("column.annotation"):
+    with raises("column.definition"):
         operator(call)
 
 

@@ -302,7 +302,7 @@ def test_sequences_of_equal_width_are_aligned_all_the_same() -> None:
 
 def test_sequences_whose_parts_are_unknown_are_refused() -> None:
     a, b = (rollout([[1] * n], [[2]]).select("input_ids") for n in (1, 3))
-    with raises("data.unequal-widths", column="input_ids", axis=1, found=(2, 4)):
+    with raises("data.concat-mismatch", column="input_ids", axis=1, found=(2, 4)):
         DataProto.concat([a, b])
     assert len(DataProto.concat([a, a])) == 2
     with raises("data.axis-mismatch", found=5, expected=4):
@@ -318,7 +318,7 @@ def test_sequences_whose_parts_are_unknown_are_refused() -> None:
 
 def test_unknown_columns_are_padded_by_pad_or_refused() -> None:
     a, b = DataProto({"mine": torch.ones(1, 1, 2).long()}), DataProto({"mine": torch.ones(1, 3, 2).long()})
-    with raises("data.unequal-widths", column="mine", axis=1, found=(1, 3)):
+    with raises("data.concat-mismatch", column="mine", axis=1, found=(1, 3)):
         DataProto.concat([a, b])
     assert DataProto.concat([a, b], pad={"mine": (-1, "left")})["mine"][0].tolist() == [[-1, -1], [-1, -1], [1, 1]]
     assert DataProto.concat([a, b], pad={"mine": (2**60, "right")})["mine"][0].tolist() == [
@@ -326,7 +326,7 @@ def test_unknown_columns_are_padded_by_pad_or_refused() -> None:
         [2**60] * 2,
         [2**60] * 2,
     ]
-    with raises("data.unequal-widths", column="mine", axis=2):
+    with raises("data.concat-mismatch", column="mine", axis=2):
         DataProto.concat([a, DataProto({"mine": torch.ones(1, 3, 4).long()})], pad={"mine": (0, "left")})
     for pad in ({"mine": (0.5, "left")}, {"mine": (0, "middle")}):
         with raises("data.padding", column="mine"):

@@ -63,7 +63,7 @@ def test_meta_that_nests_too_deeply_is_refused() -> None:
 
 @pytest.mark.parametrize("device", ["martian", 3.5, None, "cuda:4711", "cpu:x"])
 def test_an_unknown_device_is_refused(device: Any) -> None:
-    with raises("data.device"):
+    with raises("backend.device"):
         FOUR.to(device)
 
 

@@ -176,7 +176,7 @@ def test_bad_parameters_and_missing_files(tmp_path: Path, tokenizer: ChatTokeniz
         DemoData("a.jsonl", max_response_length=0)
     with raises("prompts.missing-file", path=f"{tmp_path}/a.jsonl", source="DemoData"):
         DemoData(tmp_path / "a.jsonl").refuse_missing()
-    with raises("prompts.path-as-tokenizer", path="model"):
+    with raises("data.wrong-type", path="model"):
         DemoData("a.jsonl").load("model", 0)  # type: ignore[arg-type]
 
 

@@ -28,11 +28,11 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("line", "code", "detail"),
     [
-        (nested(100_000), "broken-line", "nested too deeply"),
+        (nested(100_000), "broken-file", "nested too deeply"),
         (f'{{"prompt": {nested(900)}}}', "wrong-type", "100 levels"),
         (json.dumps(record(0) | {"extra_info": {"a": json.loads(nested(150))}}), "wrong-type", ""),
-        ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "broken-line", "surrogates not allowed"),
-        ('{"prompt": ' + "9" * 5000 + "}", "broken-line", "not JSON"),
+        ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "broken-file", "surrogates not allowed"),
+        ('{"prompt": ' + "9" * 5000 + "}", "broken-file", "not JSON"),
         ("NaN", "wrong-type", "a float"),
         ("true", "wrong-type", "a bool"),
     ],
@@ -96,7 +96,7 @@ def test_parquet_with_text_that_is_not_utf8(tmp_path: Path) -> None:
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
     )
     pq.write_table(rows.set_column(1, "data_source", broken), tmp_path / "a.parquet")
-    with raises("prompts.broken-parquet", path=f"{tmp_path}/a.parquet", row=0) as caught:
+    with raises("prompts.broken-file", path=f"{tmp_path}/a.parquet", row=0) as caught:
         load(tmp_path / "a.parquet")
     assert "utf-8" in str(caught.value)
 
@@ -104,7 +104,7 @@ def test_parquet_with_text_that_is_not_utf8(tmp_path: Path) -> None:
 def test_parquet_with_a_duplicate_column(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([record(0)])
     pq.write_table(rows.append_column("prompt", rows["prompt"]), tmp_path / "a.parquet")
-    with raises("prompts.broken-parquet") as caught:
+    with raises("prompts.broken-file") as caught:
         load(tmp_path / "a.parquet")
     assert "there are 2 columns 'prompt'" in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_without_a_limit_of_tokens_characters_are_limited(tmp_path: Path, monkey
 def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_rows, "_LINE", 300)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 300)])
-    with raises("prompts.broken-line", path=path, line=2) as caught:
+    with raises("prompts.broken-file", path=path, line=2) as caught:
         load(path)
     assert "more than 300 bytes" in str(caught.value)
 

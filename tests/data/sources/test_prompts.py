@@ -189,7 +189,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, detail: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(record(0)).encode() + b"\n" + line)
-    with raises("prompts.broken-line", path=str(path), line=2) as caught:
+    with raises("prompts.broken-file", path=str(path), line=2) as caught:
         load(str(path))
     assert f"{path}:2: the line is {detail}" in str(caught.value)
 
@@ -198,10 +198,10 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     path = Path(write_parquet(tmp_path / "a.parquet", [record(i) for i in range(50)]))
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with raises("prompts.broken-parquet", path=str(path)):
+    with raises("prompts.broken-file", path=str(path)):
         load(str(path))
     path.write_bytes(content[:4] + bytes(200) + content[204:])
-    with raises("prompts.broken-parquet", path=str(path)):
+    with raises("prompts.broken-file", path=str(path)):
         load(str(path))
 
 

@@ -123,7 +123,7 @@ def test_without_a_template_messages_are_refused_but_text_is_not(tmp_path: Path)
 
 
 def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
-    with raises("tokenizer.missing-folder", path=f"{tmp_path}/nowhere"):
+    with raises("model.not-found", path=f"{tmp_path}/nowhere"):
         ChatTokenizer(str(tmp_path / "nowhere"))
     with raises("tokenizer.cannot-load", path=str(tmp_path)):
         ChatTokenizer(str(tmp_path))

@@ -96,7 +96,7 @@ def test_an_assistant_reply_is_refused() -> None:
     tokenizer = tokenizer_of("bare")
     transcript = Transcript(tokenizer, QUESTION, check="off")
     transcript.answer([*tokenizer.encode("3"), end_of("bare")], [0.0] * 2)
-    with raises("tokenizer.assistant-reply"):
+    with raises("episode.invalid-reply"):
         transcript.reply([{"role": "assistant", "content": "1"}])
 
 
@@ -166,5 +166,5 @@ def test_turns_alternate() -> None:
 
 
 def test_an_unknown_check_is_refused() -> None:
-    with raises("tokenizer.unknown-check", found="lose", expected=("strict", "loose", "off")):
+    with raises("parameter.invalid", found="lose", expected=("strict", "loose", "off")):
         Transcript(tokenizer_of("llama3"), QUESTION, check="lose")  # type: ignore[arg-type]

@@ -157,11 +157,11 @@ class TestGroupAdvantage:
         mask = torch.tensor([[True, False]] * 2)
         with raises("reward.off-mask", row=0, token=1):
             group_advantage(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))
-        with raises("rows.invalid-uid", expected=2, found=3):
+        with raises("rows.shape-mismatch", expected=2, found=3):
             group_advantage(torch.zeros(2, 2), mask, np.array(["a", "a", "a"], dtype=object))
         named = np.array([None, None], dtype=object)
         named[:] = [["a"], ["a"]]
-        with raises("rows.invalid-uid", row=0, found="['a']"):
+        with raises("rows.shape-mismatch", row=0, found="['a']"):
             group_advantage(torch.zeros(2, 2), mask, named)
 
 

@@ -247,7 +247,7 @@ class TestSpecs:
             Interact(tools=add)
 
     def test_no_environment_and_no_tool_is_generate(self) -> None:
-        with raises("episode.no-environment"):
+        with raises("episode.invalid-environment"):
             Interact()
 
     def test_an_engine_that_takes_no_requests_is_refused(self, tiny: str) -> None:

@@ -69,10 +69,10 @@ class TestWeights:
             ("token-mean", 4.0),
             ("seq-mean-token-sum-norm", 0),
         ]:
-            with raises("objective.invalid-norm", aggregation=aggregation, given=norm):
+            with raises("objective.invalid-settings", aggregation=aggregation, given=norm):
                 token_weights(mask, aggregation, norm)  # type: ignore[arg-type]
             for kind in (UpdateActor, UpdateCritic):
-                with raises("objective.invalid-norm", aggregation=aggregation, given=norm):
+                with raises("objective.invalid-settings", aggregation=aggregation, given=norm):
                     kind(aggregation=aggregation, norm=norm)  # type: ignore[arg-type]
 
 

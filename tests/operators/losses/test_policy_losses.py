@@ -235,5 +235,5 @@ class TestClipCov:
 
     def test_none_within_the_bounds_is_plain_and_bounds_are_in_order(self) -> None:
         assert not self.drawn(ClipCov(1.0, low=3.0), Key.of(0)).any()
-        with raises("objective.invalid-range", low=6.0, high=5.0):
+        with raises("objective.invalid-settings", low=6.0, high=5.0):
             ClipCov(low=6.0)

@@ -124,12 +124,12 @@ def test_what_terms_cannot_be() -> None:
     with pytest.raises(ParameterError, match="no terms"):
         GDPOAdvantage({})
     for gates in ({"format": "style"}, {"style": "format"}, {"format": "format"}):
-        with raises("reward.invalid-gate", given=next(iter(gates.values()))):
+        with raises("reward.invalid-settings", given=next(iter(gates.values()))):
             WeighRewards({"format": 1.0, "accuracy": 1.0}, gates)
-    with raises("reward.invalid-pattern", given="("):
+    with raises("reward.invalid-settings", given="("):
         Matches("(")
     mask = torch.tensor([[True, False]])
-    with raises("call.missing-port", node="weigh_rewards", port="format"):
+    with raises("call.arguments", node="weigh_rewards", port="format"):
         WeighRewards({"format": 1.0})(mask)
     with raises("reward.off-mask", column="format", row=0, token=1):
         WeighRewards({"format": 1.0})(mask, format=torch.ones(1, 2))

@@ -153,7 +153,7 @@ class TestCutOff:
 class TestRefused:
     def test_an_engine_that_shares_the_weights_that_are_trained(self, tiny: str) -> None:
         job = ahead("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
-        with raises("job.lag-weights", role="rollout"):
+        with raises("lag.unsupported", role="rollout"):
             job.refuse_unready()
 
     def test_the_plan_says_why_a_lag_gains_nothing(self, tiny: str) -> None:

@@ -140,7 +140,7 @@ def test_rounds_that_depend_on_training_that_waits_for_them_are_refused() -> Non
 
 def test_training_waits_for_all_rounds() -> None:
     for lag in (2, 3):
-        with raises("step.lag-deadlock", lag=lag) as caught:
+        with raises("lag.unsupported", lag=lag) as caught:
             ExecutionGraph(Plan(in_rounds(lag, behind="kl_shape")), lag).refuse_deadlock()
         assert any("collect in step" in str(one) for one in caught.value.facts["cycle"])
         ExecutionGraph(Plan(in_rounds(lag, behind="reward")), lag).refuse_deadlock()

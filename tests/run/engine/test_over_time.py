@@ -168,6 +168,6 @@ def test_a_job_with_an_idle_step_is_refused(tiny: str) -> None:
 
 def test_an_operator_that_reads_the_step_needs_it_by_hand() -> None:
     ones = torch.ones(1, 2)
-    with raises("step.no-job", node="clock", parameter="now"):
+    with raises("session.no-job", node="clock", parameter="now"):
         clock(ones)
     assert clock(ones, now=Now(3)) is None

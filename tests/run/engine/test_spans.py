@@ -62,7 +62,7 @@ class TestRefused:
     def test_ranks_that_compute_responses_together(self, tiny: str) -> None:
         together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
         job = replace(together, place=Split(train=1, rollout=2))
-        with raises("job.collective-spans", role="rollout") as caught:
+        with raises("lag.unsupported", role="rollout") as caught:
             job.refuse_unready()
         assert "edit(lag=2)" in caught.value.message
         job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=2)}).refuse_unready()

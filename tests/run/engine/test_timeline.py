@@ -97,7 +97,7 @@ class TestFile:
         event = event | changed | {"args": event["args"] | of}
         text = json.dumps({"otherData": {"begin": START}, "traceEvents": [place, event]})
         (tmp_path / "trace.json").write_text(text)
-        with raises("run.damaged-trace", path=str(tmp_path / "trace.json")):
+        with raises("run.damaged", path=str(tmp_path / "trace.json")):
             Timeline.load(tmp_path / "trace.json")
 
     @given(trace=traces())

@@ -206,7 +206,7 @@ class TestSharing:
             (Rollout(shares="rollout"), "job.shared-weights", {"cycle": ("rollout", "rollout")}),
             (
                 Rollout(shares="actor", ranks=3),
-                "place.unequal-ranks",
+                "place.ranks",
                 {"role": "rollout", "owner": "actor", "found": 3, "expected": 1},
             ),
         ],

@@ -282,5 +282,5 @@ class TestWalk:
             "answer": (Answer(), ("train",) * 2),
         }
         graph = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating())
-        with raises("step.lag-deadlock", graph="toy", lag=1):
+        with raises("lag.unsupported", graph="toy", lag=1):
             predict(graph, Split(), 4, fixed(train=1.0, carry=1.0, answer=1.0))

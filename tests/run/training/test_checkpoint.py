@@ -282,7 +282,7 @@ class TestDamage:
     def test_all_damaged(self, checkpoints: Checkpoints) -> None:
         (checkpoints.folder / "step-000010" / MANIFEST).unlink()
         (checkpoints.folder / "step-000020" / "empty").write_bytes(b"?")
-        with raises("checkpoint.all-damaged", path=str(checkpoints.folder)) as raised:
+        with raises("checkpoint.damaged", path=str(checkpoints.folder)) as raised:
             checkpoints.latest()
         newest, oldest = raised.value.facts["faults"]
         assert "step-000020 is damaged: empty" in newest and "step-000010 has no readable manifest.json" in oldest

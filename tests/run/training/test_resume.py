@@ -221,7 +221,7 @@ class TestCheckpoints:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
         before = (tmp_path / "run.json").read_text()
-        with raises("checkpoint.all-damaged"):
+        with raises("checkpoint.damaged"):
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True)
         assert (tmp_path / "run.json").read_text() == before
 

@@ -264,7 +264,7 @@ class TestCheckpoints:
             run(jobs("grpo", model), prompts_file, copy, resume=True)
         assert raised.value.facts.get("missing") == missing
         if "step" in changed:
-            assert raised.value.code == "checkpoint.all-damaged"
+            assert raised.value.code == "checkpoint.damaged"
         elif missing is not None:
             assert raised.value.code == "resume.unknown-state"
 
@@ -309,7 +309,7 @@ def test_a_run_json_that_is_none(prompts_file: str, tmp_path: Path, content: byt
             jobs("grpo", "no such model"), PromptData(prompts_file), folder=str(tmp_path), resume=resume,
             **{k: v for k, v in settings(prompts_file).items()},
         )  # fmt: skip
-        with raises("run.folder-damaged", path=str(tmp_path)):
+        with raises("run.damaged", path=str(tmp_path)):
             training.run()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     assert training.steps == STEPS

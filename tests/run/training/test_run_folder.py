@@ -81,15 +81,15 @@ def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(
 def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts_file: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with raises("run.folder-unwritable", path=str(folder)):
+        with raises("data.unwritable-file", path=str(folder)):
             train(job_of("grpo", "no such model"), prompts_file, folder)
     (tmp_path / "run.json").write_text('{"status": "failed"}')
     (tmp_path / "metrics.jsonl").mkdir()
-    with raises("run.folder-unwritable", path=str(tmp_path)) as caught:
+    with raises("data.unwritable-file", path=str(tmp_path)) as caught:
         train(job_of("grpo", "no such model"), prompts_file, tmp_path)
     assert "Is a directory" in caught.value.facts["reason"]
     (tmp_path / "run.json").write_text("[]")
-    with raises("run.folder-damaged", path=str(tmp_path)):
+    with raises("run.damaged", path=str(tmp_path)):
         train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
 
 

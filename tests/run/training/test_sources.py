@@ -148,10 +148,10 @@ def test_rounds_draw_from_the_source_of_their_region_alone(tiny: str, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "code", "facts"),
     [
-        (lambda d: d["batch"], "run.data-inputs", {"expected": ("batch", "demos"), "found": "PromptData"}),
-        (lambda d: {"batch": d["batch"]}, "run.data-inputs", {"missing": "demos"}),
-        (lambda d: {**d, "demo": d["demos"]}, "run.data-inputs", {"graph": "mixed", "found": "demo"}),
-        (lambda d: {}, "run.data-inputs", {"missing": "batch"}),
+        (lambda d: d["batch"], "run.data-columns", {"expected": ("batch", "demos"), "found": "PromptData"}),
+        (lambda d: {"batch": d["batch"]}, "run.data-columns", {"missing": "demos"}),
+        (lambda d: {**d, "demo": d["demos"]}, "run.data-columns", {"graph": "mixed", "found": "demo"}),
+        (lambda d: {}, "run.data-columns", {"missing": "batch"}),
         (lambda d: {"batch": d["demos"], "demos": d["batch"]}, "run.data-columns", {"input": "batch"}),
         (
             lambda d: {**d, "demos": PreferenceData("pairs.jsonl")},
@@ -298,13 +298,13 @@ def test_held_out_demonstrations(tiny: str, tmp_path: Path) -> None:
 def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     both = {"until": ("reward", "see_demos"), "changes": {"repeat.n": 1, "generate.temperature": 0.0}}
     sources = data(tmp_path)
-    with raises("run.uneven-validation", found=(12, 7)):
+    with raises("run.validation", found=(12, 7)):
         run(job(tiny), sources, tmp_path / "a", validation=Validation(sources, **both))
     (tmp_path / "held").mkdir()
     even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
     found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
     assert found.validations[0]["val/rows/demos"] == 12
-    with raises("run.data-inputs", missing="demos"):
+    with raises("run.data-columns", missing="demos"):
         run(job(tiny), sources, tmp_path / "c", validation=Validation({"batch": sources["batch"]}, **both))
 
 

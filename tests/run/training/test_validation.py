@@ -55,7 +55,7 @@ def test_a_validation_may_have_any_name() -> None:
 
 def test_where_a_environment_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
     played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
-    with raises("run.validation-end", validation="val", node="reward") as caught:
+    with raises("run.validation", validation="val", node="reward") as caught:
         Validation(PromptData("math.jsonl"), changes={}).graph(played)
     assert "Validation(..., until='interact')" in caught.value.message
     assert Validation(PromptData("math.jsonl"), changes={}, until="interact").graph(played).sinks == ("interact",)
@@ -190,6 +190,6 @@ def test_a_run_ends_when_a_validation_reaches_its_goal(tiny: str, prompts_file: 
 
 def test_a_goal_without_a_reward_is_refused_before_the_first_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), until="generate", goal=0.5)
-    with raises("run.validation-goal", validation="val", missing="val/reward/mean"):
+    with raises("run.validation", validation="val", missing="val/reward/mean"):
         train(job_of("grpo", tiny), prompts_file, tmp_path, validation=validation)
     assert not (tmp_path / "metrics.jsonl").exists()

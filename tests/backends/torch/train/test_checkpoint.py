@@ -21,7 +21,7 @@ from tests.support.models import ragged
 
 PART = "part-00001-of-00001.safetensors"
 HEAD = "weights.lm_head.weight"
-DAMAGED, MISMATCH = "trainer.checkpoint-damaged", "trainer.checkpoint-mismatch"
+DAMAGED, MISMATCH = "checkpoint.damaged", "checkpoint.mismatch"
 
 
 def moved(folder: str) -> Any:
@@ -50,7 +50,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) ->
             engine.load_checkpoint(str(planted))  # it is not ours, so it is not looked at
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / ".metadata").write_bytes(bomb)
-    with raises("trainer.no-checkpoint", path=str(tmp_path / "foreign")):
+    with raises("checkpoint.missing", path=str(tmp_path / "foreign")):
         engine.load_checkpoint(str(tmp_path / "foreign"))
     assert not marker.exists()
 
@@ -100,7 +100,7 @@ def without_axes(number: int) -> Callable[[Path], None]:
             DAMAGED,
             {"expected": 1},
         ),
-        (lambda path: (path / PART).rename(path / "weights.safetensors"), "trainer.no-checkpoint", {}),
+        (lambda path: (path / PART).rename(path / "weights.safetensors"), "checkpoint.missing", {}),
         (dropped, MISMATCH, {"differ": (HEAD,)}),
         (narrowed, MISMATCH, {"differ": (HEAD,)}),
         (shortened, MISMATCH, {"differ": (HEAD,)}),

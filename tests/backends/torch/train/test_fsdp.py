@@ -244,10 +244,10 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(found: Any) -> None:
 def test_checkpoints_that_do_not_fit_are_refused(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone["resuming"], *(rank["resuming"] for rank in ranks)):
-        assert run["no checkpoint"].endswith("[trainer.no-checkpoint]")
+        assert run["no checkpoint"].endswith("[checkpoint.missing]")
         for name in ("another model", "another optimiser"):
-            assert run[name].endswith("[trainer.checkpoint-mismatch]")
-        assert run["twice"].endswith("[trainer.checkpoint-exists]")
+            assert run[name].endswith("[checkpoint.mismatch]")
+        assert run["twice"].endswith("[checkpoint.exists]")
 
 
 def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(found: Any) -> None:

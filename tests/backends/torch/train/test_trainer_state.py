@@ -94,7 +94,7 @@ def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> Non
 
 
 def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
-    with raises("trainer.checkpoint-mismatch", role="actor"):
+    with raises("checkpoint.mismatch", role="actor"):
         trainer(folder("llama")).load_state_dict(trainer(folder("qwen2")).state_dict())
 
 
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_serve_is_refused_when_built_and_not_before(folder:
         TorchScorer(broken("holed", lose_a_weight)).build(CONTEXT)
     with raises("model.not-loadable"):
         TorchScorer(broken("cut", truncate)).build(CONTEXT)
-    with raises("model.no-tokenizer"):
+    with raises("tokenizer.cannot-load"):
         TorchTrainer(broken("mute", lose_the_tokenizer)).build(CONTEXT)
 
 
