@@ -158,7 +158,6 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
             "invalid",
             {"parameter": "lam", "given": "7"},
         ),
-        (lambda: RolloutCorrection("token", "mask", low=Linear(0.5, 3.0, steps=4), high=2.0), "invalid", {"step": 4}),
         (lambda: Whiten(shift_mean=Linear(0, 1, steps=2)), "invalid", {"parameter": "shift_mean"}),
         (lambda: KLShape(estimator=Linear(0, 1, steps=2)), "invalid", {"parameter": "estimator"}),
         (lambda: Linear(0, 1, steps=2, warmup=3), "invalid", {"spec": "Linear"}),
@@ -178,6 +177,12 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
 def test_a_schedule_is_checked_in_all_its_steps(make: Callable[[], Any], code: str, facts: dict[str, Any]) -> None:
     with raises(f"parameter.{code}", **facts):
         make()
+
+
+def test_parameters_that_must_fit_each_other_are_checked_in_all_steps() -> None:
+    with raises("correction.invalid-settings", low=3.0, high=2.0, step=4) as error:
+        RolloutCorrection("token", "mask", low=Linear(0.5, 3.0, steps=4), high=2.0)
+    assert "That is step 5, in which low is 3, by Linear" in error.value.message
 
 
 def test_an_error_of_a_schedule_names_the_step_and_its_number() -> None:

@@ -158,8 +158,9 @@ def test_a_wrong_call_is_refused(call: Callable[[], Any], code: str, facts: dict
 
 
 def test_a_function_without_the_decorator_is_no_operator() -> None:
-    with pytest.raises(GraphError, match=r"the function exact.*: write @operator abov"):
+    with raises("edit.not-an-operator", found="a function") as error:
         ppo(exact).edit(replace={"whiten": exact})
+    assert "the function exact. Write @operator above it" in error.value.message
 
 
 def _no_annotation(advantages) -> c.Advantages: ...

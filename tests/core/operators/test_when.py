@@ -133,10 +133,12 @@ def test_a_step_in_which_nothing_runs_is_refused_before_a_run() -> None:
 
 def test_a_sync_follows_every_update() -> None:
     assert WARM.check() == []
-    [finding] = WARM.edit(when={"sync": When(every=2)}).check()
-    assert (
-        finding.rule == "FR002" and "in steps in which sync does not carry its weights to 'rollout'" in finding.message
-    )
+    seldom = WARM.edit(when={"sync": When(every=2)})
+    [finding] = seldom.check()
+    assert (finding.rule, finding.node) == ("FR002", "update_actor")
+    assert "sync does not sync its weights to 'rollout'" in finding.message
+    assert "edit(when={'sync': When()})" in finding.message
+    assert seldom.edit(when={"sync": When()}).check() == []
     assert ppo(exact).edit(when={"generate": When(every=2)}).check() == []  # all of it waits
 
 
