@@ -136,7 +136,7 @@ def test_an_advantage_in_the_place_of_grpos(name: str) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with raises("algorithm.invalid-call", algorithm="rloo", parameter="temprature"):
+    with raises("algorithm.bad-call", algorithm="rloo", parameter="temprature"):
         graphs.rloo(exact, temprature=1.0)
 
 

@@ -150,7 +150,7 @@ def test_what_is_built_and_placed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"insert": {"x": After("judge", PassAtK(2))}}, r"names 'judge', which grpo does not have"),
+        ({"insert": {"x": After("judge", PassAtK(2))}}, r"names 'judge', not a node of grpo"),
         ({"bind": {"engine": TorchRollout()}}, r"has no role 'engine' to bind"),
         ({"bind": {"rollout": SGD(lr=0.1)}}, r"Validation\(.*bind"),
         ({"bind": {"rollout": TorchScorer("m")}}, r"bound to TorchScorer, but generate needs a Rollout"),
