@@ -395,7 +395,7 @@ class HostedRollout(RequestEngine):
         """The compute dtype of the started engine."""
 
     def _death(self) -> str | None:
-        """After an error, which process of the engine died, and how; None if none did, or the error says so."""
+        """After an error, which process of the engine died, and how; None if none did, or if the error names it."""
         return None
 
     @abstractmethod

@@ -216,7 +216,7 @@ class Decoder:
         """Tokens of all contexts that rows have joined with so far, repeatedly if they joined again."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a request of that name is under way, or its response was not taken."""
+        """Whether a request of that name is in flight, or its response was not taken."""
         return name in self._responses or any(row.request.name == name for row in (*self._rows, *self._waiting))
 
     @property

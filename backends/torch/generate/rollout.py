@@ -268,7 +268,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     def _copy(self, source: Trainer) -> Receipt:
         start = time.perf_counter()
-        held = self._synced_weights()
+        weights = self._synced_weights()
         faults: list[str] = []
         sent: dict[str, str] = {}
         received: dict[str, Tensor] = {}
@@ -277,7 +277,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
         for name, tensor, digest in weights_for(self._adapter_of, source, checked=False):
             sent[name] = digest
             size += tensor.nbytes
-            place = held.get(name)
+            place = weights.get(name)
             if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
                 unchanged.add(name)
             elif tensor_digest(name, tensor) != digest:
@@ -291,7 +291,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
                 faults.append(f"{name} {wrong}")
             else:
                 received[name] = tensor.detach().to(place.dtype)
-        faults += [f"{name} is missing" for name in held if name not in sent]
+        faults += [f"{name} is missing" for name in weights if name not in sent]
         if not faults:
             self._load(received)
             for name, tensor in self._synced_weights().items():

@@ -28,7 +28,7 @@ DEAD = "Worker 1 of 2 of Toy was killed by SIGKILL"
     ],
     ids=["missing", "unreadable", "a worker dies", "its process dies", "other weights"],
 )
-def test_a_sync_that_fails_ends_the_engine_and_the_next_one_starts_it(
+def test_a_failed_sync_stops_the_engine_and_the_next_one_restarts_it(
     engine: Toy, trainer: Any, sent: str | None, settings: dict[str, Any], code: str, facts: dict[str, Any]
 ) -> None:
     """A process that died is an `EngineError`, after which `restart="role"` may help; weights are a `SyncError`."""
@@ -53,7 +53,7 @@ def test_an_end_that_fails_too_is_a_note_of_the_first_error(engine: Toy, trainer
 
 
 @pytest.mark.parametrize("fault", ["weights", "other", "asleep", "cannot"])
-def test_a_swap_that_fails_ends_the_engine_and_names_itself_to_what_is_under_way(
+def test_a_failed_swap_stops_the_engine_and_is_reported_to_the_requests_in_flight(
     engine: Toy, trainer: Any, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(spec: EngineSpec, caches: Caches) -> None:

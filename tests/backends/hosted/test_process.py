@@ -112,7 +112,7 @@ class TestProcess:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    def test_it_ends_with_whoever_holds_it(self) -> None:
+    def test_it_ends_with_its_owner_object(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
         process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {}, folder)
         group = process.pid
@@ -121,7 +121,7 @@ class TestProcess:
         assert not members(group)
         assert not Path(folder.name).exists()
 
-    def test_killed_with_whoever_started_it_its_keeper_cleans_up(self) -> None:
+    def test_its_keeper_cleans_up_after_a_kill_of_both_processes(self) -> None:
         """As Ray kills an actor and the processes that this has started."""
         code = (
             "import json, os, signal, tempfile; from flowrl.backends.hosted.process import EngineProcess;"
@@ -137,7 +137,7 @@ class TestProcess:
         assert not Path("/dev/shm", told["memory"]).exists()
         eventually(lambda: state(told["child"]) in (None, "Z"))
 
-    def test_shared_memory_is_kept_for_who_is_killed_with_all_its_children(self) -> None:
+    def test_shared_memory_of_a_process_that_is_killed_with_its_children_is_removed(self) -> None:
         """As Ray kills an actor: nobody is left who would remove it."""
         code = (
             "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
@@ -152,7 +152,7 @@ class TestProcess:
         assert done.returncode == -signal.SIGKILL, done.stderr
         eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
 
-    def test_a_keeper_is_nobody_s_child(self) -> None:
+    def test_a_keeper_is_an_orphan(self) -> None:
         """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
         descriptor, name = tempfile.mkstemp(dir="/dev/shm")
         os.close(descriptor)

@@ -163,7 +163,7 @@ def test_weights_of_another_version_are_not_sampled_from(engine: SGLangEngine) -
         ({"cache_tokens": 100}, "sglang.cache-too-small", {"found": 100}),
     ],
 )
-def test_a_start_that_fails_leaves_nothing(
+def test_a_failed_start_leaves_no_processes_or_files(
     tiny: str, settings: dict[str, Any], code: str, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[EngineProcess, Path]] = []

@@ -166,7 +166,7 @@ def test_they_join_and_leave_while_others_are_in_flight(process: Process) -> Non
     assert process.some()["long"]["ids"] == letters(60)
 
 
-def test_what_ends_in_one_step_is_told_at_once(process: Process) -> None:
+def test_responses_that_end_in_one_step_are_returned_together(process: Process) -> None:
     assert len(process.some(*(asked(str(i), 5) for i in range(40)))) == 40
 
 
@@ -190,7 +190,7 @@ def test_one_with_a_stop_string_ends_soon_after_it(process: Process, manager: Ma
     assert answers["b"]["ids"] == letters(20)
 
 
-def test_one_that_is_dropped_takes_nobody_with_it(process: Process) -> None:
+def test_dropping_a_request_aborts_no_other(process: Process) -> None:
     """SGLang would end ten more: those whose ids begin with a 1."""
     process.some(*(asked(str(i), 30) for i in range(20)), seconds=0.0)
     process.pool.drop("1")
@@ -206,7 +206,7 @@ def test_a_name_that_is_dropped_is_free_at_once(process: Process) -> None:
     assert process.all(asked("a", 3, ids=(7,)))["a"]["ids"] == letters(3, start=7)
 
 
-def test_one_that_has_ended_can_be_dropped_before_it_is_told(process: Process) -> None:
+def test_an_ended_request_can_be_dropped_before_it_is_returned(process: Process) -> None:
     process.some(asked("a", 9), seconds=0.0)
     while not process.pool._ended:
         process.wait(asyncio.sleep(0))

@@ -232,7 +232,7 @@ def test_an_error_in_the_reference_leaves_the_adapter_on(folders: dict[str, str]
     assert torch.equal(engine.log_probs(batch), before)
 
 
-def test_a_reference_that_would_move_is_refused(folders: dict[str, str]) -> None:
+def test_a_shared_reference_without_an_adapter_is_refused(folders: dict[str, str]) -> None:
     plain = TorchTrainer(folders["llama"], device="cpu").build(Context())
     with raises("lora.no-adapter", found="TorchTrainerEngine"):
         TorchScorer().build(Context(plain))
@@ -240,7 +240,7 @@ def test_a_reference_that_would_move_is_refused(folders: dict[str, str]) -> None
         TorchScorer(max_tokens=100)
 
 
-def test_who_shares_sleeps_with_the_trainer(folders: dict[str, str]) -> None:
+def test_a_reference_that_shares_weights_sleeps_with_the_trainer(folders: dict[str, str]) -> None:
     engine = trainer(folders["llama"])
     reference, batch = TorchScorer().build(Context(engine)), ragged()
     assert isinstance(engine, Sleeper) and isinstance(engine, Checkpointed) and isinstance(reference, Sleeper)
@@ -391,7 +391,7 @@ def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path:
 # What is refused
 
 
-def test_targets_that_are_not_there_are_named(folders: dict[str, str]) -> None:
+def test_unknown_targets_are_refused(folders: dict[str, str]) -> None:
     known = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     for targets, unknown in (
         (("q_proj", "qproj"), ("qproj",)),
@@ -406,7 +406,9 @@ def test_targets_that_are_not_there_are_named(folders: dict[str, str]) -> None:
             LoRA(**bad)  # type: ignore[arg-type]
 
 
-def test_without_peft_the_error_says_how_to_get_it(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_names_the_extra_to_install(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     for backend in (TorchTrainer, TorchRollout):
         with raises("package.not-installed", package="peft", extra="lora"):

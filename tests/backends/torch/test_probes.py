@@ -140,7 +140,7 @@ def test_nan_is_not_blamed_on_padding(folder: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv", "minimax", "deepseek_v4"])
-def test_what_does_not_go_on_from_its_cache_is_refused(kind: str, made: Folder) -> None:
+def test_models_with_another_result_from_the_cache_are_refused(kind: str, made: Folder) -> None:
     with raises("model.cache", path=made(kind)):
         TorchRollout(made(kind), device="cpu").build(CONTEXT)
 
@@ -206,7 +206,7 @@ def test_a_critic_has_its_attention_too(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_who_shares_weights_computes_as_their_trainer(dtype: str, folder: Folder) -> None:
+def test_a_rollout_that_shares_weights_computes_as_the_trainer(dtype: str, folder: Folder) -> None:
     actor = trainer(folder("llama"), dtype=dtype)
     engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
     engine.sync(actor)

@@ -93,7 +93,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba", "deepseek_v3"], KINDS + OTHERS))
-def test_answers_are_those_of_the_model_whoever_joins_and_leaves(kind: str, made: Folder) -> None:
+def test_responses_are_those_of_the_model_in_any_batch(kind: str, made: Folder) -> None:
     """At every step one joins; some go on for three turns, in which a sliding window (8 or 64 tokens) is passed."""
     actor = Actor(made(kind))
     engine = synced(actor, max_rows=4)
@@ -381,7 +381,7 @@ def test_an_error_ends_what_is_under_way_and_leaves_the_model_as_it_was(kind: st
     assert as_lists(after) == as_lists(synced(Actor(made(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
 
 
-def test_what_is_not_finite_is_told_with_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_logits_that_are_not_finite_are_refused_at_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
     with torch.no_grad():
         actor.model.lm_head.weight[5, 0] = torch.nan
     engine.submit(Request("a", [5, 6], SAMPLED, KEY))

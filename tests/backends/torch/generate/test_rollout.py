@@ -329,7 +329,7 @@ def test_dropout_is_off_and_training_mode_comes_back(folders: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
-def test_a_response_ends_where_the_folder_says_that_a_turn_does(folder: str, tmp_path: Path, where: str) -> None:
+def test_a_response_ends_at_the_end_of_turn_tokens_of_the_folder(folder: str, tmp_path: Path, where: str) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     engine = synced(Actor(str(tmp_path)))
     prompts, mask = ragged(engine, [5])

@@ -189,7 +189,7 @@ class Broken(Actor):
             yield name, tensor if i else tensor[:1]
 
 
-def test_a_swap_that_fails_is_named_by_what_was_under_way(folder: Folder) -> None:
+def test_a_failed_swap_is_reported_to_the_requests_in_flight(folder: Folder) -> None:
     old, new, _ = actors(folder("llama"))
     engine = engine_of(folder("llama"), old)
     for request in asked(2):

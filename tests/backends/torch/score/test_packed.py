@@ -70,7 +70,7 @@ def test_rows_of_these_run_one_behind_the_other(kind: str, tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("kind", PADDED)
-def test_rows_of_those_are_padded_and_it_is_said_why(
+def test_architectures_that_cannot_pack_rows_pad_them_and_log_why(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = folder_of(kind, tmp_path)
@@ -81,9 +81,7 @@ def test_rows_of_those_are_padded_and_it_is_said_why(
     assert f"{type(engine.model).__name__} in {folder!r} runs over padded rows, since {PADDED[kind]}" in said
 
 
-def test_who_asks_for_plain_attention_gets_padded_rows_without_a_word(
-    tiny: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = scorer(tiny, attention="eager")
     assert lines(engine, ragged()) == {6} and not caplog.records
 
@@ -228,7 +226,7 @@ def test_who_calls_the_model_itself_gets_what_transformers_gives(kind: str, tmp_
     assert torch.equal(*sampled)
 
 
-def test_what_is_saved_says_nothing_of_it(folder: Folder, tmp_path: Path) -> None:
+def test_a_saved_folder_has_no_trace_of_packed_attention(folder: Folder, tmp_path: Path) -> None:
     engine = trainer(folder("llama"))
     engine.save_pretrained(str(tmp_path))
     assert ATTENTION not in (tmp_path / "config.json").read_text()

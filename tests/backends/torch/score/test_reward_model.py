@@ -28,7 +28,7 @@ OTHERS = ["deepseek_v3", "falcon", "gpt_oss", "jamba", "phimoe", "qwen3_next"]
 
 
 def reward_folder(path: Path, kind: str = "llama", labels: int = 1, pad: int | None = PAD, seed: int = 3) -> str:
-    """A tiny random reward model, and its tokeniser."""
+    """A tiny random reward model, and its tokenizer."""
     ids = dict(vocab_size=VOCAB, pad_token_id=pad, eos_token_id=EOS, bos_token_id=EOS)
     config = tiny_config(kind) if kind in KINDS else CONFIG_MAPPING[kind](**ids, **SETTINGS[kind])
     config.num_labels, config.pad_token_id = labels, pad
@@ -131,7 +131,7 @@ def test_a_folder_without_a_head_is_refused_unless_a_random_one_is_selected(tiny
         build(TorchRewardModel(model=reward_folder(tmp_path), head="random", device="cpu"))
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+def test_folders_without_a_reward_model_are_refused(tmp_path: Path) -> None:
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1
     )

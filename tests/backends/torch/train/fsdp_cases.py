@@ -214,7 +214,7 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
 
     engine = ranks.trainer("qwen2", **settings)
     fresh = ranks.folder / f"fresh-{ranks.world_size}"
-    engine.save_checkpoint(str(fresh))  # before any step there is no state of an optimiser
+    engine.save_checkpoint(str(fresh))  # before any step there is no state of an optimizer
     engine.update(batch, minis(batch, PPO, *STEPS), PPO)
     folder = ranks.folder / f"checkpoint-{ranks.world_size}"
     engine.save_checkpoint(str(folder))
@@ -232,7 +232,7 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
     llama, sgd = ranks.trainer("llama", **settings), ranks.trainer("qwen2")
     found["no checkpoint"] = error_of(lambda: engine.load_checkpoint(str(ranks.folder)))
     found["another model"] = error_of(lambda: llama.load_checkpoint(str(folder)))
-    found["another optimiser"] = error_of(lambda: sgd.load_checkpoint(str(folder)))
+    found["another optimizer"] = error_of(lambda: sgd.load_checkpoint(str(folder)))
     found["twice"] = error_of(lambda: engine.save_checkpoint(str(folder)))
     return found
 

@@ -25,7 +25,7 @@ DAMAGED, MISMATCH = "checkpoint.damaged", "checkpoint.mismatch"
 
 
 def moved(folder: str) -> Any:
-    """A trainer that has taken a step, so that its optimiser has a state."""
+    """A trainer that has taken a step, so that its optimizer has a state."""
     engine = trainer(folder, optimizer=AdamW(lr=0.01))
     engine.update(ragged(), [whole(ragged())], Pull())
     return engine

@@ -206,7 +206,7 @@ def test_a_saved_folder_loads_again_with_its_own_value_head(kind: str, folder: F
     assert torch.equal(critic(str(tmp_path)).values(batch), engine.values(batch))
 
 
-def test_what_cannot_serve_is_refused(folder: Folder, tmp_path: Path) -> None:
+def test_unusable_folders_rows_and_gradients_are_refused(folder: Folder, tmp_path: Path) -> None:
     with raises("model.not-found", found="does not exist"):
         TorchCritic(str(tmp_path / "nowhere")).build(CONTEXT)
     batch, engine = ragged(), critic(folder("llama"))

@@ -245,7 +245,7 @@ def test_checkpoints_that_do_not_fit_are_refused(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone["resuming"], *(rank["resuming"] for rank in ranks)):
         assert run["no checkpoint"].endswith("[checkpoint.missing]")
-        for name in ("another model", "another optimiser"):
+        for name in ("another model", "another optimizer"):
             assert run[name].endswith("[checkpoint.mismatch]")
         assert run["twice"].endswith("[checkpoint.exists]")
 

@@ -267,7 +267,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float
 
 
 def test_a_mini_batch_without_weight_still_takes_its_step(folder: Folder) -> None:
-    """AdamW with a zero gradient: momentum goes on and decay pulls (torch's own optimiser is the truth)."""
+    """AdamW with a zero gradient: momentum goes on and decay pulls (torch's own optimizer is the truth)."""
     batch, loss = ragged(), Pull()
     spec = AdamW(lr=0.01, weight_decay=0.1)
     engine = trainer(folder("llama"), optimizer=spec)
