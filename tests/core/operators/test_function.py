@@ -158,7 +158,7 @@ def test_a_wrong_call_is_refused(call: Callable[[], Any], code: str, facts: dict
 
 
 def test_a_function_without_the_decorator_is_no_operator() -> None:
-    with raises("edit.not-an-operator", found="a function") as error:
+    with raises("edit.bad-argument", found="a function") as error:
         ppo(exact).edit(replace={"whiten": exact})
     assert "the function exact. Write @operator above it" in error.value.message
 
