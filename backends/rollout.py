@@ -125,7 +125,7 @@ class RolloutEngine(ABC):
         """`generate` for checked prompts, on any device."""
 
 
-class Alone:
+class FairLock:
     """A fair lock: ``with alone:``. A waiting thread comes before one that releases it and acquires it again.
 
     A plain lock is not fair: the thread that releases and reacquires it is faster than one that must wake up.
@@ -152,7 +152,7 @@ class RequestEngine(RolloutEngine):
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         super().__init__(tokenizer)
         self._unnamed: list[str] = []  # requests that ended while `generate` stepped
-        self._alone = Alone()
+        self._alone = FairLock()
         self._swap_error: BaseException | None = None  # of the last swap, until it is reported
 
     def sync(self, source: Trainer) -> Receipt:
@@ -404,7 +404,7 @@ def _check_length(mask: Tensor, row_ids: Sequence[str], sampling: Sampling, posi
         )
 
 
-class Ending:
+class StopRule:
     """Where a response ends: at a token that ends a turn (`ChatTokenizer.ends`), at a stop token, or at the token that
     completes a stop string.
 
@@ -416,9 +416,9 @@ class Ending:
         self.stop = sampling.stop
         self._tokenizer = tokenizer
 
-    def watch(self) -> Watch:
+    def watch(self) -> StopDetector:
         """The detector of stop strings for one response."""
-        return Watch(self._tokenizer, self.stop)
+        return StopDetector(self._tokenizer, self.stop)
 
     def length(self, ids: Sequence[int]) -> int | None:
         """The number of tokens up to the first that ends the response, inclusive; None if none does."""
@@ -430,7 +430,7 @@ class Ending:
         return length
 
 
-class Watch:
+class StopDetector:
     """Detects the token that completes a stop string.
 
     Decodes only the last tokens: as many as the longest string has bytes, since a token that is not special is at

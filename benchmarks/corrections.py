@@ -35,7 +35,7 @@ from flowrl.schedules import Constant
 
 ROWS = 128  # sampled answers a step
 GROUP = 8
-MINI_BATCH = 32  # rows an optimiser step
+MINI_BATCH = 32  # rows an optimizer step
 STEPS = 16
 EVERY = 4  # steps between two validations
 LEARNING_RATE, WARM_UP = 4e-4, 10

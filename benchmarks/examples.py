@@ -76,7 +76,7 @@ def table(curve: Curve) -> str:
 def draw(curve: Curve, path: Path) -> None:
     """Draw a panel for each number that is shown: a line a run, and dashed what they are compared with.
 
-    Runs of several arms have the colours of these, else each its own.
+    Runs of several arms have the colors of these, else each its own.
     """
     [(along, what)] = curve["along"].items()
     figure, axes = panels(1, len(curve["shown"]), height=2.6)

@@ -40,14 +40,14 @@ Answer = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]
 def write_model(
     folder: str | Path, layers: int, width: int, *, grouped: int = 1, positions: int = 256, vocabulary: int = 0
 ) -> str:
-    """A random Llama with the demo's tokeniser; the folder.
+    """A random Llama with the demo's tokenizer; the folder.
 
     Args:
         folder: where to.
         layers, width: of the model; heads are 32 wide.
         grouped: heads that share their keys.
         positions: tokens that a sequence may have.
-        vocabulary: tokens; 0 is as many as the tokeniser has.
+        vocabulary: tokens; 0 is as many as the tokenizer has.
     """
     tokenizer = make_tokenizer()
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""How well methods learn: one task, one model, as many sampled answers and optimiser steps for each.
+"""How well methods learn: one task, one model, as many sampled answers and optimizer steps for each.
 
     python benchmarks/learning.py                                       # all methods, three seeds: about an hour
     python benchmarks/learning.py --methods grpo,dapo --seeds 0 --steps 20
@@ -32,7 +32,7 @@ from flowrl.schedules import Constant
 
 ROWS = 256  # sampled answers a step
 GROUP = 8
-MINI_BATCH = 32  # rows an optimiser step
+MINI_BATCH = 32  # rows an optimizer step
 STEPS = 24
 EVERY = 8  # steps between two validations
 LEARNING_RATE, CRITIC_RATE, WARM_UP = 2e-4, 1e-3, 10
@@ -55,7 +55,7 @@ def methods() -> dict[str, Graph]:
     """The graph of each method, by its name on the command line.
 
     DAPO draws as many prompts a step as the others, and more where fewer than half of these teach; it trains on half as
-    many rows, in mini-batches of half the size: so all take the same number of optimiser steps.
+    many rows, in mini-batches of half the size: so all take the same number of optimizer steps.
     """
     settings: dict[str, Any] = {**SETTINGS, "n": GROUP}
     group = grpo(score_and_thinking, **settings)

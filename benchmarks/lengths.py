@@ -2,7 +2,7 @@
 
 64 rows of a Llama of four layers, prompts padded on the left and responses on the right, as a rollout leaves them: the
 lengths of answers are geometric, so that the padded batch is some 2.2 times as large as its tokens. Each case is one
-optimiser step, AdamW and clipping included. The peer is torch alone, in one forward and backward pass over the padded
+optimizer step, AdamW and clipping included. The peer is torch alone, in one forward and backward pass over the padded
 batch; it keeps as little as flowrl does (log-probs at response tokens only). With plain attention, flowrl pads rows to
 the longest of their micro-batch. Cases take turns; times are CPU time, on a GPU (`gpu.py`) just time.
 

@@ -1,7 +1,7 @@
 """How far a predicted step is from a measured one, on the demo: costs are those of runs with half, or twice, the rows.
 
 The policy hardly learns here: costs know how long answers were, and not how long those of a better policy will be. Runs
-with few and with many rows take turns, and each is predicted from its neighbour, since what else the machine does slows
+with few and with many rows take turns, and each is predicted from its neighbor, since what else the machine does slows
 runs that lie further apart unlike. Of several such pairs the one of the median error is shown. The last column says how
 far apart equal runs are.
 """

@@ -139,7 +139,7 @@ def _boxes(drawn: Picture) -> Iterator[str]:
     for box in drawn.boxes:
         x, y = _at(PPO[box.name])
         half, high = _half(box.name), _BOX / 2
-        fill, line = drawn.colours(box.role)
+        fill, line = drawn.colors(box.role)
         style = f'fill="{fill}" stroke="{line}" stroke-width="1.5"'
         if box.shape == "writes":
             upper = [(-half, 0), (10 - half, -high), (half - 10, -high)]
@@ -154,7 +154,7 @@ def _boxes(drawn: Picture) -> Iterator[str]:
 def _legend(drawn: Picture) -> Iterator[str]:
     x = 20.0
     for (role, _), title in drawn.legend.items():
-        fill, line = drawn.colours(role)
+        fill, line = drawn.colors(role)
         yield f'<rect x="{x:.1f}" y="10" width="12" height="12" rx="3" fill="{fill}" stroke="{line}" stroke-width="2"/>'
         yield _text(x + 18, 20, title, INK, "start")
         x += 18 + _CHAR * len(title) + 20

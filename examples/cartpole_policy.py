@@ -109,7 +109,7 @@ class Values(Network):
 
 
 class Learner:
-    """What both have that are trained: an optimiser, and its state in checkpoints."""
+    """What both have that are trained: an optimizer, and its state in checkpoints."""
 
     prefix: ClassVar[str]
 
@@ -122,7 +122,7 @@ class Learner:
         raise NotImplementedError
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Objective[Any]) -> Metrics:
-        """One optimiser step per mini-batch."""
+        """One optimizer step per mini-batch."""
         metrics = Metrics()
         for rows, weights, _ in mini_batches:
             part = take(batch, rows)

@@ -23,7 +23,7 @@ MODEL = Path(os.environ.get("MODEL", "runs/guess/model"))
 DATA = Path("runs/guess/data")
 STEPS = int(os.environ.get("STEPS", "40"))
 SEED = int(os.environ.get("SEED", "0"))
-WARM_UP = 40  # optimiser steps, of which a step has 8
+WARM_UP = 40  # optimizer steps, of which a step has 8
 CREDIT = os.environ.get("CREDIT", "turn")
 
 

@@ -39,10 +39,10 @@ def imitate(
 
     Args:
         folder: where it is written.
-        words: of its tokeniser.
+        words: of its tokenizer.
         demonstration: plays a conversation.
         seed: of the weights and of what is played.
-        steps, rows: how many optimiser steps on how many conversations each.
+        steps, rows: how many optimizer steps on how many conversations each.
     """
     tokenizer = make_tokenizer(words)
     model, numbers = make_model(tokenizer, seed), random.Random(f"demonstrations {seed}")

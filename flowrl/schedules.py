@@ -2,7 +2,7 @@
 
 The number is taken anew for each step, before the operator runs. `at` is a pure function of the number of steps that
 were done before, so a resumed run needs nothing but that number. A learning rate is multiplied by one, too, and there
-the steps are the optimiser's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
+the steps are the optimizer's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
 warm-up the very first step has learning rate 0, as in transformers and verl.
 """
 

@@ -52,16 +52,16 @@ class DistillSettings(TypedDict, total=False):
 
 
 def edit_of(
-    neighbour: Callable[..., Graph], *, without: tuple[str, ...] = (), **defaults: Any
+    neighbor: Callable[..., Graph], *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[P, Graph]], Callable[P, Graph]]:
-    """Decorator of an algorithm that is an edit of `neighbour` and accepts its settings as ``**settings``.
+    """Decorator of an algorithm that is an edit of `neighbor` and accepts its settings as ``**settings``.
 
     Inside the function, `settings` contains all of them: the caller's value or the default.
 
     Args:
-        neighbour: the algorithm that it calls.
-        without: settings of `neighbour` that the algorithm does not support.
-        defaults: defaults that differ from those of `neighbour`.
+        neighbor: the algorithm that it calls.
+        without: settings of `neighbor` that the algorithm does not support.
+        defaults: defaults that differ from those of `neighbor`.
 
     Raises:
         GraphError: the algorithm is called with an unknown setting, or without a required one.
@@ -69,8 +69,8 @@ def edit_of(
     """
 
     def decorate(function: Callable[P, Graph]) -> Callable[P, Graph]:
-        name, signature = function.__name__, _with_settings(function, neighbour, without, defaults)
-        _BASES[name] = neighbour.__name__
+        name, signature = function.__name__, _with_settings(function, neighbor, without, defaults)
+        _BASES[name] = neighbor.__name__
 
         @functools.wraps(function)
         def algorithm(*args: P.args, **kwargs: P.kwargs) -> Graph:
@@ -101,7 +101,7 @@ def settings_of(algorithm: Callable[..., Graph]) -> inspect.Signature:
     return algorithm.parameters if isinstance(algorithm, Algorithm) else inspect.signature(algorithm)
 
 
-def neighbour_of(name: str) -> str | None:
+def parent_of(name: str) -> str | None:
     """The algorithm that another is an edit of; None if it is none."""
     return _BASES.get(name)
 
@@ -111,7 +111,7 @@ def _refuse_unsupported(algorithm: str, settings: Mapping[str, Any], *unsupporte
     if given := [name for name in unsupported if name in settings]:
         raise ParameterError(
             f"{algorithm}({given[0]}={settings[given[0]]!r}): {algorithm} does not support {given[0]}, a setting of "
-            f"{neighbour_of(algorithm)}, of which it is an edit. Leave {given[0]} out.",
+            f"{parent_of(algorithm)}, of which it is an edit. Leave {given[0]} out.",
             code="algorithm.unsupported-setting",
             algorithm=algorithm,
             parameter=given[0],
@@ -120,16 +120,16 @@ def _refuse_unsupported(algorithm: str, settings: Mapping[str, Any], *unsupporte
 
 def _with_settings(
     function: Callable[..., Graph],
-    neighbour: Callable[..., Graph],
+    neighbor: Callable[..., Graph],
     without: tuple[str, ...],
     defaults: Mapping[str, Any],
 ) -> inspect.Signature:
-    """The parameters of `function`, with those of `neighbour` in place of ``**settings``."""
+    """The parameters of `function`, with those of `neighbor` in place of ``**settings``."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(own) == len(signature.parameters):
         return signature
-    inherited, excluded = settings_of(neighbour).parameters.values(), {*without, *signature.parameters}
+    inherited, excluded = settings_of(neighbor).parameters.values(), {*without, *signature.parameters}
     more = [
         p.replace(kind=p.KEYWORD_ONLY, default=defaults.get(p.name, p.default))
         for p in inherited

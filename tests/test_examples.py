@@ -152,7 +152,7 @@ def test_a_grade_is_how_much_of_the_order_was_said() -> None:
     grade = load_object(f"{EXAMPLES / 'judged_environment.py'}:grade")
 
     def graded(order: str) -> int:
-        said = ("I would like a small coat.", "Which colour?", "It is red.", order)
+        said = ("I would like a small coat.", "Which color?", "It is red.", order)
         return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
 
     orders = ("small red coat", "small black coat", "large black coat", "large black hat", "red small coat")

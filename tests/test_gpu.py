@@ -227,7 +227,7 @@ def test_greedy_answers_are_those_of_the_cpu(device: str, folder: Any, kind: str
 
 
 def state(engine: Any) -> dict[str, Tensor]:
-    """A copy, on the CPU, of weights and optimiser state."""
+    """A copy, on the CPU, of weights and optimizer state."""
     held = engine.state_dict()
     slots = {
         f"{index}.{slot}": value for index, slots in held["optimizer"]["state"].items() for slot, value in slots.items()
@@ -236,7 +236,7 @@ def state(engine: Any) -> dict[str, Tensor]:
 
 
 def trained(model: str, device: str) -> Any:
-    """A trainer after one step, so that there is optimiser state."""
+    """A trainer after one step, so that there is optimizer state."""
     engine = trainer(model, device, optimizer=AdamW(lr=0.01))
     train(engine)
     return engine
@@ -267,7 +267,7 @@ def test_sleep_releases_the_device_and_wake_brings_back_every_bit(device: str, f
         torch.testing.assert_close(engine.log_probs(ragged(ROWS)), log_probs, atol=1e-6, rtol=0)
     twin = trained(folder("llama"), device)
     found, truth = (change(one, lambda one=one: train(one)) for one in (engine, twin))
-    assert apart(found, truth) < 1e-5  # the optimiser goes on from its own state
+    assert apart(found, truth) < 1e-5  # the optimizer goes on from its own state
 
 
 @pytest.mark.parametrize("backend", [TorchScorer, TorchRollout, TorchCritic])

@@ -139,7 +139,7 @@ def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> 
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     zeros = torch.zeros(rollout.response_mask.shape)
     updated = UpdateActor(ppo_epochs=3, mini_batch=2, actor=actor)(rollout, zeros, zeros + 1, key=KEY)
-    assert updated.version == 1  # counts updates, not the six optimiser steps
+    assert updated.version == 1  # counts updates, not the six optimizer steps
 
 
 # ---- receipts

@@ -13,10 +13,10 @@ from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, Trainer
 from flowrl.sync.digest import combine, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
-from flowrl.sync.wanted import misfit, rounded
+from flowrl.sync.weight_selection import dtype_mismatch, rounded
 
 
-def due_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
+def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
     """The weights of a causal LM as a trainer sends them, on the meta device, tied ones once; with `lora` only those of
     the adapter."""
     from transformers import AutoConfig, AutoModelForCausalLM  # here, since it takes seconds
@@ -58,7 +58,7 @@ def weights_for(
         source: a trainer, whose weights are hashed here, or a proxy of one in another process.
         checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
             and compares the digests.
-        dtype: to which matrices of a trainer in this process are rounded before; see `flowrl.sync.wanted.rounded`.
+        dtype: to which matrices of a trainer in this process are rounded before (`flowrl.sync.weight_selection.rounded`).
 
     Raises:
         SyncError: see `refuse_other_base`; or a tensor is sent twice.
@@ -92,7 +92,7 @@ class IncomingWeights:
     Args:
         source: the trainer.
         adapter_of: see `refuse_other_base`.
-        due: the weights that must arrive; see `due_weights`.
+        due: the weights that must arrive; see `expected_weights`.
         dtype: the engine's compute dtype.
         folder: of the engine's model, for errors.
     """
@@ -117,7 +117,7 @@ class IncomingWeights:
         """
         return self._check_each(weights_for(self._adapter_of, self._source, True, self._dtype))
 
-    def to_hand_over(self) -> Iterator[tuple[str, Tensor]]:
+    def to_send(self) -> Iterator[tuple[str, Tensor]]:
         """As `weights`, for an engine that sends them to another process, which hashes them: pass its digests to
         `check`."""
         return self._check_each(weights_for(self._adapter_of, self._source, False, self._dtype))
@@ -157,7 +157,7 @@ class IncomingWeights:
                 if place is None:
                     raise self._misfit(f"{name} is unknown, or arrived twice", [name])
                 raise self._misfit(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}", [name])
-            if wrong := misfit(tensor.dtype, self._dtype if place.is_floating_point() else place.dtype):
+            if wrong := dtype_mismatch(tensor.dtype, self._dtype if place.is_floating_point() else place.dtype):
                 raise self._misfit(f"{name} {wrong}", [name])
             del due[name]
             self._digests[name] = digest

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from flowrl.backends.hosted.arrival import IncomingWeights, due_weights
+from flowrl.backends.hosted.arrival import IncomingWeights, expected_weights
 from flowrl.backends.hosted.folder import FolderWeights
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.backends.rollout import Ending, RequestEngine
+from flowrl.backends.rollout import RequestEngine, StopRule
 from flowrl.backends.torch.load import load_causal_lm, loading
 from flowrl.backends.torch.lora import require_peft
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -64,7 +64,7 @@ class PendingRequest(NamedTuple):
     """
 
     request: Request
-    ending: Ending
+    ending: StopRule
     settings: Any
     versions: list[int]
 
@@ -102,7 +102,7 @@ class HostedRollout(RequestEngine):
             require_peft()
             self._adapter_of = spec.lora.over(weights_digest(named_weights(load_causal_lm(spec.model))))
         with loading(spec.model):
-            self._due = due_weights(spec.model, spec.lora)
+            self._due = expected_weights(spec.model, spec.lora)
 
     @property
     def probe(self) -> Probe:
@@ -143,7 +143,7 @@ class HostedRollout(RequestEngine):
 
     def _respond(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[RawResponse]:
         """Generate without a receipt."""
-        settings = self._settings(sampling, Ending(self.tokenizer, sampling))
+        settings = self._settings(sampling, StopRule(self.tokenizer, sampling))
         responses: dict[str, RawResponse] = {}
         for i, prompt in enumerate(prompts):
             self._begin(str(i), prompt, settings, i)
@@ -163,7 +163,7 @@ class HostedRollout(RequestEngine):
 
     def _submit(self, request: Request) -> None:
         """Queue a request, whose seed is from ``request.key``; raises `DataError` if the engine cannot sample so."""
-        ending = Ending(self.tokenizer, request.sampling)
+        ending = StopRule(self.tokenizer, request.sampling)
         self._waiting[request.name] = PendingRequest(request, ending, self._settings(request.sampling, ending), [])
 
     def _step(self, version: int) -> list[str]:
@@ -337,7 +337,7 @@ class HostedRollout(RequestEngine):
         """Stop it, with all its processes."""
 
     @abstractmethod
-    def _settings(self, sampling: Sampling, ending: Ending) -> Any:
+    def _settings(self, sampling: Sampling, ending: StopRule) -> Any:
         """`sampling` in the engine's format; raises `DataError`."""
 
     @abstractmethod

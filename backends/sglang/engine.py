@@ -21,7 +21,7 @@ from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout, RawResponse
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.backends.rollout import Ending
+from flowrl.backends.rollout import StopRule
 from flowrl.backends.sglang.requests import ResponseRequest
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
@@ -145,7 +145,7 @@ class SGLangEngine(HostedRollout):
     def _limits(self) -> tuple[int, int]:
         return self._about["vocabulary"], self._longest
 
-    def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
+    def _settings(self, sampling: Sampling, ending: StopRule) -> dict[str, Any]:
         """The fields of `ResponseRequest` that depend only on the `Sampling`."""
         settings = {
             "temperature": sampling.temperature,
@@ -191,7 +191,7 @@ class SGLangEngine(HostedRollout):
     def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         transport, version = "pipe", str(arrival.version)
         if self._spec.lora is None:
-            for weights in in_buckets(arrival.to_hand_over(), BUCKET_BYTES):
+            for weights in in_buckets(arrival.to_send(), BUCKET_BYTES):
                 bucket = dict(weights)
                 if can_share(bucket.values()):
                     transport = "cuda ipc"
@@ -200,7 +200,7 @@ class SGLangEngine(HostedRollout):
                     self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
             received = self._ask("end", version=version, caches=caches)["digests"]
         else:
-            adapter = {name: tensor.cpu().contiguous() for name, tensor in arrival.to_hand_over()}
+            adapter = {name: tensor.cpu().contiguous() for name, tensor in arrival.to_send()}
             config = adapter_config(adapter, self._spec.lora)
             received = self._ask("adapt", save(adapter), config=config, version=version)["digests"]
         arrival.check(received, "SGLang's process")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowrl.backends.rollout import Watch
+from flowrl.backends.rollout import StopDetector
 from flowrl.data.text.tokenizer import ChatTokenizer
 
 
@@ -75,7 +75,7 @@ class Row:
     """
 
     request: ResponseRequest
-    watch: Watch
+    watch: StopDetector
     seen: int = 0
     stopped: Tokens | None = None
     has_token: bool = False
@@ -146,7 +146,7 @@ class RequestPool:
         """Send all requests to the scheduler in one message, so that it prefills them together."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        rows = {next(self._ids): Row(each, Watch(self._tokenizer, each.stop)) for each in new}
+        rows = {next(self._ids): Row(each, StopDetector(self._tokenizer, each.stop)) for each in new}
         request = GenerateReqInput(
             rid=[*rows],
             input_ids=[each.ids for each in new],

@@ -25,7 +25,7 @@ from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout, RawResponse, ending_on_error
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.backends.rollout import Ending
+from flowrl.backends.rollout import StopRule
 from flowrl.backends.torch.lora import LoRA, save_adapter
 from flowrl.backends.vllm.arguments import arguments_of, environment
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -145,7 +145,7 @@ class VLLMEngine(HostedRollout):
         config = self._llm.model_config
         return config.get_vocab_size(), config.max_model_len
 
-    def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
+    def _settings(self, sampling: Sampling, ending: StopRule) -> dict[str, Any]:
         """The arguments of `SamplingParams`, without the seed."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -261,7 +261,7 @@ class VLLMEngine(HostedRollout):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
             return "copy"
-        transport, received = self._sender.send(arrival.to_hand_over())
+        transport, received = self._sender.send(arrival.to_send())
         for digests in received:
             arrival.check(digests, "a worker of vLLM")
         return str(transport)

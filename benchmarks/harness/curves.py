@@ -93,16 +93,16 @@ def draw(results: Sequence[Result], path: Path, against: str) -> None:
     figure, (above, below) = panels(2, len(shown), sharex=True, sharey="row")
     for upper, lower, (title, names) in zip(above, below, shown.items(), strict=True):
         for name in names:
-            colour = f"C{known.index(name) % 10}"
+            color = f"C{known.index(name) % 10}"
             points = list(zip(*(run["points"] for run in methods[name]), strict=True))
             answers = [statistics.mean(point["answers"] for point in at) / 1000 for at in points]
             means = [statistics.mean(point["accuracy"] for point in at) for at in points]
-            upper.plot(answers, means, label=name.replace("_", " "), color=colour, linewidth=1.4)
+            upper.plot(answers, means, label=name.replace("_", " "), color=color, linewidth=1.4)
             ahead = [differences(methods[name], methods.get(against, []), i) for i in range(len(points))]
             if all(ahead) and name not in (against, CONTROL):
-                lower.plot(answers, list(map(statistics.mean, ahead)), color=colour, linewidth=1.4)
+                lower.plot(answers, list(map(statistics.mean, ahead)), color=color, linewidth=1.4)
                 low, high = list(map(min, ahead)), list(map(max, ahead))
-                lower.fill_between(answers, low, high, color=colour, alpha=0.12, linewidth=0)
+                lower.fill_between(answers, low, high, color=color, alpha=0.12, linewidth=0)
         upper.set_title(title, fontsize=10)
         upper.legend(fontsize=7, frameon=False)
         lower.axhline(0.0, color="grey", linewidth=0.8)

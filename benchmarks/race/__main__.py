@@ -1,4 +1,4 @@
-"""A step of GRPO by TRL and by flowrl: the same model, prompts, rewards, lengths and optimiser step, on one thread.
+"""A step of GRPO by TRL and by flowrl: the same model, prompts, rewards, lengths and optimizer step, on one thread.
 
 ``make race`` sets up TRL in an environment of its own and calls this. Each side is a process, and they take turns step
 by step, so that what else the machine does falls on all alike; ratios are the medians of those of each turn. TRL takes

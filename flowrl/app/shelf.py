@@ -8,7 +8,7 @@ from flowrl import graphs
 from flowrl.edits.diff import Diff
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
-from flowrl.graphs.variants import neighbour_of, settings_of
+from flowrl.graphs.variants import parent_of, settings_of
 
 
 def your_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -41,8 +41,8 @@ def listed() -> Iterator[tuple[str, str, str, str]]:
     """
     for name in names():
         summary = (getattr(graphs, name).__doc__ or "").partition("\n\n")[0]
-        neighbour = neighbour_of(name)
-        yield name, summary, neighbour or "", "" if neighbour is None else _changes(graph(neighbour).diff(graph(name)))
+        neighbor = parent_of(name)
+        yield name, summary, neighbor or "", "" if neighbor is None else _changes(graph(neighbor).diff(graph(name)))
 
 
 def _changes(diff: Diff) -> str:

@@ -16,7 +16,7 @@ from flowrl.auditing.record import Audit, Cause
 from flowrl.auditing.task import AuditTask, Policy
 from flowrl.auditing.trial import Runs, Trial, Values
 from flowrl.auditing.truth import gradient
-from flowrl.core.graphs.graph import Graph, refuse_no_graph
+from flowrl.core.graphs.graph import Graph, refuse_non_graph
 from flowrl.errors import ParameterError
 
 
@@ -62,7 +62,7 @@ def audit(
         ParameterError: a number of runs or responses that is not allowed.
         GraphError: `graph` is not a graph.
     """
-    refuse_no_graph(graph)
+    refuse_non_graph(graph)
     for name, number in (("n", n), ("limit", limit), ("samples", samples)):
         if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
             least = 1 + (name == "samples")

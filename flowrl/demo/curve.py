@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from flowrl.draw.colors import INK, STROKES, colours
+from flowrl.draw.colors import INK, STROKES, colors
 
 Points = Sequence[tuple[int, float]]
 """(step, share of right answers), by step."""
@@ -53,7 +53,7 @@ def svg(title: str, series: Mapping[str, Points]) -> str:
 
 def _line(number: int, name: str, places: Sequence[tuple[float, float]]) -> list[str]:
     """A series with a dot at every point, and its entry in the legend above the axes."""
-    color, x = colours(number)[1], _LEFT + 210 * number
+    color, x = colors(number)[1], _LEFT + 210 * number
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return [
         f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2"/>',

@@ -15,7 +15,7 @@ from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
-from flowrl.sync.wanted import WeightSelection
+from flowrl.sync.weight_selection import WeightSelection
 
 _PATIENT = 0.8  # share of the deadline: a side that waits for the other times out before the driver does
 

@@ -1,4 +1,4 @@
-"""The colours of pictures: of roles, of what a diff marks, and of arrows."""
+"""The colors of pictures: of roles, of what a diff marks, and of arrows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ROLES = ["#0969da", "#bc4c00", "#1b7c83", "#bf3989", "#6639ba", "#7d4e00"]
 _PLAIN = "#f6f8fa", "#57606a"
 
 
-def colours(role: int | None, mark: str = "") -> tuple[str, str]:
-    """Fill and line of a box, as ``#rrggbb``: those of its role, but what is marked is filled with the mark's colour.
+def colors(role: int | None, mark: str = "") -> tuple[str, str]:
+    """Fill and line of a box, as ``#rrggbb``: those of its role, but what is marked is filled with the mark's color.
 
     Args:
-        role: its place among the roles of the picture, after six of which colours come again; None is no role.
+        role: its place among the roles of the picture, after six of which colors come again; None is no role.
         mark: of a diff; ``""`` is none.
     """
     fill, line = _PLAIN
@@ -28,7 +28,7 @@ def colours(role: int | None, mark: str = "") -> tuple[str, str]:
     return fill, line
 
 
-def _tint(colour: str) -> str:
-    """A little of a colour, on white."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _tint(color: str) -> str:
+    """A little of a color, on white."""
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 - (255 - part) * 0.14):02x}" for part in parts)

@@ -2,7 +2,7 @@
 
 Boxes stand in rows by their longest path from the inputs. Every arrow passes through a cell of its own in each row
 between, one as wide as its label in the last of them, so that nothing overlaps. Rows are ordered by barycentres; x is
-as near to the neighbours' as that order leaves room for.
+as near to the neighbors' as that order leaves room for.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _rows(
         first, last = sorted((arrow.source, arrow.target), key=rank.__getitem__)
         route = [cells[first]]
         for row in range(rank[first] + 1, rank[last]):
-            labelled = row == rank[last] - 1
-            route.append(Cell(label_width(arrow.label), 18.0) if labelled else Cell(8.0, 0.0))
+            labeled = row == rank[last] - 1
+            route.append(Cell(label_width(arrow.label), 18.0) if labeled else Cell(8.0, 0.0))
             rows[row].append(route[-1])
         route.append(cells[last])
         for upper, lower in pairwise(route):
@@ -86,7 +86,7 @@ def _rows(
 
 
 def _order(rows: list[list[Cell]]) -> None:
-    """Sort rows by their neighbours above, then by those below, and so on; keep the order that crosses least."""
+    """Sort rows by their neighbors above, then by those below, and so on; keep the order that crosses least."""
     best, fewest = [list(row) for row in rows], _crossings(rows)
     for _ in range(12):
         for fixed, row in pairwise(rows):
@@ -98,12 +98,12 @@ def _order(rows: list[list[Cell]]) -> None:
     rows[:] = best
 
 
-def _sort(row: list[Cell], fixed: list[Cell], neighbours: list[list[Cell]]) -> None:
-    """Sort by the mean place of the neighbours in the fixed row; a cell without neighbours keeps its own place."""
+def _sort(row: list[Cell], fixed: list[Cell], neighbors: list[list[Cell]]) -> None:
+    """Sort by the mean place of the neighbors in the fixed row; a cell without neighbors keeps its own place."""
     place = {cell: float(k) for k, cell in enumerate(fixed)}
     means = {
         cell: sum(place[n] for n in near) / len(near) if near else float(k)
-        for k, (cell, near) in enumerate(zip(row, neighbours, strict=True))
+        for k, (cell, near) in enumerate(zip(row, neighbors, strict=True))
     }
     row.sort(key=means.__getitem__)
 

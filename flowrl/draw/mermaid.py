@@ -1,6 +1,6 @@
 """Graphs and diffs as Mermaid text, made offline.
 
-Boxes have the colour of their role, which the legend names; those that write weights are hexagons; inputs are rounded.
+Boxes have the color of their role, which the legend names; those that write weights are hexagons; inputs are rounded.
 What a box writes stands in it, so an arrow has a label only where it carries a part of that. A thin grey arrow is a
 state edge, the dotted one the back-edge across steps. See `flowrl.draw.picture` for what is drawn.
 """
@@ -49,7 +49,7 @@ def _flowchart(drawn: Picture) -> str:
     for box in drawn.boxes:
         members.setdefault((box.role, box.mark), []).append(_id(box.name))
     for i, ((role, mark), names) in enumerate(members.items(), 1):
-        fill, line = drawn.colours(role, mark)
+        fill, line = drawn.colors(role, mark)
         wide = ",stroke-width:2px" if role else ""
         lines.append(f"    classDef c{i} fill:{fill},stroke:{line},color:{INK}{wide}{_DASHES.get(mark, '')}")
         lines.append(f"    class {','.join(names)} c{i}")

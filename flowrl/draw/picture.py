@@ -1,7 +1,7 @@
 """`Picture`: what is drawn of a graph or of a diff, whatever draws it.
 
 Boxes are nodes, grouped by the role whose weights they use; a box that uses several stands between them. Arrows are
-data (labelled by the record or the columns that flow), state ("reads the weights before they are written", only where
+data (labeled by the record or the columns that flow), state ("reads the weights before they are written", only where
 no data says so already) and the back-edge across steps, with its lag.
 """
 
@@ -19,7 +19,7 @@ from flowrl.core.graphs.graph import Graph, Input, Node
 from flowrl.core.graphs.plan import state_edges
 from flowrl.core.graphs.spans import swaps
 from flowrl.core.operators.ports import snake_case
-from flowrl.draw.colors import colours
+from flowrl.draw.colors import colors
 from flowrl.rules.check import allowances
 from flowrl.spec import Spec, non_default, shown
 
@@ -64,13 +64,13 @@ class Picture:
     arrows: tuple[Arrow, ...]
     roles: dict[str, str]
 
-    def colours(self, role: str, mark: Mark = "") -> tuple[str, str]:
+    def colors(self, role: str, mark: Mark = "") -> tuple[str, str]:
         """Fill and line of a box of this role and mark, each of which may be ``""``."""
-        return colours(list(self.roles).index(role) if role else None, mark)
+        return colors(list(self.roles).index(role) if role else None, mark)
 
     @property
     def legend(self) -> dict[tuple[str, Mark], str]:
-        """What the colours mean: by role and mark, of which one is ``""``, the text."""
+        """What the colors mean: by role and mark, of which one is ``""``, the text."""
         found: dict[tuple[str, Mark], str] = {(role, ""): title for role, title in self.roles.items()}
         found |= {("", box.mark): str(box.mark) for box in self.boxes if box.mark}
         return found

@@ -1,6 +1,6 @@
 """Graphs and diffs as one SVG, drawn here: it needs neither a network nor a browser's scripts.
 
-Boxes have the colour of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
+Boxes have the color of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
 drawn and `flowrl.draw.layout` for where.
 """
 
@@ -121,7 +121,7 @@ def _box(box: Box, cell: Cell, drawn: Picture) -> str:
     left, right = cell.x - cell.width / 2, cell.x + cell.width / 2
     middle = cell.centre[1]
     top, bottom = middle - cell.height / 2, middle + cell.height / 2
-    style = f'{_colours(box.role, box.mark, drawn)} stroke-width="1.5"{_DASHES.get(box.mark, "")}'
+    style = f'{_colors(box.role, box.mark, drawn)} stroke-width="1.5"{_DASHES.get(box.mark, "")}'
     if box.shape == "writes":
         corners = ((left, middle), (left + 12, top), (right - 12, top), (right, middle), (right - 12, bottom))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*corners, (left + 12, bottom)))
@@ -138,16 +138,16 @@ def _box(box: Box, cell: Cell, drawn: Picture) -> str:
     return f"<g>{shape}{''.join(texts)}</g>"
 
 
-def _colours(role: str, mark: Mark, drawn: Picture) -> str:
-    fill, line = drawn.colours(role, mark)
+def _colors(role: str, mark: Mark, drawn: Picture) -> str:
+    fill, line = drawn.colors(role, mark)
     return f'fill="{fill}" stroke="{line}"'
 
 
 def _legend(drawn: Picture) -> tuple[list[str], float]:
-    """The colours of roles and marks in one line, and its width."""
+    """The colors of roles and marks in one line, and its width."""
     parts, x = [], _MARGIN
     for (role, mark), text in drawn.legend.items():
-        style = _colours(role, mark, drawn)
+        style = _colors(role, mark, drawn)
         parts.append(
             f'<rect x="{x:.1f}" y="14" width="12" height="12" rx="3" {style} stroke-width="2"/>'
             f'<text x="{x + 18:.1f}" y="24" font-size="12" fill="{INK}">{escape(text)}</text>'

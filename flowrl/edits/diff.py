@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.core.graphs.graph import Graph, Node, refuse_no_graph
+from flowrl.core.graphs.graph import Graph, Node, refuse_non_graph
 from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.when import ALWAYS
@@ -49,7 +49,7 @@ class Diff:
     lag: tuple[Lag, Lag] | None = None
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
-    supplanted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replacements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     allow: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
     seconds: tuple[float, float] | None = None
 
@@ -63,7 +63,7 @@ class Diff:
             sources = ", ".join(self.after[name].sources)
             lines.append(f"+ {name}: {describe(self.after[name])}" + (f"  <- {sources}" if sources else ""))
         for name in self.removed:
-            place = f"  (in its place: {', '.join(self.supplanted[name])})" if name in self.supplanted else ""
+            place = f"  (in its place: {', '.join(self.replacements[name])})" if name in self.replacements else ""
             lines.append(f"- {name}: {describe(self.before[name])}{place}")
         for name in self.pruned:
             lines.append(f"- {name}: {describe(self.before[name])}  (nothing reads it any more)")
@@ -105,8 +105,8 @@ def diff(before: Graph, after: Graph) -> Diff:
     Nodes match by name; a node with another operator class counts as changed. A node without a match by name matches a
     node with a new name and the same type, parameters and wiring.
     """
-    refuse_no_graph(before)
-    refuse_no_graph(after)
+    refuse_non_graph(before)
+    refuse_non_graph(after)
     renamed = _renamed(before, after)
     gone = [name for name in before.nodes if name not in after and name not in renamed]
     added = [name for name in after.nodes if name not in before and name not in renamed.values()]

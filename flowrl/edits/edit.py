@@ -40,7 +40,7 @@ from flowrl.core.operators.when import When
 from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
 from flowrl.edits.rewiring import Rewiring
 from flowrl.errors import GraphError, offer, refuse_staleness, type_of
-from flowrl.rules.check import refuse_no_rules
+from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ GraphT = TypeVar("GraphT", bound=Graph)
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-def refuses_other_verbs(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_unknown_verbs(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of an ``edit``: a call with invalid arguments raises a `GraphError` that lists the verbs."""
     signature = inspect.signature(function)
     verbs = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -71,7 +71,7 @@ def refuses_other_verbs(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-@refuses_other_verbs
+@refuse_unknown_verbs
 def edit(
     graph: GraphT,
     *,
@@ -101,7 +101,7 @@ def edit(
     _refuse_unmapped(
         replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind, allow=allow
     )
-    refuse_no_rules(allow, f"edit(allow={dict(allow)!r})")
+    refuse_unknown_rules(allow, f"edit(allow={dict(allow)!r})")
     _refuse_no_operators(replace, insert)
     changed_in_place = _timed(before, replace, when, _with_parameters(before, replace, set))
     replace = {**_through_same(before, replace), **changed_in_place}

@@ -92,7 +92,7 @@ class RequestBroker:
         self._engine.drop(name)
 
     async def serve(self) -> None:
-        """Compute all requests, until cancelled; raises what the engine raises."""
+        """Compute all requests, until canceled; raises what the engine raises."""
         while True:
             if not self._pending:
                 self._more.clear()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import xxhash
 import yaml
 
-from flowrl.core.graphs.graph import Graph, Node, refuse_no_graph
+from flowrl.core.graphs.graph import Graph, Node, refuse_non_graph
 from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
@@ -20,7 +20,7 @@ from flowrl.data.files import write
 from flowrl.errors import GraphError, ParameterError, offer, type_of
 from flowrl.files import plain
 from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_other_keys
-from flowrl.rules.check import refuse_no_rules
+from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
 FORMAT = 2
@@ -98,7 +98,7 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
             f"The sinks of the data contain {type_of(odd[0])}; expected names of nodes.", where="the data", key="sinks"
         )
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
-    refuse_no_rules(allow, "The data, under 'allow',")
+    refuse_unknown_rules(allow, "The data, under 'allow',")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
@@ -149,7 +149,7 @@ def save(graph: Graph, path: str | Path) -> None:
         GraphError: it is not a graph, or has a parameter that cannot be written.
         StorageError: the file cannot be written.
     """
-    refuse_no_graph(graph)
+    refuse_non_graph(graph)
     path = Path(path)
     is_json, data = plain.is_json(path), graph_to_dict(graph)
     text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Objective,
         OfDistribution,
         RemoteWeights,
+        ReplicatedMiniBatch,
         Request,
         Response,
         Rollout,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         StreamingRollout,
         Synced,
         Trainer,
-        WholeMiniBatch,
     )
     from flowrl.protocols.scorers import LogitScorer, NormScorer, RewardScorer, TextRewardScorer, Top
 

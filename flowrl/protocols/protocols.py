@@ -26,7 +26,7 @@ Batch = TypeVar("Batch", bound=NamedTuple)
 Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
 
 
-class WholeMiniBatch(NamedTuple):
+class ReplicatedMiniBatch(NamedTuple):
     """All rows of a mini-batch, for an objective that compares rows.
 
     Args:
@@ -52,7 +52,7 @@ class MiniBatch(NamedTuple):
 
     rows: Tensor
     weights: Tensor
-    whole: WholeMiniBatch | None = None
+    whole: ReplicatedMiniBatch | None = None
 
 
 class OfDistribution(NamedTuple):

@@ -29,7 +29,7 @@ __all__ = [
     "allowances",
     "check",
     "refuse_broken",
-    "refuse_no_rules",
+    "refuse_unknown_rules",
     "require",
 ]
 
@@ -103,7 +103,7 @@ def refuse_broken(graph: Graph, name: str, prompts: int | None = None) -> None:
         )
 
 
-def refuse_no_rules(allow: Mapping[str, str | None], where: str) -> None:
+def refuse_unknown_rules(allow: Mapping[str, str | None], where: str) -> None:
     """Refuse allowances of unknown rules, or without a reason.
 
     Args:

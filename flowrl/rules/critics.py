@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import line, own_line
+from flowrl.core.graphs.lineage import line, own_lineage
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
@@ -28,7 +28,7 @@ def _critic_is_trained(graph: Graph, prompts: int | None) -> Findings:
 def _critic_goes_first(graph: Graph, prompts: int | None) -> Findings:
     updates = [(node.name, role, _start(graph, node.name)) for node, role in writers(graph, Critic)]
     for node, _ in writers(graph, Trainer):
-        start, critics = _start(graph, node.name), read_through(own_line(graph, node.name), Critic)
+        start, critics = _start(graph, node.name), read_through(own_lineage(graph, node.name), Critic)
         for role in sorted(critics):
             first = min(((since, name) for name, other, since in updates if other == role), default=(0, ""))
             if first[0] > start:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import own_line, rows_of_step, rows_per_prompt, trained_on
+from flowrl.core.graphs.lineage import own_lineage, rows_of_step, rows_per_prompt, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
@@ -37,7 +37,7 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 )
 def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        terms = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
+        terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
         if Effect.HELD_TO_REFERENCE in node.effects and terms:
             first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
@@ -69,7 +69,7 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
 def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
-            for n in own_line(graph, node.name):
+            for n in own_lineage(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
                 if by_values or Effect.WEIGHS_TOKENS in n.effects:
                     source = "values" if by_values else "weights"
@@ -122,7 +122,7 @@ def _groups_of_several(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR022", "Mini-batches must hold whole groups if the loss is over groups.", "huggingface/trl#2858")
 def _whole_groups(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        line, group = own_line(graph, node.name), rows_per_prompt(graph, node.name)
+        line, group = own_lineage(graph, node.name), rows_per_prompt(graph, node.name)
         if loss.unit != "group" or any(isinstance(n.initial_operator, Gate) for n in line):
             continue  # downstream of a gate, groups have any size
         for field, size in node.row_divisors.items():
@@ -145,7 +145,7 @@ def _imitates_selected(graph: Graph, prompts: int | None) -> Findings:
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
         engines = read_through(trained_on(graph, node.name), Synced)
         own = any(engines & set(n.writes) and roles & set(n.reads) for n in graph.nodes.values() if n.is_sync)
-        chosen = any(isinstance(n.initial_operator, Gate) for n in own_line(graph, node.name))
+        chosen = any(isinstance(n.initial_operator, Gate) for n in own_lineage(graph, node.name))
         if own and not chosen and _kinds(loss) <= {"mask"}:
             yield (
                 node.name,

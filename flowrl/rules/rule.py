@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flowrl.core.graphs.gate import ROWS
 from flowrl.core.graphs.graph import Graph, Node, Use
-from flowrl.core.graphs.lineage import origin, own_line
+from flowrl.core.graphs.lineage import origin, own_lineage
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import DefinitionError
@@ -101,7 +101,7 @@ def writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
 
 def policy_lines(graph: Graph) -> list[Node]:
     """The nodes on the way to updates of policies, each once."""
-    return list({n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}.values())
+    return list({n.name: n for node, _ in writers(graph, Trainer) for n in own_lineage(graph, node.name)}.values())
 
 
 def read_through(nodes: Iterable[Node], protocol: type) -> set[str]:

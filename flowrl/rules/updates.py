@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import makers, own_line, trained_on
+from flowrl.core.graphs.lineage import makers, own_lineage, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, set_role, writers
@@ -12,7 +12,7 @@ from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, 
 @rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
+        line = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
         if len(line) > 1:
             in_loss = ", or remove it from the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
             yield (
@@ -31,7 +31,7 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
     if not graph.lag.versions:
         return
     for node, _ in writers(graph, Trainer):
-        if not any(Effect.IMPORTANCE_CORRECTION in n.effects for n in own_line(graph, node.name)):
+        if not any(Effect.IMPORTANCE_CORRECTION in n.effects for n in own_lineage(graph, node.name)):
             ahead = {generate for _, generate in graph.back_edges} & {n.name for n in trained_on(graph, node.name)}
             for generate in sorted(ahead):
                 yield (
@@ -74,7 +74,7 @@ def _samples(graph: Graph, prompts: int | None) -> Findings:
 )
 def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
     for node, trained in writers(graph, Trainer):
-        for use in log_probs(own_line(graph, node.name), "log-prob of the old policy"):
+        for use in log_probs(own_lineage(graph, node.name), "log-prob of the old policy"):
             if use.role != trained:
                 yield (
                     use.node,
@@ -90,7 +90,7 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
 )
 def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
+        line = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         if len(line) > 1:
             in_loss = ", or use the trainer's ratio in the loss: PPOClip(ratio_to='old')" if node.name in line else ""
             yield (
@@ -108,7 +108,7 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
 )
 def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        by = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
+        by = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         for n in makers(graph, node.name):
             if by and Effect.TRUNCATED in n.effects:
                 yield (

@@ -6,7 +6,7 @@ from itertools import product
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lineage import line, own_line, trained_on
+from flowrl.core.graphs.lineage import line, own_lineage, trained_on
 from flowrl.core.graphs.plan import in_order, later_writers
 from flowrl.protocols.protocols import Critic, Synced, Trainer
 from flowrl.rules.rule import Findings, log_probs, read_through, rule, set_role, writers
@@ -51,7 +51,7 @@ def _synced(graph: Graph, prompts: int | None) -> Findings:
 )
 def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
     for node, role in writers(graph, Critic):
-        own = own_line(graph, node.name)
+        own = own_lineage(graph, node.name)
         if role not in read_through(own, Critic):
             yield (
                 node.name,
@@ -100,7 +100,7 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
 )
 def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     trained = {role: node.name for node, role in writers(graph, Trainer)}
-    anchors = (log_probs(own_line(graph, name), "log-prob of the reference") for name in trained.values())
+    anchors = (log_probs(own_lineage(graph, name), "log-prob of the reference") for name in trained.values())
     for use in dict.fromkeys(use for found in anchors for use in found if use.role in trained):
         yield (
             use.node,

@@ -26,10 +26,10 @@ QUESTIONS = (
 )
 ANSWER = 16
 """Tokens of an answer, at most; every one counts."""
-SPARE = 5
+RESERVED_TOKENS = 5
 """Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang five."""
 
-COMPANY = 0.1
+CONCURRENCY_NOISE = 0.1
 """Of what a trainer's scores have moved by: an engine that computes other answers beside moves by less for no reason
 but rounding, and by about as much where it has the new weights."""
 
@@ -88,11 +88,11 @@ def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], 
         longest: tokens that a sequence may have, at least 12.
 
     Returns:
-        prompts, the ends of `QUESTIONS`, and how to answer them. A prompt with its answer and `SPARE` tokens more is no
-        longer than `longest`.
+        prompts, the ends of `QUESTIONS`, and how to answer them. A prompt with its answer and `RESERVED_TOKENS` more
+        tokens is no longer than `longest`.
     """
     width = min(ANSWER, longest // 2)
-    prompts = [_prompt(tokenizer, question)[-(longest - width - SPARE) :] for question in QUESTIONS]
+    prompts = [_prompt(tokenizer, question)[-(longest - width - RESERVED_TOKENS) :] for question in QUESTIONS]
     return prompts, Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=width, ignore_eos=True)
 
 
@@ -211,7 +211,7 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
         for now, then in ((scores.engine, before.engine), (scores.trainer, before.trainer))
     )
     concurrent = scores.concurrent or before.concurrent
-    if followed > (moved * COMPANY if concurrent else 0.0):
+    if followed > (moved * CONCURRENCY_NOISE if concurrent else 0.0):
         return scores
     if moved > resolution:
         how = f"as before, within {followed:.3g}" if concurrent else "exactly as before, bit for bit"

@@ -38,9 +38,9 @@ def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> tuple[str, tup
     if set(receivers) <= set(senders):
         return "in process", first
     at = {(seat.node, seat.devices): rank for rank, seat in enumerate(senders) if seat.devices}
-    neighbours = tuple(at[place] for seat in receivers if (place := (seat.node, seat.devices[:1])) in at)
-    if len(neighbours) == len(receivers):
-        return "cuda ipc", neighbours
+    neighbors = tuple(at[place] for seat in receivers if (place := (seat.node, seat.devices[:1])) in at)
+    if len(neighbors) == len(receivers):
+        return "cuda ipc", neighbors
     seats = [senders[0], *receivers]
     devices = [(seat.node, device) for seat in seats for device in seat.devices]
     # NCCL refuses two ranks on one device.

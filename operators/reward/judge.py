@@ -20,7 +20,7 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, RewardError
 from flowrl.operators.engines.engines import Generate
-from flowrl.operators.reward.models import placed
+from flowrl.operators.reward.models import place_row_scores
 from flowrl.operators.reward.operator import Scorable
 from flowrl.protocols.protocols import Rollout
 
@@ -139,7 +139,7 @@ class Judge(Generate):
                 unparsed += score is None
                 scores[row] = float(self.unparsed) if score is None else score
             metrics.sum(f"{self.log}/unparsed", unparsed)
-        return placed(self.name, self.log, scores, response.response_mask, metrics)
+        return place_row_scores(self.name, self.log, scores, response.response_mask, metrics)
 
     def _question(
         self, response: Scorable, prompts: Judgeable, rows: Sequence[int], messages: Conversation | None

@@ -36,7 +36,7 @@ class ModelReward(Operator):
     reward_model: Reads[RewardScorer] = Role("reward_model")
 
     def __call__(self, rollout: Tokens, metrics: Metrics = INJECTED) -> TokenLevelScores:
-        return placed(self.name, self.log, self.reward_model.rewards(rollout), rollout.response_mask, metrics)
+        return place_row_scores(self.name, self.log, self.reward_model.rewards(rollout), rollout.response_mask, metrics)
 
 
 class HasMessages(Protocol):
@@ -69,10 +69,10 @@ class TextModelReward(Operator):
             for messages, text in zip(prompts.raw_prompt, rollout.response_text, strict=True)
         ]
         scores = self.reward_model.rewards_of(conversations)
-        return placed(self.name, self.log, scores, rollout.response_mask, metrics)
+        return place_row_scores(self.name, self.log, scores, rollout.response_mask, metrics)
 
 
-def placed(node: str, log: str, scores: Tensor, response_mask: ResponseMask, metrics: Metrics) -> Tensor:
+def place_row_scores(node: str, log: str, scores: Tensor, response_mask: ResponseMask, metrics: Metrics) -> Tensor:
     """`place_scores`, with metrics over the rows that have a token on the mask."""
     live = response_mask.any(-1)
     scores = scores.to(response_mask.device)

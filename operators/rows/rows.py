@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid, lookup
-from flowrl.core.graphs.gate import Gate, pick, refuse_none
+from flowrl.core.graphs.gate import Gate, pick, refuse_empty
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import Port, PortField
 from flowrl.data.metrics import Metrics
@@ -146,7 +146,7 @@ class Filter(Gate):
         """The rows that `predicate` selects."""
         selected = self.kept(metrics, given)
         if not selected.any():
-            refuse_none(self, len(selected), "rows")
+            refuse_empty(self, len(selected), "rows")
         out = {name: pick(getattr(rows, name), selected) for name in self.columns}
         metrics.sum(f"{self.name}/offered", len(selected))
         metrics.sum(f"{self.name}/kept", selected.sum())
@@ -241,7 +241,7 @@ class Collect(Gate):
         if not self.missing(sizes):
             return ""
         if not sizes:
-            refuse_none(self, self.groups, "groups")
+            refuse_empty(self, self.groups, "groups")
         if self.on_underfill == "error":
             raise DataError(
                 f"{self.name} has {len(sizes)} of {self.groups} groups that {self.predicate!r} selects, after all "

@@ -15,10 +15,10 @@ from flowrl.data.balance import Share, split_rows
 from flowrl.data.keys import Key
 from flowrl.data.proto.column_math import rows_of_groups
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import MiniBatch, WholeMiniBatch
+from flowrl.protocols.protocols import MiniBatch, ReplicatedMiniBatch
 
 
-def draw_rows(
+def mini_batch_rows(
     rows: int, mini_batch: int | None, epochs: int, key: Key, groups: np.ndarray | None = None
 ) -> list[Tensor]:
     """The rows of each optimizer step of an update: per epoch, a seeded permutation split into mini-batches.
@@ -110,7 +110,7 @@ def rank_parts(
         seen = (
             None
             if all_rows is None
-            else WholeMiniBatch(record({n: _at(x, index) for n, x in all_rows.items()}), weights, own)
+            else ReplicatedMiniBatch(record({n: _at(x, index) for n, x in all_rows.items()}), weights, own)
         )
         parts.append(MiniBatch(mine, weights[own], seen))
     return parts

@@ -24,11 +24,11 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError
 from flowrl.operators.engines.engines import OldLogProb
-from flowrl.operators.engines.model_inputs import AsksModel
+from flowrl.operators.engines.model_inputs import TakesModelInputs
 from flowrl.operators.losses.objective import ROW, Aggregation, FirstPass, KLLoss, TokenObjective, check_norm
 from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.value_losses import ValueClip
-from flowrl.operators.updates.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
+from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.protocols.protocols import Caches, Critic, LiveWeightUpdate, RemoteWeights, Synced, Trainer
 from flowrl.record_types import record_columns
 from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
@@ -74,7 +74,7 @@ class _Update:
         """The rows of each rank; None for all rows, if mini-batches depend on groups."""
         if self._groups is not None:
             return None
-        return rank_rows(draw_rows(len(tokens), self.mini_batch, self.ppo_epochs, key), tokens, ranks)
+        return rank_rows(mini_batch_rows(len(tokens), self.mini_batch, self.ppo_epochs, key), tokens, ranks)
 
     @property
     def _beyond_rows(self) -> bool:
@@ -103,7 +103,7 @@ class _Update:
         sequences = rollout._asdict()
         read = {**{name: sequences[name] for name in self.loss.signature.ports if name in sequences}, **columns}
         groups = None if self._groups is None else read[self._groups]
-        mini_batches = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
+        mini_batches = mini_batch_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
         inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
         by_row, all_rows = ({}, read) if self._beyond_rows else (read, None)
         attended = inputs.get("attention_mask", inputs["response_mask"])
@@ -112,7 +112,7 @@ class _Update:
         return metrics
 
 
-class UpdateActor(_Update, AsksModel, Operator):
+class UpdateActor(_Update, TakesModelInputs, Operator):
     """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
     The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
@@ -129,7 +129,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
-        reads: record of the policy's inputs; None for tokens. See `AsksModel`.
+        reads: record of the policy's inputs; None for tokens. See `TakesModelInputs`.
         actor: the trainer.
 
     Raises:
@@ -290,7 +290,7 @@ def _without_old(loss: Signature) -> Signature:
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
-class UpdateCritic(_Update, AsksModel, Operator):
+class UpdateCritic(_Update, TakesModelInputs, Operator):
     """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:
@@ -298,7 +298,7 @@ class UpdateCritic(_Update, AsksModel, Operator):
         ppo_epochs: passes over the rows.
         mini_batch: rows per optimizer step; None for all rows. It must divide prompts x n.
         aggregation, norm: how to aggregate tokens; see `token_weights`.
-        reads: record of the critic's inputs; None for tokens. See `AsksModel`.
+        reads: record of the critic's inputs; None for tokens. See `TakesModelInputs`.
         critic: the critic.
 
     Raises:

@@ -52,7 +52,7 @@ GRAPHS = """
 TRAINING = """
     from dataclasses import replace
 
-    import neighbour
+    import neighbor
     from flowrl import After, Operator, PromptData, Training
     from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
     from flowrl.columns import TokenLevelScores
@@ -62,7 +62,7 @@ TRAINING = """
         def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
             raise KeyboardInterrupt
 
-    graph = grpo(neighbour.digits, n=2, max_new_tokens=3)
+    graph = grpo(neighbor.digits, n=2, max_new_tokens=3)
     model = {model!r}
     job = graph.bind(actor=TorchTrainer(model, SGD(lr=0.1)), ref=TorchScorer(model), rollout=TorchRollout())
     training = Training(job, PromptData({data!r}), steps=3, prompts=2, seed=5, folder="own", save_model=False)
@@ -90,7 +90,7 @@ def graphs(tmp_path: Path) -> Path:
 @pytest.fixture
 def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
     """A user's file in its own folder, with a neighboring module."""
-    write(tmp_path / "mine" / "neighbour.py", NEIGHBOUR)
+    write(tmp_path / "mine" / "neighbor.py", NEIGHBOUR)
     return write(tmp_path / "mine" / "training.py", TRAINING.format(model=tiny, data=prompts_file))
 
 
@@ -367,7 +367,7 @@ def test_help_of_diff_names_both_arguments(command: Command) -> None:
     assert answer.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", answer.out)
 
 
-def test_two_files_whose_neighbours_share_a_name_are_not_mixed_up(command: Command, tmp_path: Path) -> None:
+def test_two_files_whose_neighbors_share_a_name_are_not_mixed_up(command: Command, tmp_path: Path) -> None:
     for folder in ("old", "new"):
         write(tmp_path / folder / "common.py", f"n = {len(folder)}\n")
         source = "import common\nfrom flowrl.graphs import grpo\ngraph = grpo('flowrl.demo.verifier:compute_score')\n"

@@ -93,10 +93,10 @@ def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...
 
 def test_colors_are_for_terminals() -> None:
     text = shown(LoggedEpisode("val", 4, record("b", 0.5, "failed")), "1 of 1")
-    with (terminal := Console(force_terminal=True, color_system="standard")).capture() as coloured:
+    with (terminal := Console(force_terminal=True, color_system="standard")).capture() as colored:
         terminal.print(text)
-    assert "\x1b[1;32m> it is b" in coloured.get() and "\x1b[36m| ask" in coloured.get()
-    assert "\x1b[2J" not in coloured.get()
+    assert "\x1b[1;32m> it is b" in colored.get() and "\x1b[36m| ask" in colored.get()
+    assert "\x1b[2J" not in colored.get()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flowrl.app.shelf import graph, names, your_reward
 from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.errors import GraphError
 from flowrl.graphs import grpo, gspo, remax, rloo
-from flowrl.graphs.variants import DistillSettings, GRPOSettings, PPOSettings, neighbour_of, settings_of
+from flowrl.graphs.variants import DistillSettings, GRPOSettings, PPOSettings, parent_of, settings_of
 from tests.support.command_line import Command, is_paragraph
 from tests.support.errors import raises
 
@@ -51,7 +51,7 @@ def test_the_list_has_every_algorithm_in_a_line_with_its_source_and_what_it_chan
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in answer.out.splitlines() if line[0] == "│"]
     assert [row[0] for row in rows] == list(graphs.__all__) == list(names())
     assert all(re.search(r"\d{4}", row[1]) and "arXiv:" in row[1] for row in rows)
-    told = {name: (neighbour, changes) for name, _, neighbour, changes in rows}
+    told = {name: (neighbor, changes) for name, _, neighbor, changes in rows}
     assert told["ppo"] == ("", "")
     assert told["rloo"] == (
         "ppo",
@@ -60,24 +60,24 @@ def test_the_list_has_every_algorithm_in_a_line_with_its_source_and_what_it_chan
     assert told["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
     plain = {"distill", "distill_full", "dpo", "grpo_sft", "ppo", "sft"}
     edits = {name: said for name, said in told.items() if name not in plain}
-    assert all(neighbour in told and changes for neighbour, changes in edits.values())
+    assert all(neighbor in told and changes for neighbor, changes in edits.values())
     assert all(said == ("", "") for name, said in told.items() if name not in edits)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if not isinstance(getattr(graphs, name), Algorithm)])
 def test_every_edit_says_of_which_algorithm_and_calls_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    neighbour = neighbour_of(name)
-    assert neighbour is not None, f"write @edit_of(...) above {name}"
-    made, called = getattr(graphs, neighbour), []
+    neighbor = parent_of(name)
+    assert neighbor is not None, f"write @edit_of(...) above {name}"
+    made, called = getattr(graphs, neighbor), []
 
     def listen(*args: Any, **settings: Any) -> Graph:
-        called.append(neighbour)
+        called.append(neighbor)
         graph: Graph = made(*args, **settings)
         return graph
 
-    monkeypatch.setitem(inspect.unwrap(getattr(graphs, name)).__globals__, neighbour, listen)
+    monkeypatch.setitem(inspect.unwrap(getattr(graphs, name)).__globals__, neighbor, listen)
     graph(name)
-    assert called == [neighbour]
+    assert called == [neighbor]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_setting_that_there_is_not_is_refused_with_those_there_are(
         make()  # type: ignore[operator]
 
 
-def test_the_settings_of_a_neighbour_are_those_of_the_edit() -> None:
+def test_the_settings_of_a_neighbor_are_those_of_the_edit() -> None:
     own = inspect.signature(rloo).parameters
     assert {"n", "kl_coef", "clip", "temperature", "mini_batch"} <= own.keys()
     assert own["n"].default == 4 and {"gamma", "lam", "settings"}.isdisjoint(own)
@@ -129,7 +129,7 @@ def test_a_type_checker_knows_all_settings_of_an_edit(name: str) -> None:
     assert settings_of(made).parameters.keys() <= {*own, *known}
 
 
-def test_defaults_of_an_edit_go_before_those_of_its_neighbour() -> None:
+def test_defaults_of_an_edit_go_before_those_of_its_neighbor() -> None:
     shown = {
         name: inspect.signature(made).parameters["kl_coef"].default for name, made in (("gspo", gspo), ("grpo", grpo))
     }

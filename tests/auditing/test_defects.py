@@ -1,4 +1,4 @@
-"""Mistakes that people make in advantages and losses: each is found, and its neighbour that is right is not."""
+"""Mistakes that people make in advantages and losses: each is found, and its neighbor that is right is not."""
 
 from __future__ import annotations
 

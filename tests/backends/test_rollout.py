@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.backends.rollout import Ending, RolloutEngine, check_prompts
+from flowrl.backends.rollout import RolloutEngine, StopRule, check_prompts
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.protocols.protocols import Sampled, Sampling
@@ -53,7 +53,7 @@ def test_the_first_prefix_whose_text_has_the_string_is_the_response(
     ids = data.draw(st.lists(st.sampled_from(letters), max_size=30))
     stop = tuple(data.draw(st.lists(st.text("ab! <éskhit>/", min_size=1, max_size=6), max_size=3)))
     ignore_eos = data.draw(st.booleans())
-    ending = Ending(tokenizer, sampling(stop, tuple(ids_of(tokenizer, "!")), ignore_eos))
+    ending = StopRule(tokenizer, sampling(stop, tuple(ids_of(tokenizer, "!")), ignore_eos))
     assert ending.token_ids == [*([] if ignore_eos else [1]), *ids_of(tokenizer, "!")]
     expected = None
     for n, token in enumerate(ids, start=1):
@@ -65,14 +65,14 @@ def test_the_first_prefix_whose_text_has_the_string_is_the_response(
 
 def test_the_match_may_be_within_a_token_and_across_special_ones(tokenizer: ChatTokenizer) -> None:
     within = ids_of(tokenizer, "a", "<think>", "b")
-    assert Ending(tokenizer, sampling(("hin",))).length(within) == 2
+    assert StopRule(tokenizer, sampling(("hin",))).length(within) == 2
     across = ids_of(tokenizer, "a", "<pad>", "<pad>", "<pad>", "ba", "b")
-    assert Ending(tokenizer, sampling(("ab",))).length(across) == 5
-    assert Ending(tokenizer, sampling(("<pad>",))).length(across) is None
+    assert StopRule(tokenizer, sampling(("ab",))).length(across) == 5
+    assert StopRule(tokenizer, sampling(("<pad>",))).length(across) is None
 
 
 def test_a_character_of_several_tokens_is_complete_with_the_last(tokenizer: ChatTokenizer) -> None:
-    watch = Ending(tokenizer, sampling(("é",))).watch()
+    watch = StopRule(tokenizer, sampling(("é",))).watch()
     first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
     a, b, c = ids_of(tokenizer, "a", first, second)
     assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]

@@ -24,7 +24,7 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_method_has_the_same_budget(learning: ModuleType) -> None:
-    """As many answers a step, and as many optimiser steps out of those of them that it trains on."""
+    """As many answers a step, and as many optimizer steps out of those of them that it trains on."""
     graphs = learning.methods()
     assert {name for names in PANELS.values() for name in names} == set(graphs)
     for name, graph in graphs.items():

@@ -118,7 +118,7 @@ class Flowchart:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """By the text that the legend has for a role, the ids of the nodes that have the line of its colour."""
+        """By the text that the legend has for a role, the ids of the nodes that have the line of its color."""
         wide = {i: text for i, text in self.legend.items() if "stroke-width" in self.looks[i]}
         return {
             text: [node for node in self.nodes if self.looks[node]["stroke"] == self.looks[i]["stroke"]]

@@ -95,7 +95,7 @@ class TestGraph:
         graph = grpo(score).edit(bind={"ref": Frozen("x")})
         assert list(read(draw(graph)).groups) == ["rollout", "actor", "ref: Frozen"]
 
-    def test_the_legend_names_each_role_by_its_colour(self) -> None:
+    def test_the_legend_names_each_role_by_its_color(self) -> None:
         chart = read(draw(two_rewards()))
         assert list(chart.legend.values()) == ["rollout", "actor"]
         assert chart.groups == {"rollout": ["generate"], "actor": ["old_log_prob", "update_actor"]}
@@ -147,12 +147,12 @@ class TestDiff:
         before, after = ppo(score), grpo(score)
         chart = read(draw(before.diff(after)))
         old, new = read(draw(before)).ends(), read(draw(after)).ends()
-        colours = {
+        colors = {
             (a, b): re.search("stroke:#(\\w+)", chart.styles.get(i, "stroke:#none"))[1]  # type: ignore[index]
             for i, (a, _, _, b) in enumerate(chart.links)
         }
-        assert {ends for ends, colour in colours.items() if colour == "1a7f37"} == new - old
-        assert {ends for ends, colour in colours.items() if colour == "cf222e"} == old - new
+        assert {ends for ends, color in colors.items() if color == "1a7f37"} == new - old
+        assert {ends for ends, color in colors.items() if color == "cf222e"} == old - new
         assert chart.ends() == old | new and len(chart.links) == len(old | new) + 1
 
     def test_backwards(self) -> None:

@@ -71,7 +71,7 @@ def test_everything_is_drawn_and_nothing_overlaps(pictures: dict[str, Any], subj
         assert left - 1 <= x and top - 1 <= y and to_x <= right + 1 and to_y <= bottom + 1
 
 
-def test_boxes_have_the_colours_of_the_legend(pictures: dict[str, Any], subject: str) -> None:
+def test_boxes_have_the_colors_of_the_legend(pictures: dict[str, Any], subject: str) -> None:
     shown = picture(SUBJECTS[subject]())
     nodes = {place.name: place for place in places(pictures[subject], "nodes")}
     legend = {key: nodes[text] for key, text in shown.legend.items()}

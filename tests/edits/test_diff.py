@@ -134,12 +134,12 @@ def test_removed_nodes_name_their_replacements() -> None:
         wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
     )
     diff = PPO.diff(graph)
-    assert diff.supplanted == {"reward": ("judge",)}
+    assert diff.replacements == {"reward": ("judge",)}
     assert "- reward: Reward(fn=tests.support.kernel:exact)  (in its place: judge)" in str(diff).splitlines()
     renamed = PPO.diff(graph.edit(rename={"kl_shape": "shape", "judge": "jury"}))
-    assert renamed.supplanted["reward"] == ("jury",), "though what reads it has another name"
-    assert PPO.diff(PPO.edit(drop=["update_critic"])).supplanted == {}, "in the place of a sink is nothing"
-    assert PPO.diff(PPO.edit(replace={"sync": Waits()})).supplanted == {}
+    assert renamed.replacements["reward"] == ("jury",), "though what reads it has another name"
+    assert PPO.diff(PPO.edit(drop=["update_critic"])).replacements == {}, "in the place of a sink is nothing"
+    assert PPO.diff(PPO.edit(replace={"sync": Waits()})).replacements == {}
 
 
 def test_sinks_and_bindings() -> None:

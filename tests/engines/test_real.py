@@ -60,7 +60,7 @@ def test_a_healthy_engine_is_taken_and_answers_sensibly(engine: Any, trainer: To
     def asked(question: str) -> list[int]:
         return engine.tokenizer.prompt_ids([{"role": "user", "content": question}])
 
-    questions = ["What is the capital of France?", "Name three colours.", "What is two plus three?"]
+    questions = ["What is the capital of France?", "Name three colors.", "What is two plus three?"]
     prompts, mask = engine.tokenizer.pad_left([asked(question) for question in questions])
     rows = ["a", "b", "c"]
     greedy = engine.generate(prompts, mask, rows, Sampling(0.0, 0, 1.0, 24), KEY)

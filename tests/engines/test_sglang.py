@@ -42,7 +42,7 @@ from tests.engines.answers import (
     rows,
     to_score,
 )
-from tests.engines.leftovers import eventually, left_by_sglang
+from tests.engines.process_leaks import eventually, left_by_sglang
 from tests.engines.sources import shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
 from tests.support.errors import raises
@@ -102,7 +102,7 @@ class TestAnswers(AnswerTests):
         assert 8 <= lengths[0] < 100
         assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
 
-    def test_a_nucleus_that_cannot_be_renormalised_is_refused(
+    def test_a_nucleus_that_cannot_be_renormalized_is_refused(
         self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(engine._about, "support", 50)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from flowrl.backends import VLLM, TorchTrainer
-from flowrl.backends.hosted.arrival import due_weights
+from flowrl.backends.hosted.arrival import expected_weights
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.data.keys import Key
@@ -395,4 +395,4 @@ def test_settings_that_conflict_are_refused(settings: dict[str, Any], names: tup
 def test_the_weights_that_are_due_are_those_that_a_trainer_sends(tmp_path: Any, kind: str) -> None:
     folder = tiny_folder(tmp_path, kind)
     sent = TorchTrainer(folder, device="cpu").build(CONTEXT).weights()
-    assert {name: due.shape for name, due in due_weights(folder).items()} == {name: w.shape for name, w in sent}
+    assert {name: due.shape for name, due in expected_weights(folder).items()} == {name: w.shape for name, w in sent}

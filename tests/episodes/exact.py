@@ -61,7 +61,7 @@ class Recorded:
 
 
 class Drawing:
-    """Draws one of `SAID` by the request's key, in tokens as no tokeniser would cut them; its end is one of three."""
+    """Draws one of `SAID` by the request's key, in tokens as no tokenizer would cut them; its end is one of three."""
 
     receipt = SimpleNamespace(version=3)
 

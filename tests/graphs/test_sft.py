@@ -121,7 +121,7 @@ def test_settings_reach_the_loss(changed: dict[str, Any]) -> None:
 
 
 def test_a_run_needs_no_engine_and_leaves_a_folder(tiny: str, tmp_path: Path) -> None:
-    """SFT takes the tokeniser of the model that it trains, and a run ends with a folder that is loaded again."""
+    """SFT takes the tokenizer of the model that it trains, and a run ends with a folder that is loaded again."""
     data = DemoData(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 3))
     run = Training(bound(sft(mini_batch=3), tiny), data, steps=2, prompts=3, folder=str(tmp_path / "run")).run()
     again = Training(bound(sft(), str(run.folder / "actor")), data, steps=1, prompts=3, folder=str(tmp_path / "more"))

@@ -1,4 +1,4 @@
-"""The shelf: every algorithm is legal, takes real steps, and is its neighbour but for what its paper changes."""
+"""The shelf: every algorithm is legal, takes real steps, and is its neighbor but for what its paper changes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_it_takes_three_steps_that_change_the_actor(algorithm: object, tiny: str
     assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
 
 
-def changed(graph: Graph, neighbour: Graph) -> list[str]:
-    """What a graph changes against its neighbour, line by line."""
-    return str(neighbour.diff(graph)).splitlines()[1:]
+def changed(graph: Graph, neighbor: Graph) -> list[str]:
+    """What a graph changes against its neighbor, line by line."""
+    return str(neighbor.diff(graph)).splitlines()[1:]
 
 
 def test_rloo() -> None:

@@ -22,7 +22,7 @@ from flowrl.distributed.place import Colocate, Split
 from flowrl.graphs import grpo
 from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
-from tests.on_ray.leftovers import family
+from tests.on_ray.process_leaks import family
 from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job
 from tests.support.errors import raises
 from tests.support.jobs import job_of

@@ -21,7 +21,7 @@ from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, cha
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
-from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, assert_same_numbers, kill_blocked, toy_job
 from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto

@@ -13,7 +13,7 @@ from flowrl.core.graphs.after import After
 from flowrl.distributed.place import Colocate
 from flowrl.errors import InPlaceError, NodeError
 from flowrl.graphs import grpo
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import toy_job
 from tests.support.jobs import prompt_batch, proto
 from tests.support.rewards import digits

@@ -21,7 +21,7 @@ from flowrl.graphs import ppo
 from flowrl.operators import Collect, RolloutCorrection, Spread
 from flowrl.records import Receipt
 from flowrl.run.engine.timeline import Span, Timeline
-from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.test_faults import batch, process_of
 from tests.on_ray.test_parity import numbers
 from tests.on_ray.toys import Desk, ToyRollout, ToyRolloutEngine, assert_same_numbers, toy_job

@@ -18,8 +18,8 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.group import TransferGroup
 from flowrl.sync.probe import Probe
-from flowrl.sync.wanted import WeightSelection
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from flowrl.sync.weight_selection import WeightSelection
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto

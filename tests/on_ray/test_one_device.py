@@ -19,7 +19,7 @@ from flowrl.protocols.protocols import Closable
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync import ipc
 from flowrl.sync.route import Seat
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
     Toy,

@@ -11,7 +11,7 @@ import pytest
 from flowrl import After, PromptData, Training, Validation, operator
 from flowrl import columns as c
 from flowrl.distributed.place import Colocate
-from tests.on_ray.leftovers import leaves_nothing
+from tests.on_ray.process_leaks import leaves_nothing
 from tests.on_ray.test_parity import numbers
 from tests.run.engine.test_over_time import changing
 

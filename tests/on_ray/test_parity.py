@@ -24,7 +24,7 @@ from flowrl.protocols.protocols import BuildContext
 from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
-from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import wherever
 from tests.support.jobs import job_of, prompt_batch, proto
 

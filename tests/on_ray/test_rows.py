@@ -30,7 +30,7 @@ from flowrl.operators import (
 )
 from flowrl.protocols.protocols import Scorer
 from flowrl.records import RolloutBatch, Sequences
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.test_runner import refuse_difference, run
 from tests.on_ray.toys import Desk, kill_blocked, toy_job
 from tests.support.jobs import prompt_batch, rollout_batch, write_prompts

@@ -22,7 +22,7 @@ from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import lay_out
 from flowrl.run.prediction.pretend import PretendRunner, blank_batch
 from flowrl.run.training.job import Job
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
     GroupScore,

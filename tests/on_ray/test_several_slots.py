@@ -14,7 +14,7 @@ from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.training.job import Job
-from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyRollout, assert_same_numbers, toy_job
 from tests.support.jobs import prompt_batch, proto
 from tests.support.rewards import digits

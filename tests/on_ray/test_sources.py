@@ -12,7 +12,7 @@ from flowrl import After, ByDifficulty, DemoData, PreferenceData, PromptData, Tr
 from flowrl.distributed.place import Colocate
 from flowrl.operators import Collect, Feedback, Spread
 from flowrl.run.training.checkpoint import Checkpoints
-from tests.on_ray.leftovers import leaves_nothing
+from tests.on_ray.process_leaks import leaves_nothing
 from tests.on_ray.test_parity import numbers
 from tests.support.jobs import job_of, write_prompts
 from tests.support.prompt_files import write_jsonl

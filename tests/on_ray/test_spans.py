@@ -19,7 +19,7 @@ from flowrl.operators import Collect, Interact, RolloutCorrection, Spread
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.timeline import Span
 from flowrl.run.training.job import Job
-from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.test_episodes import Longer
 from tests.on_ray.test_faults import process_of
 from tests.on_ray.test_lag import overlap

@@ -29,8 +29,8 @@ from flowrl.records import Receipt
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
-from flowrl.sync.wanted import WeightSelection
-from tests.on_ray.leftovers import leaves_nothing, process_ids
+from flowrl.sync.weight_selection import WeightSelection
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
 from tests.support.rewards import digits

@@ -101,7 +101,7 @@ def test_rows_that_are_too_far_apart_are_left_out(level: Level, inside: float, o
 
 @examples(40)
 @given(masks(), st.integers(0, 2**31), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]))
-def test_normalised_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
+def test_normalized_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
     """Over tokens, or over rows, those of weight 0 among them."""
     d = numbers(mask, seed, off=0.0)
     plain, _ = weights(RolloutCorrection(level, mode, high=1.5), d, mask)

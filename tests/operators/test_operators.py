@@ -31,7 +31,7 @@ from flowrl.operators import (
     Value,
 )
 from flowrl.operators.losses.objective import TokenObjective
-from flowrl.operators.updates.mini_batches import draw_rows, rank_parts
+from flowrl.operators.updates.mini_batches import mini_batch_rows, rank_parts
 from flowrl.protocols.protocols import Sampling
 from flowrl.records import RolloutBatch
 from tests.support.errors import raises
@@ -52,7 +52,7 @@ def critic(folder: str) -> Any:
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one with every real optimiser step."""
+    """Grows by one with every real optimizer step."""
     steps: list[None] = []
     step = torch.optim.SGD.step
 
@@ -262,7 +262,7 @@ def test_an_untrained_critic_values_everything_at_zero(tiny: str) -> None:
 )
 def test_every_epoch_holds_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
     rows = size * batches
-    drawn = draw_rows(rows, size, epochs, Key.of(seed))
+    drawn = mini_batch_rows(rows, size, epochs, Key.of(seed))
     assert [len(index) for index in drawn] == [size] * (batches * epochs)
     for epoch in range(epochs):
         of_epoch = torch.cat(drawn[epoch * batches : (epoch + 1) * batches])
@@ -271,7 +271,7 @@ def test_every_epoch_holds_every_row_once(size: int, batches: int, epochs: int, 
 
 def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() -> None:
     def order(seed: int) -> list[list[int]]:
-        return [index.tolist() for index in draw_rows(12, 4, 2, Key.of(seed))]
+        return [index.tolist() for index in mini_batch_rows(12, 4, 2, Key.of(seed))]
 
     assert order(1) == order(1)
     assert order(1) != order(2)
@@ -279,14 +279,14 @@ def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() ->
 
 
 def test_all_rows_at_once_keep_their_order() -> None:
-    (index,) = draw_rows(5, None, 1, KEY)
+    (index,) = mini_batch_rows(5, None, 1, KEY)
     assert index.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> None:
     mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
     weigh = TokenObjective(PPOClip()).weights
-    for batch in rank_parts(draw_rows(4, 2, 1, KEY), weigh, mask, mask, None):
+    for batch in rank_parts(mini_batch_rows(4, 2, 1, KEY), weigh, mask, mask, None):
         tokens = mask[batch.rows]
         expected = torch.where(tokens, 1.0 / tokens.sum(), torch.zeros(()))
         assert torch.equal(batch.weights, expected)
@@ -295,7 +295,7 @@ def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> Non
 @pytest.mark.parametrize(("rows", "mini_batch"), [(6, 4), (4, 8), (0, None), (0, 2)])
 def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) -> None:
     with raises("update.invalid-mini-batch", given=mini_batch, rows=rows):
-        draw_rows(rows, mini_batch, 1, KEY)
+        mini_batch_rows(rows, mini_batch, 1, KEY)
 
 
 # ---- UpdateActor and UpdateCritic

@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def architecture(path: Path, kind: str) -> str:
-    """Write a tiny random model of an architecture, and its tokeniser; returns the folder."""
+    """Write a tiny random model of an architecture, and its tokenizer; returns the folder."""
     config = CONFIG_MAPPING[kind](
         vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS, **SETTINGS[kind]
     )

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders for tests: a char-level tokeniser with a chat template and a 2-layer causal LM."""
+"""Tiny random Hugging Face folders for tests: a char-level tokenizer with a chat template and a 2-layer causal LM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 def char_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, plus `SPECIALS`; pad is id 0 and EOS id 1.
 
-    It is a byte-level BPE without merges, because transformers forces that pre-tokenisation on a ``qwen2`` folder.
+    It is a byte-level BPE without merges, because transformers forces that pre-tokenization on a ``qwen2`` folder.
     """
     symbols = CHARACTERS.replace(" ", "Ġ").replace("\n", "Ċ")
     core = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIALS, *symbols])}, [], unk_token="<unk>"))
@@ -84,7 +84,7 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
 
 def tiny_folder(tmp_path: str | os.PathLike[str], kind: str = "llama", seed: int = 0, **changed: Any) -> str:
-    """Write a tiny random model and its tokeniser under `tmp_path`; returns the folder. Its config may be `changed`.
+    """Write a tiny random model and its tokenizer under `tmp_path`; returns the folder. Its config may be `changed`.
 
     Weights are drawn wider than usual so that distributions are far from uniform and differ from token to token.
     """

@@ -1,4 +1,4 @@
-"""Tokenisers with the chat templates of the field, as far as turns, thinking and tools go; over bytes, with merges."""
+"""Tokenizers with the chat templates of the field, as far as turns, thinking and tools go; over bytes, with merges."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ TEMPLATES = {
 
 @cache
 def tokenizer_of(name: str) -> ChatTokenizer:
-    """A tokeniser with one of `TEMPLATES`; its EOS is another token than the end of a turn, but with mistral."""
+    """A tokenizer with one of `TEMPLATES`; its EOS is another token than the end of a turn, but with mistral."""
     template, end, others = TEMPLATES[name]
     eos = "</s>" if name == "mistral" else "<eos>"
     specials = list(dict.fromkeys(["<pad>", "<bos>", eos, end, *others]))

@@ -107,7 +107,7 @@ class Hosted(HostedRollout):
             self.held = {name: tensor.clone() for name, tensor in arrival.weights()}
             return "copy"
         with on("worker") as process:
-            self.held = {name: tensor.clone() for name, tensor in arrival.to_hand_over()}
+            self.held = {name: tensor.clone() for name, tensor in arrival.to_send()}
             digests = process.submit(lambda: {name: tensor_digest(name, held) for name, held in self.held.items()})
         arrival.check(digests.result(), "the worker")
         return "pipe"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from flowrl.backends.rollout import Ending, Watch
+from flowrl.backends.rollout import StopDetector, StopRule
 from flowrl.backends.torch.generate.sampler import next_token
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError
@@ -77,10 +77,10 @@ class Rule:
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling, device: torch.device) -> None:
         self.sampling = sampling
-        self._ending = Ending(tokenizer, sampling)
+        self._ending = StopRule(tokenizer, sampling)
         self._stops = torch.tensor(self._ending.token_ids, dtype=torch.int64, device=device)
 
-    def watch(self) -> Watch | None:
+    def watch(self) -> StopDetector | None:
         """The detector of stop strings for a response; None without stop strings."""
         return self._ending.watch() if self._ending.stop else None
 
@@ -99,7 +99,7 @@ class Row:
     rule: Rule
     since: list[tuple[int, int]] = field(default_factory=list)
     sampled: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
-    watch: Watch | None = None
+    watch: StopDetector | None = None
 
     @property
     def context(self) -> list[int]:

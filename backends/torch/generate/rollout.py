@@ -49,7 +49,7 @@ from flowrl.protocols.protocols import (
 from flowrl.records import Receipt
 from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
-from flowrl.sync.wanted import misfit
+from flowrl.sync.weight_selection import dtype_mismatch
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -287,7 +287,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
                 faults.append(f"{name} is unexpected")
             elif place.shape != tensor.shape:
                 faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
-            elif wrong := misfit(tensor.dtype, place.dtype):
+            elif wrong := dtype_mismatch(tensor.dtype, place.dtype):
                 faults.append(f"{name} {wrong}")
             else:
                 received[name] = tensor.detach().to(place.dtype)

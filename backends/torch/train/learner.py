@@ -19,7 +19,7 @@ from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, micro
 from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, WholeMiniBatch
+from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, ReplicatedMiniBatch
 from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
 
@@ -212,7 +212,7 @@ class Learner:
         self,
         part: Rows,
         turns: Sequence[Tensor | None],
-        whole: WholeMiniBatch,
+        whole: ReplicatedMiniBatch,
         objective: Objective[Rows],
         forward: Forward,
         metrics: Metrics,

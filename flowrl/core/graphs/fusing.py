@@ -25,11 +25,11 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 
 @runtime_checkable
-class Fuses(Protocol):
+class FusableUpdate(Protocol):
     """An operator that writes weights, and may compute what a scorer computes with them before."""
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
-        """This operator, which also writes the output of `scorer` from its first pass (`Scores`) and does not read it.
+        """This operator as a `FusedUpdate`: it writes the output of `scorer` from its first pass and does not read it.
 
         Or the reason why that is impossible, as a phrase after its name; None if `scorer` computes something else.
         """
@@ -37,8 +37,8 @@ class Fuses(Protocol):
 
 
 @runtime_checkable
-class Scores(Protocol):
-    """The operator that `Fuses.fusing` returns: it also writes the output of the node `scorer`."""
+class FusedUpdate(Protocol):
+    """The operator that `FusableUpdate.fusing` returns: it also writes the output of the node `scorer`."""
 
     scorer: str
 
@@ -66,7 +66,7 @@ def fusings(graph: Graph, unbound: bool = False) -> list[Fusing]:
     """
     found = []
     for update in graph.nodes.values():
-        if isinstance(update.operator, Fuses):
+        if isinstance(update.operator, FusableUpdate):
             before = graph.ancestors(update.name)
             for scorer in (node for node in graph.nodes.values() if node.name in before):
                 if (made := update.operator.fusing(scorer.operator)) is not None:
@@ -84,7 +84,7 @@ def fused(graph: GraphT, unbound: bool = False) -> GraphT:
 def scorers(graph: Graph) -> dict[str, str]:
     """In a `fused` graph: the update that writes the output of each removed node, by that node's name."""
     operators = ((name, node.operator) for name, node in graph.nodes.items())
-    return {operator.scorer: name for name, operator in operators if isinstance(operator, Scores)}
+    return {operator.scorer: name for name, operator in operators if isinstance(operator, FusedUpdate)}
 
 
 def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:
@@ -109,7 +109,7 @@ def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[s
 
 
 def _why_not(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbound: bool) -> str | None:
-    """Why a scorer is not fused into an update; `made` is what `Fuses.fusing` returned."""
+    """Why a scorer is not fused into an update; `made` is what `FusableUpdate.fusing` returned."""
     plan = Plan(graph)
     readers = [node.name for node in graph.nodes.values() if scorer.name in node.sources and node.name != update.name]
     waited_for = nx.ancestors(plan.network, update.name)
@@ -161,7 +161,7 @@ def _why_not_same_bits(backend: Backend | None, role: str, update: Node) -> str 
 
 def _rewritten(graph: GraphT, scorer: Node, update: Node) -> GraphT:
     """The graph in which `update` writes the output of `scorer`, and all readers of that output read it there."""
-    made = cast(Operator, cast(Fuses, update.operator).fusing(scorer.operator)).in_place_of(update.operator)
+    made = cast(Operator, cast(FusableUpdate, update.operator).fusing(scorer.operator)).in_place_of(update.operator)
     nodes = {}
     for name, node in graph.nodes.items():
         if name == scorer.name:

@@ -280,7 +280,7 @@ def pick(column: Any, rows: Tensor) -> Any:
     return column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]
 
 
-def refuse_none(gate: Gate, offered: int, unit: str) -> None:
+def refuse_empty(gate: Gate, offered: int, unit: str) -> None:
     """Refuse to continue without rows."""
     raise DataError(
         f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, or draw "

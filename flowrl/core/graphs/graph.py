@@ -14,7 +14,7 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.inference import infer
-from flowrl.core.graphs.lag import ON_POLICY, CanSwap, Lag, lag_of
+from flowrl.core.graphs.lag import ON_POLICY, Lag, SupportsLiveSync, lag_of
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
 from flowrl.core.operators.ports import PortField, Signature
@@ -165,7 +165,7 @@ class Node:
         return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
 
 
-def refuse_no_graph(given: object) -> None:
+def refuse_non_graph(given: object) -> None:
     """Refuse a value that is not a `Graph`; the message shows how to get one from it."""
     if isinstance(given, Graph):
         return
@@ -327,7 +327,7 @@ class Graph:
                 code="lag.unsupported",
                 lag=self.lag,
             )
-        if self.lag.spans and not any(isinstance(node.operator, CanSwap) for node in self.nodes.values()):
+        if self.lag.spans and not any(isinstance(node.operator, SupportsLiveSync) for node in self.nodes.values()):
             raise GraphError(
                 f"{self.lag!r} updates weights while requests are in flight, but no node of {self.name} can do that. "
                 f"Use the operator Sync, or pass edit(lag={self.lag.versions}).",

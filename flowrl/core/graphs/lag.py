@@ -60,7 +60,7 @@ ON_POLICY = Lag(0)
 
 
 @runtime_checkable
-class CanSwap(Protocol):
+class SupportsLiveSync(Protocol):
     """An operator that carries weights to an engine, and can do so while requests are in flight."""
 
     def swapping(self, caches: Caches) -> Operator:

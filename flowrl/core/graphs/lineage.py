@@ -41,7 +41,7 @@ def trained_on(graph: Graph, name: str) -> list[Node]:
     return [node for node in makers(graph, name) if generates(node)]
 
 
-def own_line(graph: Graph, name: str) -> list[Node]:
+def own_lineage(graph: Graph, name: str) -> list[Node]:
     """The ancestors of an update, itself included, that read or write columns of the tokens that it reads."""
     made = _makers(graph, name)
     if made is None:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from flowrl.columns import ColumnType
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lag import CanSwap
+from flowrl.core.graphs.lag import SupportsLiveSync
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 
@@ -23,7 +23,9 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 def swaps(graph: Graph) -> list[str]:
     """The nodes of a graph that swap weights while requests are in flight."""
-    return [node.name for node in graph.nodes.values() if graph.lag.spans and isinstance(node.operator, CanSwap)]
+    return [
+        node.name for node in graph.nodes.values() if graph.lag.spans and isinstance(node.operator, SupportsLiveSync)
+    ]
 
 
 def spanned(graph: GraphT) -> GraphT:
@@ -32,7 +34,7 @@ def spanned(graph: GraphT) -> GraphT:
         return graph
     nodes = dict(graph.nodes)
     for name in swaps(graph):
-        operator = cast(CanSwap, nodes[name].operator).swapping(graph.lag.caches)
+        operator = cast(SupportsLiveSync, nodes[name].operator).swapping(graph.lag.caches)
         nodes[name] = replace(nodes[name], operator=operator)
     for name, node in graph.nodes.items():
         rows = [edge for field, edge in node.inputs.items() if _column(node, field) == "policy_version"]

@@ -29,7 +29,7 @@ class Slots:
             machines = [str(table[bundle]) for bundle in range(place.slots)]
             self._bundles = by_machine(machines)
             here = ray.get_runtime_context().get_node_id()
-            refuse_torn(plans, [machines[bundle] for bundle in self._bundles], place, here)
+            refuse_split_processes(plans, [machines[bundle] for bundle in self._bundles], place, here)
             wide = self._kind == "GPU" and any(len(plan.slots) > 1 for plan in plans)
             self._gpus = self._gpu_numbers() if wide else []
         except BaseException:
@@ -108,7 +108,7 @@ def by_machine(machines: Sequence[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda bundle: machines.index(machines[bundle]))
 
 
-def refuse_torn(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
+def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
     """Refuse a host over several machines, and ``restart="role"`` over several machines.
 
     Args:

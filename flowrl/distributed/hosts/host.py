@@ -44,7 +44,7 @@ from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.wanted import WeightSelection, rounded
+from flowrl.sync.weight_selection import WeightSelection, rounded
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Host:
         """The process id."""
         return os.getpid()
 
-    def meeting_point(self, alone: bool, timeout: float) -> tuple[str, int]:
+    def rendezvous_address(self, alone: bool, timeout: float) -> tuple[str, int]:
         """Open a rendezvous store for the ranks, on the loopback if the whole job is on this machine; returns address
         and port."""
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
@@ -167,7 +167,7 @@ class Host:
 
         Args:
             bindings: the backends of the plan's roles.
-            meeting: the rendezvous of several ranks, see `meeting_point`.
+            meeting: the rendezvous of several ranks, see `rendezvous_address`.
             alone: whether all processes of the job with engines are on this machine.
             timeout: seconds of the rendezvous and of every collective.
         """

@@ -24,7 +24,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
 from flowrl.run.engine.result import StepResult, merge_metrics
-from flowrl.run.engine.runner import Held, Lengths, Runner, Task, TaskResult, code_and_facts
+from flowrl.run.engine.runner import Lengths, OutputHandle, Runner, Task, TaskResult, code_and_facts
 from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
 
 Batches = DataProto | Mapping[str, DataProto]
@@ -58,8 +58,8 @@ class _Step:
     round: Round = ONLY
     waits: dict[str, int] = field(default_factory=dict)
     readers: dict[str, int] = field(default_factory=dict)
-    outputs: dict[str, Mapping[str, Held]] = field(default_factory=dict)
-    earlier_rounds: list[Mapping[str, Mapping[str, Held]]] = field(default_factory=list)
+    outputs: dict[str, Mapping[str, OutputHandle]] = field(default_factory=dict)
+    earlier_rounds: list[Mapping[str, Mapping[str, OutputHandle]]] = field(default_factory=list)
     lengths: dict[str, Lengths] = field(default_factory=dict)
     metrics: dict[str, Metrics] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -259,7 +259,7 @@ class InFlightSteps:
             heapq.heappush(self._ready, entry)
 
     def _start(
-        self, info: NodeInfo, step: int, inputs: Mapping[PortField, Held], lengths: Lengths | None, round: Round
+        self, info: NodeInfo, step: int, inputs: Mapping[PortField, OutputHandle], lengths: Lengths | None, round: Round
     ) -> None:
         """Start an instance, with the scheduled parameters of its step."""
         now = Now(self._schedule_step(step), round, ahead=info.ahead)
@@ -424,7 +424,7 @@ class InFlightSteps:
         scores = {name: found for name, metrics in ordered.items() if (found := metrics.scores())}
         return StepResult(columns, values, merge_metrics(ordered), one.seconds, scores, one.filled)
 
-    def _fetched(self, info: NodeInfo, outputs: Mapping[str, Held], names: Iterable[str]) -> DataProto:
+    def _fetched(self, info: NodeInfo, outputs: Mapping[str, OutputHandle], names: Iterable[str]) -> DataProto:
         """Some columns of a node's outputs."""
         fetched = {name: self._runner.fetch(info.node, name, outputs[name]) for name in names}
         return DataProto(fetched) if fetched else _EMPTY

@@ -22,7 +22,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.timeline import Timeline
 
-Held = Any
+OutputHandle = Any
 """A runner's handle of a column."""
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
@@ -79,7 +79,7 @@ class Task:
     node: Node
     step: int | None
     seed: int
-    inputs: Mapping[PortField, Held]
+    inputs: Mapping[PortField, OutputHandle]
     state: Mapping[str, Any] = field(default_factory=dict)
     lengths: Lengths | None = None
     during: str | None = None
@@ -113,7 +113,7 @@ class TaskResult:
     """
 
     task: Task
-    outputs: Mapping[str, Held]
+    outputs: Mapping[str, OutputHandle]
     metrics: Metrics
     state: Mapping[str, Any]
     lengths: Lengths | None
@@ -148,7 +148,7 @@ class Runner(Protocol):
         """The slots that a node occupies; nodes with a common slot do not run concurrently."""
         ...
 
-    def put(self, node: Node, columns: Mapping[str, Tensor | np.ndarray[Any, Any]]) -> Mapping[str, Held]:
+    def put(self, node: Node, columns: Mapping[str, Tensor | np.ndarray[Any, Any]]) -> Mapping[str, OutputHandle]:
         """Handles of the columns of an input, by output."""
         ...
 
@@ -161,15 +161,17 @@ class Runner(Protocol):
         `NodeError`."""
         ...
 
-    def fetch(self, node: Node, output: str, held: Held) -> Tensor | np.ndarray[Any, Any]:
+    def fetch(self, node: Node, output: str, held: OutputHandle) -> Tensor | np.ndarray[Any, Any]:
         """The column of a handle."""
         ...
 
-    def secure(self, node: Node, outputs: Mapping[str, Held]) -> Mapping[str, Held]:
+    def secure(self, node: Node, outputs: Mapping[str, OutputHandle]) -> Mapping[str, OutputHandle]:
         """The outputs of a node, copied if needed so that they survive a restart of the processes that wrote them."""
         ...
 
-    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Held]]) -> Mapping[str, Held]:
+    def join(
+        self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, OutputHandle]]
+    ) -> Mapping[str, OutputHandle]:
         """Concatenate the columns of a node over several rounds.
 
         Args:

@@ -18,7 +18,7 @@ from flowrl.data.files import parse_json
 from flowrl.data.metrics import GroupScores, Metric, Metrics
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.run.engine.nodes import NodeInfo, lengths_of
-from flowrl.run.engine.runner import Held, Lengths, Runner
+from flowrl.run.engine.runner import Lengths, OutputHandle, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class NodeOutputs:
         lengths: of the rows that it wrote, if it wrote tokens.
     """
 
-    outputs: Mapping[str, Held]
+    outputs: Mapping[str, OutputHandle]
     lengths: Lengths | None
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from flowrl.backends import TorchTrainer
-from flowrl.backends.hosted.arrival import IncomingWeights, due_weights
+from flowrl.backends.hosted.arrival import IncomingWeights, expected_weights
 from flowrl.backends.hosted.keeper import members, shared_memory, start_keeper
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as sglang
@@ -195,7 +195,7 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     folder = tiny_folder(tmp_path, kind)
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
     sent = {name: (tensor.shape, tensor.dtype) for name, tensor in trainer.weights()}
-    due = due_weights(folder)
+    due = expected_weights(folder)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in due.items()} == sent
     arrival = IncomingWeights(trainer, None, due, torch.float32, folder)
     assert [name for name, _ in arrival.weights()] == list(sent)
@@ -223,7 +223,7 @@ def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype =
     return IncomingWeights(source, None, {"a": torch.zeros(2, 3), "b": torch.zeros(4)}, dtype, "folder")
 
 
-@pytest.mark.parametrize("way", [IncomingWeights.weights, IncomingWeights.to_hand_over])
+@pytest.mark.parametrize("way", [IncomingWeights.weights, IncomingWeights.to_send])
 def test_a_tensor_that_comes_twice_is_refused(way: Any) -> None:
     weights = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4)), ("a", torch.ones(2, 3))]
     with raises("engine.weights-mismatch", name="a", version=4):

@@ -10,7 +10,7 @@ import torch
 from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout, RawResponse
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.backends.rollout import Ending
+from flowrl.backends.rollout import StopRule
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EngineError
@@ -58,7 +58,7 @@ class Toy(HostedRollout):
     def _limits(self) -> tuple[int, int]:
         return FIRST + LETTERS, 64
 
-    def _settings(self, sampling: Sampling, ending: Ending) -> Any:
+    def _settings(self, sampling: Sampling, ending: StopRule) -> Any:
         if sampling.top_k:
             raise DataError("Toy has no top_k.", code="engine.unsupported-sampling")
         return sampling

@@ -12,7 +12,7 @@ from flowrl import columns as c
 from flowrl import graphs
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.core.graphs.after import After
-from flowrl.core.graphs.lineage import own_line, rows_per_prompt, trained_on
+from flowrl.core.graphs.lineage import own_lineage, rows_per_prompt, trained_on
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role, Writes
@@ -58,7 +58,7 @@ class TestWhatIsLegal:
         assert sampled(league(), "update_b") == ["generate_b"]
 
     def test_what_is_on_the_way_to_other_rows_is_not_its_own(self) -> None:
-        own = {node.name for node in own_line(league(), "update_b")}
+        own = {node.name for node in own_lineage(league(), "update_b")}
         assert {"generate_b", "old_b", "duel_b", "group_advantage_b"} <= own
         assert not own & {"generate", "old_log_prob", "group_advantage", "repeat"}
 
@@ -69,7 +69,7 @@ class TestWhatIsLegal:
 
     def test_a_policy_that_judges_itself_and_one_that_improves_on_a_draft(self) -> None:
         own_judge = judged().edit(set={"judge.rollout": Role("rollout"), "judge.top_k": 5})
-        assert "ask" in {node.name for node in own_line(own_judge, "update_actor")}
+        assert "ask" in {node.name for node in own_lineage(own_judge, "update_actor")}
         assert found(own_judge) == []
         assert found(own_judge.edit(lag=1)) == [("FR006", "generate")]  # and not what it says as a judge
         corrected = {"correction": After("group_advantage", RolloutCorrection())}

@@ -63,7 +63,7 @@ def test_rewards_are_weighed_where_their_gates_are_open(mask: Tensor, seed: int)
 def gdpo_by_hand(
     scores: Sequence[Sequence[float]], weights: Sequence[float], groups: Sequence[int], live: Sequence[bool], eps: float
 ) -> list[float]:
-    """The paper's two normalisations, over lists; a row that is masked entirely is in none."""
+    """The paper's two normalizations, over lists; a row that is masked entirely is in none."""
     total = [0.0] * len(groups)
     for term, weight in zip(scores, weights, strict=True):
         for group in set(groups):

@@ -17,7 +17,7 @@ from flowrl import columns as c
 from flowrl.backends import SGD, TorchTrainer
 from flowrl.core.operators.loss import Loss, Unit
 from flowrl.operators import DPO, UpdateActor
-from flowrl.operators.updates.mini_batches import draw_rows
+from flowrl.operators.updates.mini_batches import mini_batch_rows
 from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, rollout_batch, weights_of
 
@@ -33,7 +33,7 @@ def test_groups_stay_together_wherever_their_rows_stand(groups: int, size: int, 
     uid = names(*(str(row % groups) for row in range(groups * size)))
     if groups % each:
         return
-    drawn = draw_rows(len(uid), each * size, 2, Key.of(seed), uid)
+    drawn = mini_batch_rows(len(uid), each * size, 2, Key.of(seed), uid)
     assert len(drawn) == 2 * groups // each
     for index in drawn:
         of_batch = [uid[row] for row in index]
@@ -44,15 +44,15 @@ def test_groups_stay_together_wherever_their_rows_stand(groups: int, size: int, 
 
 def test_orders_of_groups_are_drawn() -> None:
     uid = names(*"aabbccddee")
-    orders = {tuple(torch.cat(draw_rows(10, 2, 1, Key.of(seed), uid)).tolist()) for seed in range(20)}
+    orders = {tuple(torch.cat(mini_batch_rows(10, 2, 1, Key.of(seed), uid)).tolist()) for seed in range(20)}
     assert len(orders) > 10
 
 
 def test_a_mini_batch_that_cuts_a_group_is_refused_with_one_that_does_not() -> None:
     with raises("update.invalid-mini-batch", given=2, rows=8) as error:
-        draw_rows(8, 2, 1, KEY, names(*"abababab"))
+        mini_batch_rows(8, 2, 1, KEY, names(*"abababab"))
     assert "mini_batch=4, or None" in error.value.message
-    assert len(draw_rows(8, 4, 1, KEY, names(*"abababab"))) == 2
+    assert len(mini_batch_rows(8, 4, 1, KEY, names(*"abababab"))) == 2
 
 
 class Seen(Loss):

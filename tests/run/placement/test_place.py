@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowrl.backends import Backend, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.distributed.cluster.slots import by_machine, refuse_torn
+from flowrl.distributed.cluster.slots import by_machine, refuse_split_processes
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
@@ -289,24 +289,24 @@ class TestSeveralSlotsARank:
 class TestMachines:
     """Which bundles of a placement group the slots are."""
 
-    def test_neighbours_are_on_one_machine(self) -> None:
+    def test_neighbors_are_on_one_machine(self) -> None:
         assert by_machine(["a", "a", "a"]) == [0, 1, 2]
         assert by_machine(["b", "a", "b", "a", "c", "b"]) == [0, 2, 5, 1, 3, 4]
 
     def test_a_process_is_on_one(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
-        refuse_torn(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
+        refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
         with raises("cluster.several-machines", process="rollout[1]", slots=(2, 3), machines=2):
-            refuse_torn(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
+            refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
 
     def test_what_is_rebuilt_from_files_is_on_one(self) -> None:
         place = Colocate(2, restart="role")
         hosts = lay_out(bound(), place)
-        refuse_torn(hosts, ["a", "a"], place, "a")
-        refuse_torn(hosts, ["a", "b"], Colocate(2), "a")
+        refuse_split_processes(hosts, ["a", "a"], place, "a")
+        refuse_split_processes(hosts, ["a", "b"], Colocate(2), "a")
         for machines, here in ((["a", "b"], "a"), (["a", "a"], "b")):
             with raises("cluster.several-machines", slots=2, machines=2):
-                refuse_torn(hosts, machines, place, here)
+                refuse_split_processes(hosts, machines, place, here)
 
 
 class TestMemory:

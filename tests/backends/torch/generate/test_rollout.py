@@ -110,7 +110,7 @@ def test_assembled_sequences_score_as_they_were_sampled(engine: TorchRolloutEngi
 
 
 def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then top-p on what is left, each renormalised: one row, float64, plain loops."""
+    """Temperature, then top-k, then top-p on what is left, each renormalized: one row, float64, plain loops."""
     weight = np.exp(logits / temperature - np.max(logits / temperature))
     ranked = sorted(range(len(weight)), key=lambda i: (-weight[i], i))
     ranked = ranked[:top_k] if top_k else ranked

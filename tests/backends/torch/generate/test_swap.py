@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import TorchRollout
-from flowrl.backends.rollout import Alone
+from flowrl.backends.rollout import FairLock
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import SHARED
 from flowrl.errors import SyncError
@@ -234,7 +234,7 @@ def test_another_thread_swaps_under_rows_that_are_generated(folder: Folder, monk
 
 
 def test_who_waits_comes_before_who_goes_in_again_and_again() -> None:
-    alone, seen, stop = Alone(), list[str](), threading.Event()
+    alone, seen, stop = FairLock(), list[str](), threading.Event()
 
     def again_and_again() -> None:
         while not stop.is_set():

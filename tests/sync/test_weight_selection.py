@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl.sync.wanted import WeightSelection, misfit, rounded
+from flowrl.sync.weight_selection import WeightSelection, dtype_mismatch, rounded
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_an_adapter_goes_as_it_is() -> None:
     ],
 )
 def test_what_fits(sent: torch.dtype, held: torch.dtype, fits: bool) -> None:
-    assert (misfit(sent, held) is None) == fits
+    assert (dtype_mismatch(sent, held) is None) == fits

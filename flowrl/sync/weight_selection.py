@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.sync.probe import Probe
 
-KEPT = frozenset(
+FLOAT32_PARTS = frozenset(
     {"A_log", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d"}  # state-space mixers, and linear attention (Kimi, Ling)
     | {"gate", "router", "e_score_correction_bias"}  # what routes tokens to experts; Ernie's biases are a matrix
     | {"indexer", "ape", "position_bias"}  # sparse attention of DeepSeek
@@ -43,13 +43,13 @@ class WeightSelection:
 
 def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Weights on their way to an engine that holds matrices in `dtype`: those in float32 are rounded to it here and not
-    there, so that half of the bytes travel. Vectors and `KEPT` go as they are."""
+    there, so that half of the bytes travel. Vectors and `FLOAT32_PARTS` go as they are."""
     for name, tensor in weights:
         rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
-        yield name, tensor.detach().to(dtype) if rounds and KEPT.isdisjoint(name.split(".")) else tensor
+        yield name, tensor.detach().to(dtype) if rounds and FLOAT32_PARTS.isdisjoint(name.split(".")) else tensor
 
 
-def misfit(sent: torch.dtype, held: torch.dtype) -> str | None:
+def dtype_mismatch(sent: torch.dtype, held: torch.dtype) -> str | None:
     """What is wrong with a tensor of one dtype for an engine that holds another; None if nothing is."""
     if sent == held or (sent.is_floating_point and held.is_floating_point and sent.itemsize >= held.itemsize):
         return None
