@@ -58,7 +58,7 @@ def weights_for(
         source: a trainer, whose weights are hashed here, or a proxy of one in another process.
         checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
             and compares the digests.
-        dtype: to which matrices of a trainer in this process are rounded before (`flowrl.sync.weight_selection.rounded`).
+        dtype: to which matrices of a trainer in this process are rounded before.
 
     Raises:
         SyncError: see `refuse_other_base`; or a tensor is sent twice.

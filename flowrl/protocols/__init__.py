@@ -57,6 +57,7 @@ __all__ = [
     "Objective",
     "OfDistribution",
     "RemoteWeights",
+    "ReplicatedMiniBatch",
     "Request",
     "Response",
     "RewardScorer",
@@ -70,7 +71,6 @@ __all__ = [
     "TextRewardScorer",
     "Top",
     "Trainer",
-    "WholeMiniBatch",
 ]
 
 __getattr__ = lazy(
@@ -108,6 +108,6 @@ __getattr__ = lazy(
         "TextRewardScorer": "scorers",
         "Top": "scorers",
         "Trainer": "protocols",
-        "WholeMiniBatch": "protocols",
+        "ReplicatedMiniBatch": "protocols",
     },
 )
