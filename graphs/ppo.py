@@ -20,7 +20,7 @@ from flowrl.operators import (
     Value,
     Whiten,
 )
-from flowrl.operators.corrections import MismatchState
+from flowrl.operators.corrections import Mismatched
 from flowrl.records import CriticUpdated, PromptBatch, Receipt
 
 
@@ -39,7 +39,7 @@ def ppo(
     ppo_epochs: int = 1,
     mini_batch: int | None = None,
     critic_warmup: int = 0,
-) -> tuple[Receipt, CriticUpdated, MismatchState]:
+) -> tuple[Receipt, CriticUpdated, Mismatched]:
     """Proximal policy optimization with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:

@@ -281,7 +281,7 @@ PRESETS: Mapping[str, RolloutCorrection] = {
 """The corrections of `RolloutCorrection.preset`."""
 
 
-class MismatchState(NamedTuple):
+class Mismatched(NamedTuple):
     """The mean of ``|old - rollout|`` in a step, and its alarm threshold (None during calibration); nats per token."""
 
     logp_diff_mean: float
@@ -325,12 +325,12 @@ class Mismatch(Operator):
         old_log_probs: OldLogProbs,
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
-    ) -> MismatchState:
+    ) -> Mismatched:
         # Select the tokens on the mask first, so that no sum depends on the padding.
         ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")[response_mask]
         old, rollout = old_log_probs[response_mask].double(), rollout_log_probs[response_mask].double()
         if not len(ratios):
-            return MismatchState(0.0, None)
+            return Mismatched(0.0, None)
         difference, outside = (old - rollout).abs(), (ratios < NEAR_ONE[0]) | (ratios > NEAR_ONE[1])
         mean, worst, share = float(difference.mean()), float(difference.max()), float(outside.double().mean())
         metrics.mean("rollout/logp_diff_mean", difference.sum(), len(ratios))
@@ -342,7 +342,7 @@ class Mismatch(Operator):
         step, largest = seen["steps"] + 1, seen["largest"]
         if step <= self.calibration and math.isfinite(mean):
             self.seen.value = {"steps": step, "largest": max(largest, mean), "alarm": False}
-            return MismatchState(mean, None)
+            return Mismatched(mean, None)
         threshold = max(self.margin * largest, ROUNDING)
         metrics.max("rollout/alarm_above", threshold)
         self.seen.value = {"steps": step, "largest": largest, "alarm": mean > threshold}
@@ -360,4 +360,4 @@ class Mismatch(Operator):
                 threshold,
                 min(step - 1, self.calibration),
             )
-        return MismatchState(mean, threshold)
+        return Mismatched(mean, threshold)

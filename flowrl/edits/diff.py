@@ -33,7 +33,7 @@ class Diff:
         pruned: nodes that were removed because no node reads them any more.
         removed: other nodes that were removed: sinks, nodes with remaining readers, and nodes whose outputs an added
             node writes.
-        supplanted: for a removed node, the nodes that its readers read now, or that write its outputs.
+        replacements: for a removed node, the nodes that its readers read now, or that write its outputs.
         renamed: new names by old, of nodes that differ in nothing else; these are neither added nor removed.
         allow: the reasons for breaking a rule, before and after; None is not allowed.
         seconds: the predicted time of a step, before and after; None without costs.

@@ -211,7 +211,7 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
         return cast(Updated, Scored(updated, old)) if self.scores else updated
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
-        """This update fused with `OldLogProb`, or why it cannot be; see `flowrl.core.graphs.fusing.Fuses`."""
+        """This update fused with `OldLogProb`, or why it cannot be; see `flowrl.core.graphs.fusing.FusableUpdate`."""
         if type(scorer) is not OldLogProb or scorer.actor != self.actor:
             return None
         if type(self) is not UpdateActor:

@@ -24,7 +24,7 @@ from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Mismatch, PPOClip, RolloutCorrection, Whiten
-from flowrl.operators.corrections import Level, MismatchState, Mode, bound_ratios, importance_ratios
+from flowrl.operators.corrections import Level, Mismatched, Mode, bound_ratios, importance_ratios
 from flowrl.operators.losses.objective import TokenObjective
 from tests.nightly import examples
 from tests.support.errors import raises
@@ -342,7 +342,7 @@ class TestMismatch:
         metrics = Metrics()
         found = Mismatch()(ROLLOUT, OLD, MASK, metrics=metrics)
         d = [math.log(2), math.log(0.5), math.log(4), 0.0, 0.0]  # old - rollout
-        assert found == MismatchState(pytest.approx(sum(map(abs, d)) / 5), None)  # type: ignore[arg-type]
+        assert found == Mismatched(pytest.approx(sum(map(abs, d)) / 5), None)  # type: ignore[arg-type]
         assert metrics.compute() == pytest.approx(
             {
                 "rollout/logp_diff_mean": sum(map(abs, d)) / 5,
@@ -436,7 +436,7 @@ class TestMismatch:
     def test_steps_without_tokens_neither_count_nor_fail(self) -> None:
         session, metrics = Session({}, seed=0), Metrics()
         with session.active():
-            assert Mismatch()(ROLLOUT, OLD, torch.zeros_like(MASK), metrics=metrics) == MismatchState(0.0, None)
+            assert Mismatch()(ROLLOUT, OLD, torch.zeros_like(MASK), metrics=metrics) == Mismatched(0.0, None)
         assert metrics.compute() == {}
         assert session.state["mismatch.seen"]["steps"] == 0
 

@@ -89,7 +89,7 @@ class Hosts:
             bindings = {role: self.bindings[role] for role in roles}
             meeting, seconds = None, self.place.deadline
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
-                meeting = self.ask(ranks[:1], loading, "meeting_point", alone, seconds)[0]
+                meeting = self.ask(ranks[:1], loading, "rendezvous_address", alone, seconds)[0]
             try:
                 self.ask(ranks, loading, "build", bindings, meeting, alone, seconds, patience=patience)
             except NodeError as error:

@@ -63,7 +63,7 @@ def test_a_job_on_one_machine_stays_on_the_loopback(nodes: tuple[str, ...], monk
     calls: list[tuple[str, Any]] = []
 
     def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
-        calls.append((method, args[0] if method == "meeting_point" else args[2]))
+        calls.append((method, args[0] if method == "rendezvous_address" else args[2]))
         return [("address", 1)] * len(to)
 
     monkeypatch.setattr(Hosts, "ask", ask)
@@ -79,7 +79,7 @@ def test_a_job_on_one_machine_stays_on_the_loopback(nodes: tuple[str, ...], monk
     started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)
     started.start(plans)
     alone = set(nodes) == {"a"}
-    assert calls == [("meeting_point", alone), ("build", alone), ("build", alone)]
+    assert calls == [("rendezvous_address", alone), ("build", alone), ("build", alone)]
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -31,7 +31,7 @@ from flowrl.operators import (
     Sync,
     UpdateActor,
 )
-from flowrl.operators.corrections import MismatchState
+from flowrl.operators.corrections import Mismatched
 from flowrl.records import Receipt
 from flowrl.run.engine.local import local_steps
 from tests.nightly import nightly
@@ -181,7 +181,7 @@ def test_an_operator_runs_on_the_stack_of_the_caller_of_step() -> None:
 
 
 @algorithm
-def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) -> tuple[Receipt, MismatchState]:
+def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) -> tuple[Receipt, Mismatched]:
     """GRPO, written out."""
     prompts = Repeat(n)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)

@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_serve_is_refused_when_built_and_not_before(folder:
         lambda: TorchTrainer("m", grad_clip=0),
         lambda: TorchTrainer("m", dtype="float16"),
         lambda: TorchScorer("m", max_tokens=0),
-        lambda: TorchTrainer("m", optimizer=SGD(lr=1.0)),
+        lambda: TorchTrainer("m", optim=SGD(lr=1.0)),
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_loads(make: Callable[[], Any]) -> None:
