@@ -1,5 +1,7 @@
-"""`Repeat`, `Generate`, the log-prob and value operators, and `UpdateActor`/`UpdateCritic`, called by hand on live
-engines."""
+"""Tests of `operators/engines/engines.py` and `operators/updates/update.py`, called by hand on live engines.
+
+They cover `Repeat`, `Generate`, the log-prob and value operators, `UpdateActor` and `UpdateCritic`.
+"""
 
 from __future__ import annotations
 
