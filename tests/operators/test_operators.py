@@ -1,7 +1,5 @@
-"""Tests of `operators/engines/engines.py` and `operators/updates/update.py`, called by hand on live engines.
-
-They cover `Repeat`, `Generate`, the log-prob and value operators, `UpdateActor` and `UpdateCritic`.
-"""
+"""Tests of `operators/engines/engines.py` (`Repeat`, `Generate`, log-probs, values) and `operators/updates/update.py`,
+called by hand on live engines."""
 
 from __future__ import annotations
 
