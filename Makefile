@@ -82,7 +82,7 @@ nightly-ray: $(READY)
 nightly-engines: $(ENGINES_READY)
 	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "nightly and engines"
 
-check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and check the limits on files, functions and folders
+check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and limit files, functions and folders
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
