@@ -24,7 +24,7 @@ ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
 TWO_PROCESSES  := --numprocesses 2 --dist worksteal
 
 # `make check` runs test_budgets.py.
-MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray tests/draw/test_pictures.py tests/test_budgets.py)
+MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray tests/draw/test_pictures.py tests/repository/test_budgets.py)
 RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
 ENGINES_TESTS  := tests/engines tests/backends
@@ -82,11 +82,11 @@ nightly-ray: $(READY)
 nightly-engines: $(ENGINES_READY)
 	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "nightly and engines"
 
-check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and hold the budgets of length
+check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and limit files, functions and folders
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_budgets.py
+	$(BIN)/python -m pytest --quiet tests/repository/test_budgets.py
 
 bench: $(READY)  ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/*.py)); do \

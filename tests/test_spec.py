@@ -1,4 +1,7 @@
-"""Specs: parameters are typed, ranged and frozen; an error names each wrong parameter in a sentence."""
+"""Tests of `spec.py` and `flowrl/parameter_errors.py`: parameters are typed, checked against ranges, and frozen.
+
+An error names each wrong parameter.
+"""
 
 from __future__ import annotations
 

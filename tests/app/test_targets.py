@@ -1,4 +1,7 @@
-"""Targets of the command line that are algorithms, by their names; the others are in `tests/app/test_cli.py`."""
+"""Tests of `targets.py` and `graphs/variants.py`: command-line targets that are names of algorithms.
+
+`tests/app/test_cli.py` has the other targets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an audit finds of methods of which it is known: zeros and identities, held against sums written here."""
+"""Tests of `audit.py`, `record.py` and `trial.py`: audits of methods with known results.
+
+They compare zeros and identities with sums computed in this file.
+"""
 
 from __future__ import annotations
 

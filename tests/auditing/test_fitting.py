@@ -1,4 +1,4 @@
-"""Graphs made to fit a task, what they state, and those that cannot be audited."""
+"""Tests of `fitting.py` and `objective.py`: graphs fitted to a task, and graphs that cannot be audited."""
 
 from __future__ import annotations
 

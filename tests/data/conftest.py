@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrl.data.proto.dataproto import DataProto
-from tests.support.protos import rollout
+from tests.support.rows.protos import rollout
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Mermaid text, read back by a small reader; what Mermaid makes of it, tests/draw/test_pictures.py looks at."""
+"""Tests of `mermaid.py` and `picture.py`: a small reader parses the Mermaid text again.
+
+`tests/draw/test_pictures.py` checks what Mermaid draws from it.
+"""
 
 from __future__ import annotations
 

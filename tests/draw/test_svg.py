@@ -1,4 +1,7 @@
-"""The drawing: everything is in it, nothing overlaps, and the page that holds it needs no network."""
+"""Tests of `svg.py` and `layout.py`: the drawing is complete and nothing overlaps.
+
+The page that holds it needs no network.
+"""
 
 from __future__ import annotations
 

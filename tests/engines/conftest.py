@@ -23,8 +23,8 @@ import pytest
 from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
-from tests.engines.answers import CONTEXT
-from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
+from tests.engines.contract.answers import CONTEXT
+from tests.engines.vllm.vllm_slot import VLLM_SETTINGS, VLLMSlot
 from tests.support.models import EOS, tiny_folder
 
 

@@ -30,9 +30,9 @@ from flowrl.protocols.protocols import Sampling
 from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
-from tests.engines.answers import CONTEXT, by_torch
-from tests.engines.process_leaks import eventually, left_by_sglang
-from tests.engines.vllm_slot import VLLMSlot
+from tests.engines.contract.answers import CONTEXT, by_torch
+from tests.engines.sglang.process_leaks import eventually, left_by_sglang
+from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.on_ray.process_leaks import ends, family, leaves_nothing, process_ids
 from tests.support.jobs import job_of, prompt_batch, proto
 from tests.support.models import tiny_folder

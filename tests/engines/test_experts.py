@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.protocols.protocols import Sampling
-from tests.engines.answers import CONTEXT, GREEDY, KEY, by_torch, names, ragged, refuse_other_log_probs, rows
-from tests.engines.sources import Altered
-from tests.engines.vllm_slot import VLLMSlot
+from tests.engines.contract.answers import CONTEXT, GREEDY, KEY, by_torch, names, ragged, refuse_other_log_probs, rows
+from tests.engines.contract.sources import Altered
+from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 128}

@@ -13,10 +13,10 @@ from torch import Tensor
 from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.protocols.protocols import Sampling
-from tests.engines.answers import CONTEXT, KEY, to_score
+from tests.engines.contract.answers import CONTEXT, KEY, to_score
+from tests.engines.contract.sources import Altered, Crooked
 from tests.engines.real import PACKAGE, smollm2
-from tests.engines.sources import Altered, Crooked
-from tests.engines.vllm_slot import VLLMSlot
+from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.support.errors import raises
 
 pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]

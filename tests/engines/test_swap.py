@@ -29,7 +29,7 @@ from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
 from flowrl.run.training.training import Run, Training
 from tests import ROOT
-from tests.engines.vllm_slot import VLLMSlot
+from tests.engines.vllm.vllm_slot import VLLMSlot
 
 STEPS = 14
 LENGTH = 64

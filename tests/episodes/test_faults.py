@@ -1,4 +1,7 @@
-"""Environments that fail: the error names the row; the episode is retried and closed; the others are not affected."""
+"""Tests of faults in `environment.py`: the error names the row, and flowrl retries and closes the episode.
+
+The other episodes are not affected.
+"""
 
 from __future__ import annotations
 

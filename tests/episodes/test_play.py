@@ -1,4 +1,7 @@
-"""Episodes against a policy that follows a script: turns, rewards, time limits and faults."""
+"""Tests of `play.py`, `chat.py` and `tools.py`: episodes against a policy that follows a script.
+
+They cover turns, rewards, time limits and faults.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from flowrl.run.training.job import Job
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact
-from tests.support.prompt_files import write_jsonl
 from tests.support.rewards import digits
+from tests.support.rows.prompt_files import write_jsonl
 from tests.support.runs import walk
 
 KEY = Key.of(0)

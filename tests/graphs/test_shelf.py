@@ -1,4 +1,7 @@
-"""The shelf: every algorithm is legal, takes real steps, and is its neighbor but for what its paper changes."""
+"""Tests of the shelf, with `advantages.py`, `losses.py` and `reinforce.py`: algorithms pass the rules and train.
+
+Each differs from its neighbor only by what its paper changes.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flowrl.operators.reward.pool import close_pools
-from tests.support.reward_rows import SCORES
+from tests.support.rows.reward_rows import SCORES
 
 
 @pytest.fixture(scope="module")

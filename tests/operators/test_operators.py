@@ -1,5 +1,5 @@
-"""`Repeat`, `Generate`, the log-prob and value operators, and `UpdateActor`/`UpdateCritic`, called by hand on live
-engines."""
+"""Tests of `operators/engines/engines.py` (`Repeat`, `Generate`, log-probs, values) and `operators/updates/update.py`,
+called by hand on live engines."""
 
 from __future__ import annotations
 

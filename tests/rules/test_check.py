@@ -1,4 +1,7 @@
-"""Rules: each finds the graph that breaks it, with the node and a fix, and no other."""
+"""Tests of `check.py` and `weights.py`: each rule finds the graph that breaks it, and no other.
+
+The finding names the node and a fix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules about episodes: each finds the environment that breaks it, and nothing in similar ones."""
+"""Tests of `episodes.py` and `environment_source.py`: rules about episodes.
+
+Each rule finds the environment that breaks it, and accepts similar ones that do not.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.ipc import can_share, export_handles, open_handles
-from tests.engines.sources import shared_by_name
+from tests.engines.contract.sources import shared_by_name
 
 OTHER = """
 import sys

@@ -1,6 +1,7 @@
-"""Weights as a stream: real gloo between threads and processes, without Ray; whatever damages it is named.
+"""Tests of `stream.py`, `group.py` and `received.py`: weights as a stream, over gloo between threads and processes.
 
-Sides wait for each other longer than a test may take, so a test that ends shows that nobody was left waiting.
+The tests need no Ray, and errors name every kind of damage. Both sides wait for each other longer than a test may take,
+so a test that ends shows that neither side was waiting.
 """
 
 from __future__ import annotations

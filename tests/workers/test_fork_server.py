@@ -1,4 +1,7 @@
-"""Workers are forked from a process that has imported, and each is as clean as a new process."""
+"""Tests of `fork_server.py` and `fork_server_process.py`: workers are forks of a warm process.
+
+That process has imported their modules. Each worker is as clean as a new process.
+"""
 
 from __future__ import annotations
 

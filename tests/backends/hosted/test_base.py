@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.protocols.protocols import CacheStats, LiveWeightUpdate, StreamingRollout
 from tests.backends.hosted.toy import KEY, PROBE, Toy, asking, expected
-from tests.engines.sources import Altered
+from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
 
 

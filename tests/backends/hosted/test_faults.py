@@ -11,7 +11,7 @@ from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import Caches
 from tests.backends.hosted.toy import PROBE, Toy, asking, expected
-from tests.engines.sources import Altered
+from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
 
 DEAD = "Worker 1 of 2 of Toy was killed by SIGKILL"

@@ -1,4 +1,7 @@
-"""A process that is spoken to over pipes: what it answers, how it dies, and that nothing of it is left."""
+"""Tests of `process.py` and `keeper.py`: a process that is called over pipes.
+
+They cover its responses, how it dies, and that it leaves nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Faults of `SGLang` with a toy in the place of its process: each is named, and the next sync starts it again.
 
-tests/engines/test_sglang.py has one fault of the real process in every run, and the others nightly.
+tests/engines/sglang/test_sglang.py has one fault of the real process in every run, and the others nightly.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from flowrl.operators import Interact
 from flowrl.protocols.protocols import Sampling
 from flowrl.sync.digest import weights_digest
 from tests.backends.sglang.toy_server import ENDLESS, WORD
-from tests.engines.answers import CONTEXT, GREEDY, KEY, names, ragged, rows
-from tests.engines.requests import Counts
-from tests.engines.sources import Altered
+from tests.engines.contract.answers import CONTEXT, GREEDY, KEY, names, ragged, rows
+from tests.engines.contract.requests import Counts
+from tests.engines.contract.sources import Altered
 from tests.operators.engines.test_interact import prompts_of
 from tests.support.errors import raises
 from tests.support.models import tiny_folder

@@ -1,4 +1,7 @@
-"""`@algorithm`: a function is traced into a graph, or runs on tensors."""
+"""Tests of `algorithm.py`, `flowrl/core/operators/symbols.py` and `flowrl/record_types.py`.
+
+`@algorithm` traces a function into a graph, or runs it on tensors.
+"""
 
 from __future__ import annotations
 

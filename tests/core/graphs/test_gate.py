@@ -1,4 +1,7 @@
-"""Gates: the columns that pass, by call and by edit, and gates in later edits."""
+"""Tests of `gate.py` and `flowrl/edits/gating.py`: gates, inserted by a call or by an edit.
+
+They cover the columns that pass, and gates in later edits.
+"""
 
 from __future__ import annotations
 

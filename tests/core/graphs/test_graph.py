@@ -1,4 +1,7 @@
-"""Graphs: what is reached, in which order, and that nothing about them changes."""
+"""Tests of `graph.py`, `flowrl/graph.py` and `flowrl/protocols/backend.py`: graphs are immutable.
+
+They cover the nodes that a graph reaches, and their order.
+"""
 
 from __future__ import annotations
 

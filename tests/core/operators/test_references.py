@@ -12,7 +12,7 @@ import pytest
 
 from flowrl.core.operators import references as functions
 from tests.support.errors import raises
-from tests.support.reward_rows import SCORES
+from tests.support.rows.reward_rows import SCORES
 
 
 class Called:

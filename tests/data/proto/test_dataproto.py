@@ -1,4 +1,7 @@
-"""DataProto: operations, padding by the columns' own rules, records, and how it is shown."""
+"""Tests of `dataproto.py` and `column_math.py`: operations on rows, and padding by the rule of each column.
+
+They also cover records, and how a `DataProto` is printed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.records import PromptBatch, Sequences, Updated
 from tests.nightly import examples
 from tests.support.errors import raises
-from tests.support.protos import protos, rollout, rows_of_tokens
+from tests.support.rows.protos import protos, rollout, rows_of_tokens
 
 fast = examples(40)
 

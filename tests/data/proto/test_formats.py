@@ -20,7 +20,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import DataError
 from tests.nightly import examples
 from tests.support.errors import raises
-from tests.support.protos import protos, rollout
+from tests.support.rows.protos import protos, rollout
 
 fast = examples(40)
 

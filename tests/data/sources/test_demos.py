@@ -1,4 +1,7 @@
-"""Demonstrations and preferences from files: columns, ids, and refused rows."""
+"""Tests of `demos.py` and `flowrl/records.py`: demonstrations and preferences from files.
+
+They cover columns, ids, and refused rows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import ParameterError
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
-from tests.support.prompt_files import write_jsonl
+from tests.support.rows.prompt_files import write_jsonl
 
 ASK = [{"role": "user", "content": "1+1="}]
 

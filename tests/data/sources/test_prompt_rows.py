@@ -18,7 +18,7 @@ from flowrl.data.sources import file_source, prompt_rows
 from flowrl.data.text.tokenizer import ChatTokenizer
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
-from tests.support.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
+from tests.support.rows.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
 
 
 def nested(depth: int) -> str:

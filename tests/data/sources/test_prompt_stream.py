@@ -17,7 +17,7 @@ from flowrl.data.sources.prompts import PromptData
 from flowrl.records import PromptBatch
 from tests.nightly import examples
 from tests.support.errors import raises
-from tests.support.prompt_files import Characters, load, record, truths, write_jsonl
+from tests.support.rows.prompt_files import Characters, load, record, truths, write_jsonl
 
 # ---- batches
 

@@ -1,4 +1,4 @@
-"""Reading prompts from JSONL and parquet, and refusing malformed rows."""
+"""Tests of `prompts.py` and `file_source.py`: prompts from JSONL and parquet files, and refused malformed rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import ParameterError
 from tests.support.errors import raises
 from tests.support.models import char_tokenizer, tiny_folder
-from tests.support.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
+from tests.support.rows.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
 
 
 def refused(tmp_path: Path, row: Any, code: str, good: int = 1, **facts: Any) -> None:

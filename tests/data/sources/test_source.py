@@ -11,7 +11,7 @@ from flowrl import PromptData, Source
 from flowrl.data.sources.samplers import ByDifficulty
 from flowrl.data.sources.source import Stream
 from tests.support.errors import raises
-from tests.support.prompt_files import Characters, record, write_jsonl
+from tests.support.rows.prompt_files import Characters, record, write_jsonl
 
 
 def stream_of(tmp_path: Path, rows: int = 6, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The thread that watches Ray's processes; see `tests/on_ray/test_deaths_of_ray.py` for the death of Ray."""
+"""The thread that watches Ray's processes; see `tests/on_ray/faults/test_deaths_of_ray.py` for the death of Ray."""
 
 from __future__ import annotations
 

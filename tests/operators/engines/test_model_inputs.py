@@ -1,4 +1,7 @@
-"""What a model is given of rows: tokens, or the columns of a record of one's own; see also `tests/test_cartpole.py`."""
+"""What a model is given of rows: tokens, or the columns of a custom record.
+
+See also `tests/examples/test_cartpole.py`.
+"""
 
 from __future__ import annotations
 

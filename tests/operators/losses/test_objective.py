@@ -13,7 +13,7 @@ from flowrl.operators import KLLoss, PPOClip, UpdateActor, UpdateCritic, ValueCl
 from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
 from tests.nightly import examples
 from tests.support.errors import raises
-from tests.support.loss_rows import (
+from tests.support.rows.loss_rows import (
     NAN,
     Rows,
     aggregate,

@@ -19,7 +19,7 @@ from flowrl.operators.losses.objective import Aggregation, TokenObjective
 from tests.nightly import examples
 from tests.operators.losses.loss_formulas import FORMULAS, Row
 from tests.support.errors import raises
-from tests.support.loss_rows import (
+from tests.support.rows.loss_rows import (
     NAN,
     PolicyBatch,
     Rows,

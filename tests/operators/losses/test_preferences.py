@@ -17,7 +17,7 @@ from flowrl.operators.updates.mini_batches import record
 from tests.operators.advantages.ragged import masks, numbers
 from tests.support.errors import raises
 from tests.support.jobs import column
-from tests.support.loss_rows import aggregate, every_aggregation
+from tests.support.rows.loss_rows import aggregate, every_aggregation
 
 GROUPS = st.lists(st.sampled_from([2, 2, 3, 4]), min_size=1, max_size=4)
 

@@ -15,7 +15,7 @@ from flowrl.operators import PPOClip, PPOClipNLL
 from flowrl.operators.losses.objective import TokenObjective
 from tests.nightly import examples
 from tests.operators.advantages.ragged import numbers
-from tests.support.loss_rows import Rows, masks, run
+from tests.support.rows.loss_rows import Rows, masks, run
 
 
 @examples(60)

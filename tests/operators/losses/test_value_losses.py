@@ -16,7 +16,7 @@ from flowrl.errors import ParameterError
 from flowrl.operators import ValueClip, ValueHuber
 from flowrl.operators.losses.objective import Aggregation, TokenObjective
 from tests.nightly import examples
-from tests.support.loss_rows import (
+from tests.support.rows.loss_rows import (
     Rows,
     ValueBatch,
     aggregate,

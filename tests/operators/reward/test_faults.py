@@ -1,4 +1,7 @@
-"""Reward functions that break out of their call: each is named, within its time, and what they start ends with them."""
+"""Tests of `flowrl/workers/supervisor.py` with reward functions that escape from their call.
+
+The error names each one within its time limit, and flowrl terminates what it has started.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from flowrl.operators.reward import pool as reward_pool
 from flowrl.operators.reward.operator import Reward
 from tests.operators.reward.test_pool import is_running, wait_until_ended
 from tests.support.errors import raises
-from tests.support.reward_rows import rows, values
+from tests.support.rows.reward_rows import rows, values
 
 # Each entry is what a function does where the response is "bad"; CHANNEL is the socket of its worker.
 HEAD = """
@@ -153,7 +156,7 @@ def test_what_has_left_the_session_ends_with_a_killed_program(file: Path) -> Non
     source = f"""if True:
         import os, signal
         from flowrl.operators.reward.operator import Reward
-        from tests.support.reward_rows import rows
+        from tests.support.rows.reward_rows import rows
         print(int(Reward({f"{file}:detach"!r}, workers=1)(*rows(["bad"]))), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -188,7 +191,7 @@ def test_a_fork_of_the_program_has_pools_of_its_own(file: Path) -> None:
         import os
         from flowrl.operators.reward.operator import Reward
         from flowrl.operators.reward.pool import close_pools
-        from tests.support.reward_rows import rows, values
+        from tests.support.rows.reward_rows import rows, values
         reward = Reward({f"{file}:print_an_answer"!r}, workers=1)
         before = values(reward, *rows(["ok"]))
         if (child := os.fork()) == 0:

@@ -25,7 +25,7 @@ from flowrl.operators.reward.operator import Reward, place_scores
 from flowrl.records import PromptBatch
 from tests.support.errors import raises
 from tests.support.kernel import exact
-from tests.support.reward_rows import objects, rows, values
+from tests.support.rows.reward_rows import objects, rows, values
 
 # ------------------------------------------------------------------------------------------------------------- scores
 

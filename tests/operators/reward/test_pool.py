@@ -1,4 +1,4 @@
-"""Where reward functions run: no call is lost, hangs for ever, or becomes a silent 0."""
+"""Tests of `pool.py` and `worker.py`: no call of a reward function is lost, hangs, or silently becomes a 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.operators.reward import pool as reward_pool
 from flowrl.operators.reward.operator import Reward
 from tests.support.errors import raises
-from tests.support.reward_rows import rows, values
+from tests.support.rows.reward_rows import rows, values
 
 # ------------------------------------------------------------------------------------------------ where functions run
 
@@ -214,7 +214,7 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
 def test_a_worker_starts_no_workers(tmp_path: Path) -> None:
     file = tmp_path / "nested.py"
     file.write_text(
-        "from flowrl.operators.reward.operator import Reward\nfrom tests.support.reward_rows import rows\n\n"
+        "from flowrl.operators.reward.operator import Reward\nfrom tests.support.rows.reward_rows import rows\n\n"
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n\n"
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    assert file.write('x') and file.tell() < 5\n"
         "Reward(f'{__file__}:f')(*rows(['a']))\n"

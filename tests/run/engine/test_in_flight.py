@@ -1,4 +1,7 @@
-"""Steps in flight with a region in rounds: what they collect, draw, report, join and resume from."""
+"""Tests of `in_flight.py` and `nodes.py`: steps in flight with a region in rounds.
+
+They cover what such steps collect, sample, report and join, and how they resume.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Generation with a lag, in one process: the version that samples each row, training, and resumed runs."""
+"""Tests of `step_snapshot.py` and of generation with a lag, in one process.
+
+They cover the version that samples each row, training, and resumed runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`LocalRunner`: nodes run on the caller's stack, errors name the node, and eager calls give the same bits."""
+"""Tests of `local.py` and `runner.py`: `LocalRunner` runs nodes on the caller's stack, and errors name the node.
+
+Eager calls give the same bits.
+"""
 
 from __future__ import annotations
 

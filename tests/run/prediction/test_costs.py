@@ -1,4 +1,7 @@
-"""Costs: planted ones are found again in a trace, lengths are drawn and not averaged, and what is missing is told."""
+"""Tests of `costs.py` and `cost.py`: costs planted in a trace are found again.
+
+Lengths are sampled, not averaged, and missing costs are reported.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ from tests.run.training.interrupted import Stop, Stopper
 from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.models import char_tokenizer
-from tests.support.prompt_files import record, write_jsonl
 from tests.support.rewards import digits
+from tests.support.rows.prompt_files import record, write_jsonl
 from tests.support.runs import lines, timeless, train
 
 pytestmark = pytest.mark.runs

@@ -1,4 +1,7 @@
-"""`Validation`: when it runs, what it runs, and that training does not notice."""
+"""Tests of `validation.py` and `validating.py`: when a `Validation` runs, and what it runs.
+
+Training gives the same numbers with and without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests to `TorchRollout`, one by one: against answers that are drawn token by token from full forward passes."""
+"""Tests of `decoder.py` and `cache_batches.py`: single requests to `TorchRollout`.
+
+The reference samples each response token by token from full forward passes.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tests.backends.torch.generate.rollouts import (
     ragged,
     synced,
 )
-from tests.engines.answers import CONTEXT, AnswerTests
+from tests.engines.contract.answers import CONTEXT, AnswerTests
 from tests.nightly import examples
 from tests.support.errors import raises
 from tests.support.models import EOS, KINDS, PAD, VOCAB

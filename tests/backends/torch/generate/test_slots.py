@@ -1,4 +1,7 @@
-"""KV in place: what is computed once, what is copied, what is given back, and which models it suits."""
+"""Tests of `slots.py` and `passes.py`: the KV cache is updated in place.
+
+They cover what is computed once, copied and released, and which models support it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FSDP2 with two real ranks over gloo against one process; the ranks run once, and go through all of `fsdp_cases`."""
+"""Tests of `sharded.py` and `shards.py`: FSDP2 with two real ranks over gloo against one process.
+
+The ranks run once, through all of `fsdp_cases`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`TorchTrainer` and `TorchScorer` against plain transformers in float64, one unpadded row at a time."""
+"""Tests of `trainer.py`, `learner.py`, `backends/torch/score/engine.py` and `backends/torch/score/model.py`.
+
+The reference for `TorchTrainer` and `TorchScorer` is plain transformers in float64, one unpadded row at a time.
+"""
 
 from __future__ import annotations
 

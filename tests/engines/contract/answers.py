@@ -1,0 +1,364 @@
+"""Tests of `backends/hosted/arrival.py` and of every rollout engine, which the test file of each engine inherits.
+
+The file provides the fixtures `engine` (with the weights of `trainer`), `trainer`, `folder` (of both), and for
+`SyncTests` also `other`, a trainer of the same architecture with other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.backends import LoRA, TorchRollout, TorchTrainer
+from flowrl.backends.torch.score.engine import LoRATrainerEngine, TorchTrainerEngine
+from flowrl.data.keys import Key
+from flowrl.data.text.tokenizer import assemble
+from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Sleeper
+from flowrl.records import Receipt
+from flowrl.run.engine.build import EngineBuilder
+from flowrl.sync.digest import weights_digest
+from tests.engines.contract.sources import Altered, Batch, Crooked
+from tests.support.errors import raises
+from tests.support.hashes import hashes
+from tests.support.models import EOS, SPECIALS, VOCAB
+
+CONTEXT = EngineBuilder({}, seed=0)
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
+KEY = Key.of(3)
+ADAPTER = LoRA(r=6, alpha=12.0)
+
+
+def ragged(engine: Rollout, lengths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random prompts of these lengths, padded on the left, with their mask."""
+    numbers = np.random.default_rng(seed)
+    return engine.tokenizer.pad_left([numbers.integers(len(SPECIALS), VOCAB, n).tolist() for n in lengths])
+
+
+def names(count: int) -> list[str]:
+    """Row ids."""
+    return [f"row-{i}" for i in range(count)]
+
+
+def rows(sampled: Sampled) -> list[list[int]]:
+    """The responses, without padding."""
+    return [ids[mask].tolist() for ids, mask in zip(sampled.responses, sampled.response_mask, strict=True)]
+
+
+def by_torch(source: Any, folder: str, prompts: Tensor, mask: Tensor, sampling: Sampling = GREEDY) -> list[list[int]]:
+    """What a fresh `TorchRollout` answers with the weights of `source`."""
+    engine = TorchRollout(folder, device="cpu").build(CONTEXT)
+    engine.sync(source)
+    return rows(engine.generate(prompts, mask, names(len(prompts)), sampling, KEY))
+
+
+def refuse_other_log_probs(
+    trainer: TorchTrainerEngine, prompts: Tensor, mask: Tensor, sampled: Sampled, temperature: float
+) -> None:
+    """Those of the engine must be those of the trainer, and 0 off the mask."""
+    expected = trainer.log_probs(to_score(prompts, mask, sampled, temperature))
+    assert sampled.log_probs.dtype == torch.float32
+    assert (sampled.log_probs - expected).abs().max() < 1e-4
+    assert not sampled.log_probs[~sampled.response_mask].any()
+
+
+def to_score(prompts: Tensor, mask: Tensor, sampled: Sampled, temperature: float) -> Batch:
+    """Prompts with responses, as `Scorer.log_probs` reads them."""
+    ids, attention, positions = assemble(prompts, mask, sampled.responses, sampled.response_mask)
+    return Batch(ids, attention, positions, sampled.response_mask, torch.full((len(ids),), temperature))
+
+
+def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    """float64 ``[response vocab]`` by one forward pass, without cache or padding."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([prompt + response])).logits[0]
+    return logits[len(prompt) - 1 : -1].double()
+
+
+class AnswerTests:
+    """Tokens and log-probs."""
+
+    nucleus_of_whole: ClassVar[bool] = False  # whether top-p is of the distribution before top-k
+
+    def test_it_is_a_rollout_that_sleeps(self, engine: Rollout) -> None:
+        assert isinstance(engine, Rollout)
+        assert isinstance(engine, Sleeper)
+
+    def test_greedy_tokens_are_those_of_transformers(
+        self, engine: Rollout, trainer: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
+        answers = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
+        for ids, kept, answer in zip(prompts, mask, answers, strict=True):
+            generated = trainer.model.generate(
+                ids[kept][None], do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=EOS
+            )
+            assert answer == generated[0, int(kept.sum()) :].tolist()
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+    def test_log_probs_are_those_of_the_trainer(
+        self, engine: Rollout, trainer: TorchTrainerEngine, temperature: float
+    ) -> None:
+        prompts, mask = ragged(engine, [3, 1, 25, 131, 9, 2, 60, 4])
+        sampled = engine.generate(prompts, mask, names(8), Sampling(temperature, 0, 1.0, 40), KEY)
+        refuse_other_log_probs(trainer, prompts, mask, sampled, temperature or 1.0)
+
+    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (12, 0.8), (1, 1.0)])
+    def test_log_probs_are_of_the_truncated_distribution(
+        self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int, top_p: float
+    ) -> None:
+        prompts, mask = ragged(engine, [3, 1, 9, 14])
+        sampled = engine.generate(prompts, mask, names(4), Sampling(0.9, top_k, top_p, 24), KEY)
+        for ids, kept, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            for t, logits in enumerate(logits_of(trainer.model, ids[kept].tolist(), response)):
+                probabilities, order = (logits / 0.9).softmax(-1).sort(descending=True)
+                first = torch.arange(VOCAB) < (top_k or VOCAB)
+                reached = probabilities if self.nucleus_of_whole else probabilities / probabilities[first].sum()
+                within = first & (reached.cumsum(-1) - reached < top_p)  # what came before has not reached it
+                nucleus = dict(zip(order[within].tolist(), probabilities[within].tolist(), strict=True))
+                expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
+                assert log_probs[t].item() == pytest.approx(expected, abs=1e-4)
+
+    def test_tokens_are_drawn_by_their_probability(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
+        prompts, mask = ragged(engine, [6])
+        count = 2000
+        once = Sampling(1.0, 0, 1.0, max_new_tokens=1)
+        sampled = engine.generate(prompts.repeat(count, 1), mask.repeat(count, 1), names(count), once, KEY)
+        expected = logits_of(trainer.model, prompts[0].tolist(), [0])[0].softmax(-1)
+        seen = torch.bincount(sampled.responses[:, 0], minlength=VOCAB) / count
+        deviation = (seen - expected).abs() / (expected * (1 - expected) / count).sqrt()
+        assert deviation[expected > 0.01].max() < 6
+
+    def test_padding_never_reaches_the_model(self, engine: Rollout) -> None:
+        prompts, mask = ragged(engine, [4, 2, 6])
+        expected = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        wide = torch.cat([torch.full((3, 5), 10**9), prompts.masked_fill(~mask, -1)], dim=1)
+        wide_mask = torch.cat([torch.zeros(3, 5, dtype=torch.bool), mask], 1)
+        assert rows(engine.generate(wide, wide_mask, names(3), GREEDY, KEY)) == expected
+
+    def test_a_response_ends_with_eos_or_a_stop_token_and_nothing_else(self, engine: Rollout) -> None:
+        prompts, mask = ragged(engine, [3] * 64)
+        stop = 20  # and not others of 10 to 29, as the folder's generation config may say
+        sampling = Sampling(1.5, 0, 1.0, max_new_tokens=60, stop_token_ids=(stop,))
+        answers = rows(engine.generate(prompts, mask, names(64), sampling, KEY))
+        assert {row[-1] for row in answers if len(row) < 60} == {EOS, stop}
+        assert all({EOS, stop}.isdisjoint(row[:-1]) for row in answers)
+        assert {token for row in answers for token in row[:-1]} >= {11, 15, 25}
+
+    @pytest.mark.parametrize("top_k", [0, 40])
+    def test_eos_ends_no_response_where_it_is_ignored(
+        self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int
+    ) -> None:
+        prompts, mask = ragged(engine, [3] * 64)
+        stop = 20
+        sampling = Sampling(1.5, top_k, 1.0, max_new_tokens=60, stop_token_ids=(stop,), ignore_eos=True)
+        sampled = engine.generate(prompts, mask, names(64), sampling, KEY)
+        answers = rows(sampled)
+        assert {row[-1] for row in answers if len(row) < 60} == {stop}
+        assert all(stop not in row[:-1] for row in answers)
+        assert any(EOS in row[:-1] for row in answers)
+        if top_k == 0:
+            refuse_other_log_probs(trainer, prompts, mask, sampled, 1.5)
+
+    @pytest.mark.parametrize("ignore_eos", [False, True])
+    def test_a_response_ends_with_the_token_that_completes_a_stop_string(
+        self, engine: Rollout, trainer: TorchTrainerEngine, ignore_eos: bool
+    ) -> None:
+        prompts, mask = ragged(engine, [4, 7, 3, 12, 9, 30])
+        free = replace(GREEDY, max_new_tokens=60, ignore_eos=ignore_eos)
+        long = rows(engine.generate(prompts, mask, names(6), free, KEY))
+        texts = [engine.tokenizer.text(row) for row in long]
+        strings = (texts[0][8:11], texts[1][20:22], texts[2][30:31], "no such text")
+        sampled = engine.generate(prompts, mask, names(6), replace(free, stop=strings), KEY)
+        for row, whole in zip(rows(sampled), long, strict=True):
+            prefixes = (whole[:n] for n in range(1, len(whole) + 1))
+            ended = (p for p in prefixes if any(string in engine.tokenizer.text(p) for string in strings))
+            assert row == next(ended, whole)
+        assert sum(map(len, rows(sampled))) < sum(map(len, long)) / 2
+        refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
+
+    def test_stop_strings_of_tokens_that_top_k_leaves(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
+        prompts, mask = ragged(engine, [4, 7, 3, 12])
+        sampling = Sampling(1.0, 8, 0.9, 60, stop=("e", "a", "3", "T"))
+        sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
+        for row, log_probs in zip(rows(sampled), sampled.log_probs, strict=True):
+            text = engine.tokenizer.text(row)
+            assert not any(string in text[:-1] for string in sampling.stop)
+            assert len(row) == 60 or row[-1] == EOS or text[-1] in sampling.stop
+            assert log_probs[: len(row)].max() <= 1e-6
+
+    def test_a_sequence_may_be_as_long_as_the_model_allows(self, engine: Rollout, trainer: Any, folder: str) -> None:
+        prompts, mask = ragged(engine, [200])
+        whole = Sampling(0.0, 0, 1.0, max_new_tokens=56)
+        answers = rows(engine.generate(prompts, mask, names(1), whole, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask, whole)
+
+    def test_no_rows_are_answered_by_none(self, engine: Rollout) -> None:
+        none = torch.zeros(0, 3, dtype=torch.int64)
+        assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 4
+
+    def test_prompts_that_the_model_cannot_take_are_refused_and_leave_it_well(self, engine: Rollout) -> None:
+        prompts, mask = ragged(engine, [4, 4])
+        expected = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        long, long_mask = ragged(engine, [240])
+        faults = [
+            (long, long_mask, "model.too-long"),
+            (prompts.index_fill(1, torch.tensor([3]), VOCAB), mask, "model.unknown-token"),
+            (prompts.index_fill(1, torch.tensor([3]), -2), mask, "model.unknown-token"),
+            (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "engine.invalid-prompts"),
+            (prompts, mask.long(), "engine.invalid-prompts"),
+        ]
+        for ids, kept, code in faults:
+            with raises(code):
+                engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
+        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
+
+
+def adapted_trainer(folder: str, alpha: float = 12.0, seed: int = 0) -> LoRATrainerEngine:
+    """A trainer of an adapter that says something, over the weights of `folder`."""
+    trainer = TorchTrainer(folder, device="cpu", lora=replace(ADAPTER, alpha=alpha)).build(CONTEXT)
+    generator = torch.Generator().manual_seed(seed)
+    for _, tensor in trainer.adapter_weights():
+        tensor.normal_(0.0, 0.2, generator=generator)
+    assert isinstance(trainer, LoRATrainerEngine)
+    return trainer
+
+
+class AdapterTests:
+    """An engine over a folder, to which an adapter is sent and nothing else; `adapted` is the engine."""
+
+    def test_an_adapter_arrives_alone(self, adapted: Any, folder: str) -> None:
+        prompts, mask = ragged(adapted, [3, 150, 9])  # one is long enough to be found in a cache
+        answers = []
+        for seed in (0, 1):
+            trainer = adapted_trainer(folder, seed=seed)
+            receipt = adapted.sync(Altered(trainer, version=4 + seed))
+            assert receipt.version == 4 + seed
+            assert receipt.digest == weights_digest(trainer.adapter_weights())
+            assert receipt.bytes == sum(tensor.nbytes for _, tensor in trainer.adapter_weights())
+            assert receipt.bytes < 0.5 * sum(tensor.nbytes for _, tensor in trainer.weights())
+            sampled = adapted.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 40), KEY)
+            refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
+            answers.append(rows(adapted.generate(prompts, mask, names(3), GREEDY, KEY)))
+            assert answers[-1] == by_torch(trainer, folder, prompts, mask)
+        assert answers[0] != answers[1]
+
+    def test_without_an_adapter_over_the_same_weights_it_is_refused(
+        self, adapted: Any, folder: str, trainer: Any
+    ) -> None:
+        with raises("checkpoint.mismatch", found=None):
+            adapted.sync(trainer)
+        with raises("checkpoint.mismatch"):
+            adapted.sync(adapted_trainer(folder, alpha=24.0))
+        assert adapted.receipt is None
+
+    def test_ended_it_starts_with_the_weights_of_the_folder_again(self, adapted: Any, folder: str) -> None:
+        trainer = adapted_trainer(folder)
+        adapted.sync(trainer)
+        adapted.close()
+        adapted.sync(trainer)
+        prompts, mask = ragged(adapted, [3, 9])
+        answers = rows(adapted.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+
+class SyncTests:
+    """Weights that come from a trainer into an engine that holds its own."""
+
+    transport: ClassVar[str]
+
+    def bear(self, engine: Any, version: str) -> None:
+        """Let the engine itself think that its weights are of another version."""
+        raise NotImplementedError
+
+    def test_it_brings_the_new_weights_and_a_receipt(self, engine: Any, trainer: Any, other: Any, folder: str) -> None:
+        prompts, mask = ragged(engine, [4, 9, 1])
+        old = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        with hashes() as hashed:
+            receipt = engine.sync(Altered(other, version=7))
+        assert hashed == {("MainThread", name): 1 for name, _ in other.weights()}
+        assert receipt == engine.receipt
+        size = sum(tensor.nbytes for _, tensor in other.weights())
+        assert receipt._replace(seconds=0) == Receipt(7, weights_digest(other.weights()), size, 0, self.transport)
+        new = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert new == by_torch(other, folder, prompts, mask) != old
+        engine.sync(trainer)
+        assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == old
+
+    @pytest.mark.engines("peft")
+    def test_an_adapter_comes_merged_into_all_weights(self, engine: Any, folder: str) -> None:
+        trainer = adapted_trainer(folder)
+        receipt = engine.sync(trainer)
+        assert receipt.digest == weights_digest(trainer.weights())
+        prompts, mask = ragged(engine, [3, 9])
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+    def test_the_engine_keeps_weights_of_its_own(self, engine: Any, other: Any) -> None:
+        engine.sync(other)
+        prompts, mask = ragged(engine, [4, 9, 1])
+        before = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        weights = {name: tensor.detach().clone() for name, tensor in other.weights()}
+        with torch.no_grad():
+            for _, tensor in other.weights():
+                tensor.zero_()
+            after = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+            for name, tensor in other.weights():
+                tensor.copy_(weights[name])
+        assert before == after
+
+    def test_an_update_that_fails_ends_it_and_the_next_one_mends_it(
+        self, engine: Any, trainer: Any, other: Any, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [4, 9])
+        with raises("engine.sync-failed", engine=engine.name):
+            engine.sync(Altered(other, fault="raises"))
+        engine.close()  # again, which is nothing
+        assert engine.receipt is None
+        with raises("engine.no-receipt"):
+            engine.generate(prompts, mask, names(2), GREEDY, KEY)
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+    def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
+        self, surviving: Any, other: Any, trainer: Any
+    ) -> None:
+        with raises("sync.scores-differ", engine=surviving.name):
+            surviving.sync(Crooked(other, trainer.weights()))
+        assert surviving.receipt is None
+
+    def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
+        prompts, mask = ragged(engine, [4])
+        self.bear(engine, "13")
+        with raises("engine.version-mismatch", engine=engine.name, found=("13",)):
+            engine.generate(prompts, mask, names(1), GREEDY, KEY)
+        assert engine.receipt is None
+
+    def test_asleep_it_computes_nothing_and_awake_it_goes_on(self, engine: Any, trainer: Any) -> None:
+        prompts, mask = ragged(engine, [4, 2])
+        before = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        engine.sleep()
+        engine.sleep()
+        with raises("engine.asleep", call="generate"):
+            engine.generate(prompts, mask, names(2), GREEDY, KEY)
+        with raises("engine.asleep", call="sync"):
+            engine.sync(trainer)
+        engine.wake()
+        engine.wake()
+        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == before
+
+
+def refuse_other_frozen(frozen: Any, folder: str, trainer: TorchTrainerEngine) -> None:
+    """An engine that is frozen must answer at once, with the weights of its folder, which are the trainer's."""
+    assert frozen.receipt.version == 0
+    assert frozen.receipt.digest == weights_digest(trainer.weights())
+    prompts, mask = ragged(frozen, [5, 2, 9])
+    sampled = frozen.generate(prompts, mask, names(3), GREEDY, KEY)
+    assert rows(sampled) == by_torch(trainer, folder, prompts, mask)
+    refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)

@@ -1,0 +1,264 @@
+"""What every rollout engine must do that takes requests, as tests that the file of each engine inherits.
+
+The file gives the fixtures `engine` (with the weights of `trainer`), `trainer`, `other` and `folder`, as for `answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.metrics import Metrics
+from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
+from flowrl.operators import Interact
+from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, StreamingRollout
+from tests.engines.contract.answers import GREEDY, KEY, logits_of, names, ragged, refuse_other_log_probs, rows
+from tests.engines.contract.sources import Altered
+from tests.operators.engines.test_interact import prompts_of
+from tests.support.errors import raises
+from tests.support.models import EOS, VOCAB
+
+FREE = Sampling(1.0, 0, 1.0, max_new_tokens=12, ignore_eos=True)
+SAMPLINGS = [
+    FREE,
+    replace(GREEDY, max_new_tokens=9),
+    Sampling(1.3, 0, 1.0, max_new_tokens=16, stop_token_ids=(20, 21, 22, 23, 24, 25)),
+    Sampling(0.7, 6, 1.0, max_new_tokens=5),
+    Sampling(1.0, 0, 1.0, max_new_tokens=20, stop=("e", "a", "3", "T")),
+    replace(FREE, max_new_tokens=1),
+]
+LONG = 140
+"""Tokens of a context that is long enough to be found in the cache of any engine (vLLM's blocks have 128 on a CPU)."""
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(EOS + 5, VOCAB, (count,), generator=draw).tolist()
+
+
+def finished(engine: Any, count: int) -> dict[str, Response]:
+    """Step until so many have ended."""
+    taken: dict[str, Response] = {}
+    while len(taken) < count:
+        taken |= {name: engine.take(name) for name in engine.step()}
+    return taken
+
+
+def alone(engine: Any, request: Request) -> Response:
+    """The answer where nothing else is asked for."""
+    engine.submit(replace(request, name="alone"))
+    return finished(engine, 1)["alone"]
+
+
+def refuse_other_response(engine: Any, model: Any, request: Request, response: Response) -> None:
+    """It must be as the model would have it: log-probs, greedy tokens, and where it ends."""
+    sampling, logits = request.sampling, logits_of(model, list(request.ids), response.ids)
+    if sampling.temperature == 0:
+        assert response.ids == logits.argmax(-1).tolist()
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+    assert response.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+    text = engine.tokenizer.text
+
+    def over(ids: Sequence[int]) -> bool:
+        return not ends.isdisjoint(ids) or any(string in text(ids) for string in sampling.stop)
+
+    assert not over(response.ids[:-1])
+    assert response.ended == ("stop" if over(response.ids) else "length")
+    assert response.ended == "stop" or len(response.ids) == sampling.max_new_tokens
+
+
+def refuse_stale_turns(engine: Any, held: Any, other: Any, own_draws: bool = True) -> None:
+    """A second turn must go on from what is known of the first with the weights of `held`, and with those of `other`
+    from nothing; and no weights come while it is under way."""
+
+    def asked(request: Request, source: Any) -> tuple[Response, int]:
+        """The response, and how many tokens before it were known."""
+        before = engine.cached_tokens
+        response = alone(engine, request)
+        mask = torch.ones(1, len(response.ids), dtype=torch.bool)
+        ids, log_probs, versions = (torch.tensor([column]) for column in response[:3])
+        sampled = Sampled(ids, mask, log_probs, versions)
+        context = torch.tensor([request.ids])
+        refuse_other_log_probs(source, context, torch.ones_like(context, dtype=torch.bool), sampled, 1.0)
+        assert set(response.versions) == {engine.receipt.version}
+        return response, engine.cached_tokens - before
+
+    one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), retain_cache=True)
+    first, _ = asked(one, held)
+    two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.answer("a", 1))
+    second, known = asked(two, held)
+    assert 128 <= known < len(two.ids)
+    engine.submit(two)
+    if engine.step() == []:
+        with raises("engine.requests-in-flight", requests=1, request="a"):
+            engine.sync(other)
+        assert finished(engine, 1)["a"].ids == second.ids or not own_draws
+    engine.drop("a")
+    engine.sync(Altered(other, version=8))
+    third, known = asked(two, other)
+    assert known == 0 and set(third.versions) == {8}
+
+
+class Counts(Environment):
+    """Three turns; says back how long the answer was, and rewards it by that."""
+
+    async def step(self, answer: Answer) -> Reply:
+        return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
+
+
+async def doubter(chat: Chat, row: Row) -> float:
+    first = await chat.answer()
+    second = await chat.answer("Are you sure?")
+    return float(len(first.ids) - len(second.ids))
+
+
+def calling(text: str) -> list[ToolCall]:
+    """Takes every other text for a call."""
+    return [ToolCall("letters", {"count": len(text)})] if len(text) % 2 else []
+
+
+async def letters(count: int) -> str:
+    """As many letters."""
+    return "x" * count
+
+
+class RequestTests:
+    """Requests, one by one and beside each other; and episodes."""
+
+    own_draws: ClassVar[bool] = True  # an answer draws from its key alone, so it is the same in any company
+
+    def test_they_join_and_leave_between_steps_and_go_on_for_turns(
+        self, engine: Any, trainer: TorchTrainerEngine
+    ) -> None:
+        """Each with a sampling of its own."""
+        assert isinstance(engine, StreamingRollout)
+        context = {str(i): tokens(LONG if i == 0 else 3 + 2 * i, i) for i in range(len(SAMPLINGS))}
+        turn, waiting, left = dict.fromkeys(context, 0), list(context), len(context)
+        asked: list[tuple[Request, Response]] = []
+        under_way: dict[str, Request] = {}
+
+        def ask(name: str) -> None:
+            key = KEY.answer(name, turn[name])
+            under_way[name] = Request(name, context[name], SAMPLINGS[int(name)], key, retain_cache=turn[name] < 2)
+            engine.submit(under_way[name])
+
+        while left:
+            if waiting:
+                ask(waiting.pop(0))
+            for name in engine.step():
+                request, response = under_way.pop(name), engine.take(name)
+                asked.append((request, response))
+                context[name] = [*context[name], *response.ids, *tokens(3, turn[name])]
+                turn[name] += 1
+                if turn[name] < 3:
+                    ask(name)
+                else:
+                    left -= 1
+        assert engine.step() == [] and len(asked) == 3 * len(SAMPLINGS)
+        for request, response in asked:
+            refuse_other_response(engine, trainer.model, request, response)
+            assert set(response.versions) == {engine.receipt.version}
+            assert not self.own_draws or alone(engine, request).ids == response.ids
+
+    def test_generate_is_the_loop_over_them(self, engine: Any) -> None:
+        prompts, mask = ragged(engine, [4, 9, 140, 4])
+        sampling = FREE if self.own_draws else GREEDY
+        requests = [
+            Request(name, ids[kept].tolist(), sampling, KEY.answer(name))
+            for ids, kept, name in zip(prompts, mask, names(4), strict=True)
+        ]
+        for request in requests:
+            engine.submit(request)
+        taken = finished(engine, 4)
+        whole = engine.generate(prompts, mask, names(4), sampling, KEY)
+        assert [taken[name].ids for name in names(4)] == rows(whole)
+        for name, log_probs in zip(names(4), whole.log_probs, strict=True):
+            ours = taken[name].log_probs
+            assert ours == pytest.approx(log_probs[: len(ours)].tolist(), abs=2e-5)
+
+    def test_one_that_is_dropped_leaves_the_others_as_they_are(self, engine: Any, trainer: TorchTrainerEngine) -> None:
+        stays, gone = (Request(name, tokens(5, 1), replace(GREEDY, ignore_eos=True), KEY) for name in ("stays", "gone"))
+        for request in (stays, gone):
+            engine.submit(request)
+        engine.step()
+        engine.drop("gone")
+        again = replace(gone, ids=tokens(9, 2), sampling=replace(FREE, max_new_tokens=3))
+        engine.submit(again)
+        taken = finished(engine, 2)
+        for request in (stays, again):
+            refuse_other_response(engine, trainer.model, request, taken[request.name])
+        engine.submit(gone)
+        engine.step()
+        engine.drop("gone")
+        assert engine.step() == []
+
+    def test_a_turn_goes_on_from_what_is_known_and_never_from_old_weights(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        refuse_stale_turns(engine, trainer, other, self.own_draws)
+
+    def test_asleep_in_the_middle_of_an_answer_it_begins_it_anew(
+        self, engine: Any, trainer: TorchTrainerEngine
+    ) -> None:
+        requests = [Request(name, tokens(6, 3), replace(FREE, max_new_tokens=30), KEY.answer(name)) for name in "ab"]
+        expected = [alone(engine, request).ids for request in requests]
+        engine.submit(requests[0])
+        engine.step()
+        engine.submit(requests[1])
+        engine.sleep()
+        engine.wake()
+        taken = finished(engine, 2)
+        for request, ids in zip(requests, expected, strict=True):
+            assert not self.own_draws or taken[request.name].ids == ids
+            refuse_other_response(engine, trainer.model, request, taken[request.name])
+
+    # Episodes
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"environment": Counts}, {"environment": doubter}, {"tools": [letters], "parser": calling}],
+        ids=["environment", "agent", "tools"],
+    )
+    def test_episodes_are_exact(
+        self, engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    ) -> None:
+        engine.sync(Altered(trainer, version=3))
+        metrics, given = Metrics(), list[tuple[str, list[int], Response]]()
+        submit, take, contexts = engine.submit, engine.take, dict[str, list[int]]()
+
+        def submitted(request: Request) -> None:
+            contexts[request.name] = [*request.ids]
+            submit(request)
+
+        def taken(name: str) -> Response:
+            given.append((name, contexts[name], take(name)))
+            return given[-1][2]
+
+        monkeypatch.setattr(engine, "submit", submitted)
+        monkeypatch.setattr(engine, "take", taken)
+        interact = Interact(**settings, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
+        batch = interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=metrics)
+        told = metrics.compute()
+        assert (batch.policy_version == 3).all() and told["episodes/failed"] == 0
+        assert told["throughput/context_tokens"] == sum(len(context) for _, context, _ in given)
+        assert 0 <= told["throughput/cached_share"] < 1
+        assert batch.turns.tolist() == [sum(name == str(i) for name, _, _ in given) for i in range(12)]
+        assert batch.turns.max() > 1
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
+        for i, attended in enumerate(batch.attention_mask.bool()):
+            ids, turns = batch.input_ids[i][attended].tolist(), [each[1:] for each in given if each[0] == str(i)]
+            assert all(ids[: len(context)] == context for context, _ in turns)
+            assert all(ids[len(context) :][: len(said.ids)] == said.ids for context, said in turns)
+            sampled = batch.response_mask[i]
+            assert batch.responses[i][sampled].tolist() == [token for _, said in turns for token in said.ids]
+            log_probs = torch.tensor([log_prob for _, said in turns for log_prob in said.log_probs])
+            assert torch.equal(batch.rollout_log_probs[i][sampled], log_probs)

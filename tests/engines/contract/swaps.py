@@ -1,0 +1,187 @@
+"""What every rollout engine must do whose weights change under answers, as tests that the file of each engine inherits.
+
+The file gives the fixtures `engine` (with the weights of `trainer`, version 0), `trainer` and `other`, as for
+`answers`. What is right is said by transformers: by whole passes, or over a cache that other weights have filled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.protocols.protocols import Request, Response
+from tests.engines.contract.answers import KEY, logits_of, names, ragged, rows
+from tests.engines.contract.requests import FREE, LONG, alone, finished, tokens
+from tests.engines.contract.sources import Altered, Crooked
+from tests.support.errors import raises
+
+MANY = 40
+"""Requests of `LONG` tokens, which are more than vLLM reads in one step on a CPU."""
+
+
+def over_older(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
+    """float64 ``[response vocab]``, each by the model of its version, over keys and values of those before."""
+    ids = torch.tensor([[*prompt, *response.ids]])
+    cache, seen, ends, logits = DynamicCache(), 0, len(prompt) - 1, []
+    for version, tokens_of in groupby(response.versions):
+        count = len([*tokens_of])
+        with torch.no_grad():
+            out = models[version](input_ids=ids[:, seen : ends + count], past_key_values=cache, use_cache=True).logits
+        logits.append(out[0, -count:].double())
+        seen = ends = ends + count
+    return torch.cat(logits)
+
+
+def each_alone(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
+    """float64 ``[response vocab]``, each by the model of its version, which has computed all that stands before."""
+    whole = {version: logits_of(models[version], [*prompt], response.ids) for version in set(response.versions)}
+    return torch.stack([whole[version][i] for i, version in enumerate(response.versions)])
+
+
+def refuse_others(
+    models: Mapping[int, Any], prompt: Sequence[int], response: Response, caches: str, temperature: float = 1.0
+) -> None:
+    """Log-probs must be those of the versions that the response says, to where each ends."""
+    logits = (over_older if caches == "reuse" else each_alone)(models, prompt, response) / temperature
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+    assert response.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert response.versions == sorted(response.versions)
+
+
+def bystander(engine: Any, prompt: Sequence[int], taken: dict[str, Response]) -> tuple[Request, Response, int]:
+    """A request that is new, its answer, and how many tokens before that were known; what ends before is taken, too."""
+    request = Request("bystander", [*prompt], FREE, KEY.answer("bystander"))
+    known = engine.cached_tokens
+    engine.submit(request)
+    while "bystander" not in taken:
+        taken |= finished(engine, 1)
+    return request, taken.pop("bystander"), engine.cached_tokens - known
+
+
+def clock(count: int) -> Request:
+    """What ends when as many tokens have been drawn of what is submitted beside it, or about as many."""
+    return Request("clock", [9], replace(FREE, max_new_tokens=count), KEY)
+
+
+def by_the_clock(engine: Any, taken: dict[str, Response]) -> None:
+    """Step until it has ended; what ends before is taken, too."""
+    while "clock" not in taken:
+        taken |= finished(engine, 1)
+    del taken["clock"]
+
+
+def refuse_tokens_of_other_versions(engine: Any, trainer: TorchTrainerEngine, other: Any, caches: Any) -> None:
+    """Weights must change twice, under answers that have drawn, under some that have not, and under one that goes on
+    for a turn."""
+    models, taken = {0: trainer.model, 5: other.model, 7: trainer.model}, dict[str, Response]()
+    # An engine in a process of its own does not wait for the swaps, so answers are long. The first one goes on later.
+    samplings = [replace(FREE, max_new_tokens=110 if i else 60) for i in range(MANY)]
+    requests = {
+        str(i): Request(str(i), tokens(LONG, i), sampling, KEY.answer(str(i)), retain_cache=i == 0)
+        for i, sampling in enumerate(samplings)
+    }
+    for request in (clock(1), *requests.values()):
+        engine.submit(request)
+    for version, source in ((5, other), (7, trainer)):
+        by_the_clock(engine, taken)
+        engine.submit(clock(3))
+        receipt = engine.swap(Altered(source, version=version), caches)
+        assert receipt.version == version == engine.receipt.version
+    by_the_clock(engine, taken)
+    request, response, _ = bystander(engine, tokens(LONG, 1), taken)
+    refuse_others(models, request.ids, response, "recompute")
+    while len(taken) < MANY:
+        taken |= finished(engine, 1)
+    for name, asked in requests.items():
+        refuse_others(models, asked.ids, taken[name], caches)
+    assert sum(set(response.versions) == {0, 5, 7} for response in taken.values()) > 2
+    turn = replace(requests["0"], ids=[*requests["0"].ids, *taken["0"].ids, 9, 9], sampling=FREE)
+    refuse_others(models, turn.ids, alone(engine, turn), "recompute")
+    request, response, known = bystander(engine, tokens(LONG, 2), taken)
+    assert known == 0 or caches == "recompute", "computed with older weights"
+    refuse_others(models, request.ids, response, "recompute")
+    assert bystander(engine, request.ids, taken)[2] >= 128, "nothing is found in the cache, so nothing stale could be"
+
+
+class SwapTests:
+    """Weights that change between two tokens."""
+
+    own_draws: ClassVar[bool] = True
+
+    @pytest.fixture(params=["recompute", "reuse"])
+    def caches(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    def test_each_token_is_of_its_version(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+    ) -> None:
+        refuse_tokens_of_other_versions(engine, trainer, other, caches)
+
+    def test_the_same_weights_under_another_version_change_no_token(
+        self, engine: Any, trainer: TorchTrainerEngine, caches: Any
+    ) -> None:
+        if not self.own_draws:
+            pytest.skip("it draws for all rows from one generator")
+        asked = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
+        undisturbed = alone(engine, asked)
+        engine.submit(asked)
+        for _ in range(7):
+            engine.step()
+        engine.swap(Altered(trainer, version=5), caches)
+        found = finished(engine, 1)["a"]
+        assert found.ids == undisturbed.ids and found.versions == [0] * 7 + [5] * 13
+
+    def test_another_thread_swaps_while_this_one_generates(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+    ) -> None:
+        prompts, mask = ragged(engine, [140, 4, 30, 9])
+        sampling = replace(FREE, max_new_tokens=100)
+        begun, step = threading.Event(), engine._step
+
+        def stepped(version: int) -> Any:
+            if "clock" in (ended := step(version)):
+                begun.set()
+            return ended
+
+        def swap() -> None:
+            begun.wait()
+            engine.swap(Altered(other, version=5), caches)
+
+        engine._step = stepped
+        engine.submit(clock(3))
+        thread = threading.Thread(target=swap)
+        try:
+            thread.start()
+            sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
+        finally:
+            thread.join()
+            del engine._step
+            engine.drop("clock")
+        models = {0: trainer.model, 5: other.model}
+        for i, ids in enumerate(rows(sampled)):
+            response = Response(ids, sampled.log_probs[i].tolist(), sampled.versions[i].tolist(), "length")
+            assert set(response.versions) == {0, 5}
+            refuse_others(models, prompts[i][mask[i]].tolist(), response, caches)
+
+    def test_other_weights_than_were_sent_are_found_under_answers_too(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        """By the probe, which is computed beside them; the engine ends, and names the swap to what was under way."""
+        engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
+        engine.step()
+        with raises("sync.scores-differ", engine=engine.name):
+            engine.swap(Crooked(other, trainer.weights(), version=5), "recompute")
+        assert engine.receipt is None
+        with raises("engine.swap-failed", engine=engine.name, error="SyncError"):
+            engine.step()
+        engine.sync(trainer)
+        assert engine.step() == []

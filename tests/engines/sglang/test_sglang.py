@@ -1,0 +1,360 @@
+"""Tests of `backends/sglang/engine.py` and `backends/sglang/server.py` with the real engine.
+
+The references are full forward passes of transformers, `TorchRollout` and `TorchTrainer`. The tests share the engine;
+after a test that ends it, the next sync starts it again, which takes 15 seconds or more. Most faults are therefore
+nightly here; every commit runs them in tests/backends/sglang/test_faults.py, on a toy.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from flowrl.backends import SGLang, TorchTrainer
+from flowrl.backends.hosted.keeper import members, shared_memory
+from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.sglang.engine import SGLangEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.protocols.protocols import Sampling
+from flowrl.sync.digest import weights_digest
+from tests import ROOT
+from tests.engines.contract.answers import (
+    ADAPTER,
+    CONTEXT,
+    GREEDY,
+    KEY,
+    AdapterTests,
+    AnswerTests,
+    SyncTests,
+    by_torch,
+    names,
+    ragged,
+    rows,
+    to_score,
+)
+from tests.engines.contract.sources import shared_by_name
+from tests.engines.contract.swaps import refuse_tokens_of_other_versions
+from tests.engines.sglang.process_leaks import eventually, left_by_sglang
+from tests.support.errors import raises
+from tests.support.models import tiny_folder
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[SGLangEngine]:
+    engine = SGLang(folder, **SETTINGS).build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
+    """The one of this file, with the weights of `trainer`."""
+    running.sync(trainer)
+    return running
+
+
+def process_of(engine: SGLangEngine) -> EngineProcess:
+    assert engine._process is not None
+    return engine._process
+
+
+def scheduler_of(engine: SGLangEngine) -> int:
+    found = [
+        path for path in members(process_of(engine).pid) if (path / "comm").read_text().startswith("sglang::sched")
+    ]
+    return int(found[0].name)
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], set[str]]:
+    """What engines that were started by this test have left."""
+    monkeypatch.setenv("FLOWRL_TEST", str(tmp_path))
+    before = left_by_sglang(str(tmp_path))
+    return lambda: left_by_sglang(str(tmp_path)) - before
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestAnswers(AnswerTests):
+    """On SGLang."""
+
+    nucleus_of_whole = True
+
+    def test_it_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
+        prompts, mask = ragged(engine, [4, 7])
+        requests = [ids[kept].tolist() for ids, kept in zip(prompts, mask, strict=True)]
+        sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
+        long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
+        sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))
+        lengths = [len(answer.ids) for answer in engine._respond(requests, sampling)]
+        assert 8 <= lengths[0] < 100
+        assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
+
+    def test_a_nucleus_that_cannot_be_renormalized_is_refused(
+        self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(engine._about, "support", 50)
+        prompts, mask = ragged(engine, [4])
+        with raises("engine.unsupported-sampling", found=85, expected=50):
+            engine.generate(prompts, mask, names(1), Sampling(1.0, 0, 0.9, 4), KEY)
+        engine.generate(prompts, mask, names(1), Sampling(1.0, 50, 0.9, 4), KEY)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestSync(SyncTests):
+    """On SGLang."""
+
+    transport = "pipe"
+
+    def bear(self, engine: SGLangEngine, version: str) -> None:
+        engine._ask("begin")
+        engine._ask("end", version=version)
+
+    @pytest.mark.nightly
+    def test_an_update_that_fails_ends_it_and_the_next_one_mends_it(
+        self, engine: Any, trainer: Any, other: Any, folder: str
+    ) -> None:
+        super().test_an_update_that_fails_ends_it_and_the_next_one_mends_it(engine, trainer, other, folder)
+
+    @pytest.mark.nightly
+    def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
+        super().test_weights_that_others_updated_are_not_sampled_from(engine)
+
+    def test_weights_change_between_two_tokens(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        """By default SGLang is a step ahead of what it says, and all the same each token is of its version."""
+        refuse_tokens_of_other_versions(engine, trainer, other, "recompute")
+
+    def test_in_many_buckets(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("flowrl.backends.sglang.engine.BUCKET_BYTES", 20_000)
+        assert engine.sync(other).digest == weights_digest(other.weights())
+        prompts, mask = ragged(engine, [4, 9, 1])
+        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert answers == by_torch(other, folder, prompts, mask)
+
+    def test_its_process_opens_what_is_shared_with_it(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As tensors of a GPU are; here by shared memory."""
+        monkeypatch.setattr("flowrl.backends.sglang.engine.can_share", lambda tensors: True)
+        with shared_by_name():
+            receipt = engine.sync(other)
+        assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
+        prompts, mask = ragged(engine, [4, 9, 1])
+        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert answers == by_torch(other, folder, prompts, mask)
+
+    def test_what_was_computed_with_old_weights_is_forgotten(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [150] * 4)
+        engine.generate(prompts, mask, names(4), GREEDY, KEY)
+        process = process_of(engine)
+        process.ask("begin")
+        process.ask("take", save({name: tensor.detach().contiguous() for name, tensor in other.weights()}))
+        # Not at the end of an update, SGLang still has what it computed with older weights: the prompts would show it.
+        stale = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
+        process.ask("end", version="0")
+        expected = by_torch(other, folder, prompts, mask)
+        assert stale != expected
+        assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
+
+    def test_what_is_damaged_on_the_way_is_found_by_the_digest(
+        self, surviving: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = surviving
+
+        def damaged(bucket: dict[str, torch.Tensor]) -> bytes:
+            return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
+
+        with monkeypatch.context() as patch, raises("sync.damaged"):
+            patch.setattr("flowrl.backends.sglang.engine.save", damaged)
+            engine.sync(trainer)
+        assert engine.receipt is None
+        prompts, mask = ragged(engine, [4, 9])
+        with raises("engine.no-receipt"):
+            engine.generate(prompts, mask, names(2), GREEDY, KEY)
+        engine.sync(trainer)
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+
+OWNER = """if True:
+    import os, signal, sys
+    from flowrl.backends import SGLang, TorchTrainer
+    from flowrl.backends.hosted.keeper import shared_memory
+    from tests.engines.contract.answers import CONTEXT, refuse_other_frozen
+    engine = SGLang(sys.argv[1], frozen=True, dtype="float32", max_num_seqs=4).build(CONTEXT)
+    refuse_other_frozen(engine, sys.argv[1], TorchTrainer(sys.argv[1], device="cpu").build(CONTEXT))
+    pid = engine._process.pid
+    print(pid, *shared_memory(pid), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a process of the engine while it generates: it must be named, and nothing of the engine be left."""
+    process = process_of(engine)
+    group, segments = process.pid, shared_memory(process.pid)
+    assert segments
+    answer = process.reply
+
+    def killed(call: str) -> dict[str, Any]:  # the request is under way
+        monkeypatch.setattr(process, "reply", answer)  # after a scheduler's death some replies still come
+        os.kill(victim, signal.SIGKILL)
+        return answer(call)
+
+    monkeypatch.setattr(process, "reply", killed)
+    prompts, mask = ragged(engine, [4] * 64)
+    with raises("engine.process-died", engine="SGLang"):
+        engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
+    assert not members(group)
+    assert not any(path.exists() for path in segments)
+    with raises("engine.no-receipt"):
+        engine.generate(prompts, mask, names(64), GREEDY, KEY)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestProcess:
+    def test_killed_while_it_generates_it_is_named_and_nothing_is_left(
+        self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        refuse_other_death(engine, process_of(engine).pid, monkeypatch)
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
+    def test_killed_while_it_generates_the_next_sync_starts_it(
+        self,
+        engine: SGLangEngine,
+        trainer: TorchTrainerEngine,
+        folder: str,
+        monkeypatch: pytest.MonkeyPatch,
+        victim: str,
+    ) -> None:
+        pid = process_of(engine).pid if victim == "the process" else scheduler_of(engine)
+        refuse_other_death(engine, pid, monkeypatch)
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+        prompts, mask = ragged(engine, [4] * 2)
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+    @pytest.mark.nightly
+    def test_killed_while_it_takes_over_weights_it_is_no_fault_of_these(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        os.kill(process_of(engine).pid, signal.SIGKILL)
+        with raises("engine.process-died", how="was killed by SIGKILL"):
+            engine.sync(trainer)
+        assert engine.receipt is None
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+
+    @pytest.mark.nightly
+    def test_a_frozen_one_answers_by_its_folder_and_ends_with_the_process_that_started_it(self, folder: str) -> None:
+        """The owner is killed, and so can end nothing by itself."""
+        done = subprocess.run([sys.executable, "-c", OWNER, folder], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        group, *segments = done.stdout.split()
+        eventually(lambda: not members(int(group)))
+        assert segments
+        assert not any(Path(segment).exists() for segment in segments)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+class TestOthers:
+    """Engines with other settings, after the shared one has ended: there is not memory for many."""
+
+    def test_tied_weights_on_two_devices(self, running: SGLangEngine, tmp_path: Path) -> None:
+        running.close()
+        folder = tiny_folder(tmp_path, "qwen2")
+        engine = SGLang(folder, tensor_parallel=2, **SETTINGS).build(CONTEXT)
+        prompts, mask = ragged(engine, [4, 9, 1])
+        for seed in (0, 1):
+            trainer = TorchTrainer(tiny_folder(tmp_path, "qwen2", seed), device="cpu").build(CONTEXT)
+            assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+            answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+            assert answers == by_torch(trainer, folder, prompts, mask)
+        group = process_of(engine).pid
+        del engine
+        gc.collect()
+        assert not members(group)
+
+    def test_bfloat16_is_near(self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str) -> None:
+        running.close()
+        engine = SGLang(folder, max_num_seqs=8).build(CONTEXT)  # "auto" is bfloat16 for a float32 folder
+        engine.sync(trainer)
+        prompts, mask = ragged(engine, [4, 9, 1])
+        sampled = engine.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 40), KEY)
+        difference = (sampled.log_probs - trainer.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
+        assert 1e-4 < difference[sampled.response_mask].mean() < 0.05
+        engine.close()
+
+    @pytest.mark.parametrize(
+        ("settings", "code", "words"),
+        [
+            ({"engine_args": {"no_such_argument": 1}}, "engine.does-not-start", "no_such_argument"),
+            ({"cache_tokens": 100}, "sglang.cache-too-small", "room for"),
+        ],
+    )
+    def test_a_start_that_fails_says_why_and_leaves_nothing(
+        self, folder: str, settings: dict[str, Any], code: str, words: str, left: Callable[[], set[str]]
+    ) -> None:
+        with raises(code) as caught:
+            SGLang(folder, **SETTINGS | settings).build(CONTEXT)
+        assert words in caught.value.message
+        eventually(lambda: not left())
+
+
+@pytest.fixture(scope="module")
+def adapted(running: SGLangEngine, folder: str) -> Iterator[SGLangEngine]:
+    running.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("unpinned")), prepend=os.pathsep)
+        engine = SGLang(folder, lora=ADAPTER, **SETTINGS).build(CONTEXT)
+        yield engine
+        engine.close()
+
+
+@pytest.mark.engines("sglang", "peft")
+@pytest.mark.timeout(600)
+class TestAdapters(AdapterTests):
+    """On SGLang."""
+
+    @pytest.mark.nightly
+    def test_ended_it_starts_with_the_weights_of_the_folder_again(self, adapted: Any, folder: str) -> None:
+        super().test_ended_it_starts_with_the_weights_of_the_folder_again(adapted, folder)
+
+
+class TestWithoutTheEngine:
+    def test_it_says_how_to_get_it(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with raises("package.not-installed", package="sglang", extra="sglang"):
+            SGLang(folder).build(CONTEXT)
+
+    def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:
+        with raises("sglang.max-model-len", found=300, expected=256):
+            SGLang(folder, max_model_len=300).build(CONTEXT)
+
+    @pytest.mark.parametrize("name", ["tp_size", "context_length", "skip_tokenizer_init"])
+    def test_it_refuses_arguments_that_are_fields_or_not_open(self, folder: str, name: str) -> None:
+        with raises("engine.reserved-argument", argument=name):
+            SGLang(folder, engine_args={name: 1})

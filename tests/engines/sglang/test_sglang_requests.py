@@ -1,0 +1,141 @@
+"""Requests to the real SGLang one by one, and episodes that are played on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowrl.backends import SGLang
+from flowrl.backends.hosted.keeper import members
+from flowrl.backends.sglang.engine import SGLangEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.metrics import Metrics
+from flowrl.episodes import Answer, Reply
+from flowrl.operators import Interact
+from flowrl.protocols.protocols import Request
+from tests.engines.contract.answers import CONTEXT, KEY
+from tests.engines.contract.requests import FREE, Counts, RequestTests, alone, finished, refuse_other_response, tokens
+from tests.engines.contract.sources import Altered
+from tests.engines.contract.swaps import SwapTests
+from tests.operators.engines.test_interact import Flaky, prompts_of
+from tests.support.errors import raises
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[SGLangEngine]:
+    """A step ahead of what it says it cannot swap weights and keep what was computed."""
+    settings = {"disable_overlap_schedule": True}
+    engine = SGLang(folder, dtype="float32", max_num_seqs=64, engine_args=settings).build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
+    """The one of this file, with the weights of `trainer`."""
+    running.sync(trainer)
+    return running
+
+
+def pid_of(engine: SGLangEngine) -> int:
+    assert engine._process is not None
+    return engine._process.pid
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestSwaps(SwapTests):
+    """On SGLang."""
+
+    own_draws = False
+
+    @pytest.mark.nightly
+    def test_other_weights_than_were_sent_are_found_under_answers_too(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        super().test_other_weights_than_were_sent_are_found_under_answers_too(engine, trainer, other)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestRequests(RequestTests):
+    """On SGLang."""
+
+    own_draws = False
+
+    def test_what_is_dropped_is_out_of_the_way_of_the_next_sync(
+        self, engine: SGLangEngine, other: TorchTrainerEngine
+    ) -> None:
+        """One that is computed, one that SGLang has not begun, and some that wait in it for room."""
+        long = replace(FREE, max_new_tokens=200)
+        for i in range(90):
+            engine.submit(Request(str(i), tokens(4, i), replace(long, stop=("no such text",) * (i % 2)), KEY))
+        assert engine.step() == []
+        engine.submit(Request("late", tokens(4, 1), long, KEY))
+        for name in [*map(str, range(90)), "late"]:
+            engine.drop(name)
+        engine.sync(Altered(other, version=5))
+        request = Request("0", tokens(4, 1), FREE, KEY)
+        refuse_other_response(engine, other.model, request, alone(engine, request))
+
+    def test_a_environment_that_fails_fails_alone(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+        metrics = Metrics()
+        interact = Interact(Flaky, max_turns=4, context=200, max_new_tokens=8, failed="leave", rollout=engine)
+        batch = interact(prompts_of(engine.tokenizer, 9), key=KEY, metrics=metrics)
+        assert metrics.compute()["episodes/failed"] == 3 and metrics.compute()["episodes/tried_again"] == 3
+        assert batch.turns.tolist() == [0, 3, 3] * 3
+        assert batch.response_mask.any(1).tolist() == [False, True, True] * 3
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
+
+    def test_one_long_answer_holds_no_environment_up(self, engine: SGLangEngine) -> None:
+        """A step is short although nothing ends: who waits for an environment that replies goes on."""
+        engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
+        steps = 1
+        while not engine.step():
+            steps += 1
+        assert steps > 3
+
+    @pytest.mark.nightly
+    def test_killed_in_the_middle_of_episodes_it_is_named_and_the_next_sync_mends_it(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        group = pid_of(engine)
+
+        class Kills(Counts):
+            async def step(self, answer: Answer) -> Reply:
+                if answer.turn == 1:
+                    os.kill(group, signal.SIGKILL)
+                return await super().step(answer)
+
+        def batch_of(environment: Any) -> Any:
+            interact = Interact(environment, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
+            return interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
+
+        with raises("engine.process-died", how="was killed by SIGKILL"):
+            batch_of(Kills)
+        assert not members(group)
+        with raises("engine.no-receipt"):
+            batch_of(Counts)
+        engine.sync(Altered(trainer, version=6))
+        batch = batch_of(Counts)
+        assert (batch.turns == 3).all() and (batch.policy_version == 6).all()
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
+
+    def test_weights_that_others_update_end_it(self, engine: SGLangEngine) -> None:
+        """By itself SGLang updates none while answers are under way; of the next one it says the version. This test is
+        the last of the file, since it leaves the engine ended."""
+        for name in "ab":
+            engine.submit(Request(name, tokens(6, 3), FREE, KEY))
+            if name == "a":
+                assert set(finished(engine, 1)["a"].versions) == {0}
+                engine._ask("begin")
+                engine._ask("end", version="13")
+        with raises("engine.version-mismatch", found=("13",)):
+            finished(engine, 1)
+        with raises("engine.no-receipt"):
+            engine.step()

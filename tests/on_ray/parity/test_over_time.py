@@ -1,0 +1,43 @@
+"""Function operators, scheduled parameters and conditional nodes have the same bits on Ray as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import After, PromptData, Training, Validation, operator
+from flowrl import columns as c
+from flowrl.distributed.place import Colocate
+from tests.on_ray.parity.test_parity import numbers
+from tests.on_ray.process_leaks import leaves_nothing
+from tests.run.engine.test_over_time import changing
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
+
+
+def local_operator() -> Any:
+    """A local class, which other processes cannot import."""
+
+    @operator
+    def local(advantages: c.Advantages, *, factor: float = 1.0) -> c.Advantages:
+        return advantages * factor
+
+    return local
+
+
+def test_a_run_on_ray_has_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = changing(tiny).edit(insert={"local": After("whiten", local_operator()(factor=0.5))})
+    data = PromptData(prompts_file)
+    training = Training(
+        job, data, steps=4, prompts=3, validation=Validation(data, every=2), folder=str(tmp_path / "local")
+    )
+    local = training.run()
+    with leaves_nothing():
+        remote = replace(training, job=replace(job, place=Colocate(1)), folder=str(tmp_path / "ray")).run()
+    assert numbers(local.metrics) == numbers(remote.metrics)
+    assert numbers(local.validations) == numbers(remote.validations)
+    assert [step["step"] for step in remote.metrics if "actor/grad_norm" in step] == [3]
+    assert [step["clock/step"] for step in remote.metrics] == [0, 1, 2, 3]

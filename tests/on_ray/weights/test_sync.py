@@ -1,0 +1,199 @@
+"""Tests of `flowrl/distributed/delivery.py`: weight transfer to engines in other processes.
+
+The received weights are those sent, for each transport.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.metrics import Metrics
+from flowrl.distributed import delivery, export
+from flowrl.distributed.export import Export
+from flowrl.distributed.hosts.host import Report
+from flowrl.distributed.hosts.reports import refuse_unequal
+from flowrl.distributed.place import Colocate
+from flowrl.errors import NodeError, SyncError
+from flowrl.graphs import grpo
+from flowrl.protocols.protocols import BuildContext
+from flowrl.records import Receipt
+from flowrl.run.training.job import Job
+from flowrl.sync.digest import weights_digest
+from flowrl.sync.received import Origin
+from flowrl.sync.weight_selection import WeightSelection
+from tests.on_ray.process_leaks import leaves_nothing, process_ids
+from tests.support.errors import raises
+from tests.support.jobs import job_of, prompt_batch, proto
+from tests.support.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
+
+BUCKET = 20_000
+
+
+class Crooked(TorchTrainer):
+    """A trainer whose exports are damaged as the file `mischief` says."""
+
+    mischief: str = ""
+
+    def build(self, context: BuildContext) -> TorchTrainerEngine:
+        honest, mischief = Export.of, Path(self.mischief)
+
+        def crooked(*arguments: Any) -> Export:
+            sent = honest(*arguments)
+            what = mischief.read_text() if mischief.exists() else "nothing"
+            return damaged(sent, what)
+
+        export.Export.of = staticmethod(crooked)  # in the process of this rank, which ends with the job
+        return super().build(context)
+
+
+def damaged(sent: Export, what: str) -> Export:
+    """A damaged export."""
+    buckets = [[(*entry[:3], entry[3].copy()) for entry in ray.get(bucket)] for bucket in sent.buckets]
+    origin = sent.origin
+    match what:
+        case "flip":
+            buckets[-1][-1][3][5] ^= 1
+        case "missing tensor":
+            del buckets[0][0]
+        case "missing bucket":
+            del buckets[-1]
+        case "twice":
+            buckets.append(buckets[0][:1])
+        case "stale":
+            origin = replace(origin, version=origin.version - 1)
+        case "shape":
+            name, dtype, shape, raw = buckets[0][0]
+            buckets[0][0] = (name, dtype, (shape[0] * shape[1],), raw)
+        case _:
+            return sent
+    return Export(origin, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
+
+
+def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
+    """Exports fill buckets, and are rounded if the engine's dtype is coarser."""
+    sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", WeightSelection(), BUCKET)[0]
+    sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
+    assert len(sizes) > 5
+    assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
+
+    arguments = ("actor", WeightSelection(rounds_to=torch.bfloat16), BUCKET)
+    rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
+    halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
+    assert (rounded.nbytes, rounded.digest) == (
+        sum(t.nbytes for t in halved.values()),
+        weights_digest(halved.items()),
+    )
+
+
+def test_weights_arrive_exactly_or_are_refused(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one slot, so that a sync wakes the engine; with small buckets; with each kind of damage."""
+    monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
+    mischief = tmp_path / "mischief"
+    graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
+    actor = graph.bindings["actor"]
+    crooked = Crooked(tiny, optimizer=actor.optimizer, device="cpu", mischief=str(mischief))
+    job = Job(graph, Colocate(1)).edit(bind={"actor": crooked})
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        batch = proto(prompt_batch([[11, 12], [13]]))
+        receipt = executor.step(batch, 0).values["sync"]["receipt"]
+        executor.save_pretrained("actor", str(tmp_path / "actor"))
+        held = load_file(tmp_path / "actor" / "model.safetensors")
+        assert receipt == Receipt(1, weights_digest(held.items()), receipt.bytes, receipt.seconds, "object store")
+        assert receipt.bytes == sum(tensor.nbytes for tensor in held.values())
+        spans = [span for span in executor.timeline.spans if span.name == "export actor"]
+        assert [span.bytes for span in spans] == [receipt.bytes] * 2  # the first sync, and that of the step
+
+        refuse_other_exports(executor, held)
+        kinds = ("flip", "missing tensor", "missing bucket", "twice", "shape", "stale")
+        for step, what in enumerate(kinds, 1):
+            mischief.write_text(what)
+            with pytest.raises(NodeError, match=rf"sync failed in step {step + 1} on rollout rank 0: Sync") as caught:
+                executor.step(batch, step)
+            assert isinstance(caught.value.__cause__, SyncError), what
+            assert (caught.value.facts["node"], caught.value.facts["host"]) == ("sync", "rollout rank 0"), what
+            with pytest.raises(NodeError, match=r"sync failed between steps on rollout rank 0: SyncError"):
+                executor.sync()
+            if what == "flip":  # an engine whose sync failed does not generate
+                with pytest.raises(NodeError, match=r"generate failed in step 2 on rollout rank 0: SyncError"):
+                    executor.step(batch, step)
+            mischief.unlink()
+            executor.sync()
+        assert executor.step(batch, 7).values["sync"]["receipt"].version == 8
+
+
+def test_a_coarser_engine_is_sent_rounded_weights(tiny: str) -> None:
+    graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, dtype="bfloat16", device="cpu")}).graph
+    with leaves_nothing() as processes, Job(graph, Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        held = load_file(Path(tiny) / "model.safetensors").values()
+        [sent] = [span.bytes for span in executor.timeline.spans if span.name == "export actor"]
+        assert sent == sum(tensor.nbytes // (2 if tensor.ndim > 1 else 1) for tensor in held)
+
+
+def test_weights_of_the_same_process_are_an_alias(tiny: str) -> None:
+    with leaves_nothing() as processes, Job(job_of("grpo", tiny, n=2).graph, Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
+        receipt = result.values["sync"]["receipt"]
+        assert (receipt.transport, receipt.bytes, receipt.version) == ("alias", 0, 1)
+
+
+def test_the_memory_of_an_export_is_bounded() -> None:
+    """The sending process never has more than a bucket of live tensors in addition to the trainer's."""
+    made: list[int] = []
+    alive: dict[int, int] = {}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        """As of a sharded trainer: created lazily, each a fifth of a bucket."""
+        for i in range(40):
+            tensor = torch.full((BUCKET // 20,), float(i))
+            alive[i] = tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), alive.pop, i)
+            yield f"w{i:02}", tensor
+            del tensor
+            made.append(sum(alive.values()))
+
+    sent = Export.of(Origin("actor", 3), weights(), BUCKET)
+    assert sent.nbytes == 40 * BUCKET // 5
+    assert max(made) <= BUCKET + BUCKET // 5
+    assert len(sent.buckets) == 8
+    with sent.open(0) as taken:
+        arrived = dict(taken.weights())
+    assert weights_digest(arrived.items()) == sent.digest
+    assert all(torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in arrived.items())
+    with raises("sync.wrong-receipt", role="actor", version=3, expected=sent.digest, found="other"):
+        taken.check(Receipt(3, "other", 0, 0.0, "copy"))
+    assert taken.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
+
+
+def test_different_weights_of_the_ranks_of_an_engine_are_refused() -> None:
+    """Receipts that differ only in their time are not refused."""
+    [sync] = [node for node in grpo(digits).nodes.values() if node.name == "sync"]
+
+    def report(digest: str, seconds: float) -> Report:
+        receipt = Receipt(3, digest, 10, seconds, "object store")
+        values = {"receipt": receipt}
+        return Report({}, values, Metrics(), {}, [], [], None, received=0, started=0.0, fetched=0.0, ended=0.0)
+
+    refuse_unequal([report("a", 0.1), report("a", 0.2)], sync)
+    found = ("version 3, digest a", "version 3, digest b")
+    with raises("sync.unequal-ranks", node="sync", found=found):
+        refuse_unequal([report("a", 0.1), report("b", 0.1)], sync)
