@@ -93,9 +93,9 @@ def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> N
 @pytest.mark.usefixtures("environments")
 def test_what_a_guess_finds_out_adds_up_to_the_number() -> None:
     candidates = load_object(f"{EXAMPLES / 'guess_environment.py'}:Candidates")()  # from 10 to 41
-    found_out = [candidates.told(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
+    found_out = [candidates.narrow(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
     assert found_out == pytest.approx([-math.log2(left) / 5 for left in (15 / 32, 7 / 15, 1.0, 3 / 7, 1 / 3)])
-    assert sum(found_out) == pytest.approx(1.0) and candidates.told(20, 20) == 0
+    assert sum(found_out) == pytest.approx(1.0) and candidates.narrow(20, 20) == 0
 
 
 @pytest.mark.usefixtures("environments")
@@ -120,7 +120,7 @@ def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
 
 @pytest.mark.usefixtures("environments")
 def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> None:
-    """Whoever never alarms, always, at random, or at so many errors; on the streams of the page."""
+    """Rules that never alarm, always, at random, or above a number of errors; on the streams of the page."""
     names = ("expected", "RULES", "write_data", "errors_of")
     expected, rules, write_data, errors_of = (
         load_object(f"{EXAMPLES / 'alarm_environment.py'}:{name}") for name in names
