@@ -40,13 +40,8 @@ class Wish(NamedTuple):
 
     def reply(self, question: str) -> str:
         """The customer's reply to a question."""
-        return (
-            f"It is{self.size}."
-            if question == ASK_SIZE
-            else f"It is{self.color}."
-            if question == ASK_COLOR
-            else NOT_HEARD
-        )
+        facts = {ASK_SIZE: self.size, ASK_COLOR: self.color}
+        return f"It is{facts[question]}." if question in facts else NOT_HEARD
 
     @property
     def order(self) -> str:
