@@ -182,7 +182,7 @@ def test_its_graph_breaks_no_rule_and_can_be_written(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["check", f"{FILE}:training"])
-    assert not ended.value.code and "every role is bound and no rule is broken" in capsys.readouterr().out
+    assert not ended.value.code and "all roles are bound and no rule is violated" in capsys.readouterr().out
 
 
 def test_what_reads_tokens_is_not_bound_to_it(example: Any) -> None:

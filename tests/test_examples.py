@@ -43,7 +43,7 @@ def test_every_example_is_tested() -> None:
 
 def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     out = execute("think.py", tmp_path, MODEL=tiny, STEPS="1")
-    assert out.startswith("grpo: 1 steps, written to runs/grpo-001")
+    assert out.startswith("grpo: 1 steps, writing to runs/grpo-001")
     folder = tmp_path / "runs" / "grpo-001"
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     before, trained, after = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -162,7 +162,7 @@ def test_a_grade_is_how_much_of_the_order_was_said() -> None:
 @pytest.mark.ray
 def test_think_on_ray_trains_with_two_ranks(tmp_path: Path, tiny: str) -> None:
     out = execute("think_on_ray.py", tmp_path, MODEL=tiny, STEPS="1")
-    assert "grpo: 1 steps, written to runs/grpo-001" in out
+    assert "grpo: 1 steps, writing to runs/grpo-001" in out
     _, trained, _ = map(json.loads, (tmp_path / "runs/grpo-001/metrics.jsonl").read_text().splitlines())
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
     events = json.loads((tmp_path / "runs/grpo-001/trace.json").read_text())["traceEvents"]
@@ -184,8 +184,8 @@ def test_think_is_a_target_of_the_command_line(
         said.append(capsys.readouterr().out)
     assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
     assert said[1:] == [
-        "grpo: 10 nodes, every connection fits and no rule is broken.\n",
-        "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+        "grpo: 10 nodes, all connections match and no rule is violated.\n",
+        "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
         "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n",
     ]
 
