@@ -50,7 +50,7 @@ WEIGHTS = {
 }
 METHODS = ("none", "to_rollout", *WEIGHTS)
 WHY = {
-    "rollout/kl": "nats apart",
+    "rollout/kl": "KL, nats",
     "actor/pg_clipfrac": "clipped",
     "rollout_corr/bounded": "out of bounds",
     "rollout_corr/ess": "effective rows",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 AGE = 0.5
 """The policy's age in the last column of the table."""
 
+_TARGET = "FILE.py:name, module:name, a .yaml or .json graph, or an algorithm from `flowrl list`."
+
 _HEADINGS = ("method", "on-policy", "cause", "KL in the loss is closest to", "scale", "variance", f"at age {AGE:g}")
 
 
@@ -25,23 +27,12 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
     @app.command()
     def audit(
-        target: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="TARGET",
-                help="The graph: FILE.py:name, module:name, a .yaml or .json graph, or an algorithm.",
-                show_default=False,
-            ),
-        ] = None,
+        target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET, show_default=False)] = None,
         tokens: Annotated[int | None, typer.Option(help="Vocabulary size without the end token. [default: 1]")] = None,
         steps: Annotated[int | None, typer.Option(help="Longest response, in tokens. [default: 3]")] = None,
         prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: 2]")] = None,
-        age: Annotated[
-            float | None, typer.Option(help="Standard deviation of the change in logits since sampling. [default: 0]")
-        ] = None,
-        mismatch: Annotated[
-            float | None, typer.Option(help="Standard deviation between engine and trainer logits. [default: 0]")
-        ] = None,
+        age: Annotated[float | None, typer.Option(help="Change in logits since sampling (std). [default: 0]")] = None,
+        mismatch: Annotated[float | None, typer.Option(help="Engine minus trainer logits (std). [default: 0]")] = None,
         right_or_wrong: Annotated[bool, typer.Option("--right-or-wrong", help="Use rewards of 0 and 1 only.")] = False,
         seed: Annotated[int | None, typer.Option(help="Random seed of the task. [default: 0]")] = None,
         n: Annotated[int | None, typer.Option(help="Responses per prompt. [default: the graph's]")] = None,
@@ -50,9 +41,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         limit: Annotated[int, typer.Option(help="Most possible runs to enumerate; sample if there are more.")] = 3000,
         samples: Annotated[int, typer.Option(help="Number of sampled runs.")] = 1000,
         shelf: Annotated[bool, typer.Option("--shelf", help="Audit all built-in algorithms; print a table.")] = False,
-        imports: Annotated[
-            bool, typer.Option("--import", help="Import the code that the graph names. This executes it.")
-        ] = False,
+        imports: Annotated[bool, typer.Option("--import", help="Import the code that the graph names.")] = False,
     ) -> None:
         """Compare the expected update of a graph with the gradient of its objective."""
         from flowrl.auditing.audit import audit

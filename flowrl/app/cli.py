@@ -55,7 +55,7 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, sh
 
 Import = Annotated[
     bool,
-    typer.Option("--import", help="Import the code that a .yaml or .json graph, or a run, names. This executes it."),
+    typer.Option("--import", help="Import (execute) the code that a .yaml or .json graph or a run names."),
 ]
 
 
@@ -169,7 +169,7 @@ def plan(
     ] = None,
     place: Annotated[
         list[str] | None,
-        typer.Option(help="Also predict for this placement: 'local', 'Colocate(gpus=2)', ... Repeatable."),
+        typer.Option(help="Also predict for 'local', 'Colocate(gpus=2)', ... Repeatable."),
     ] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: the training's]", min=1)] = None,
     cost: Annotated[
@@ -306,9 +306,7 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the warm start and the training.")] = 0,
     folder: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/demo"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only GRPO, 12 steps by default; takes under a minute.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only GRPO, 12 steps by default: under a minute.")] = False,
 ) -> None:
     """Train a small model to think, with GRPO and PPO, on the CPU."""
     from flowrl.demo.run import QUICK_STEPS, run_demo, run_quick

@@ -210,7 +210,7 @@ def _show_samples(out: Console, runs: Mapping[str, Run]) -> None:
     table = Table(
         "prompt",
         *(f"{name} {when}" for name in runs for when in ("before", "after")),
-        title="responses to the same prompts",
+        title="the same prompts",
     )
     columns = []
     for run in runs.values():

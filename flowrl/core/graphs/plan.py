@@ -185,7 +185,7 @@ class Plan:
     def __str__(self) -> str:
         """The plan as text: waves, and for each node where it runs, how its rows may be split, and what it reads."""
         lines = [
-            f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; nodes of a wave may run in parallel"
+            f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; nodes of a wave run in parallel"
         ]
         numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
         rows = [
