@@ -1,7 +1,7 @@
 """GAE and group advantages, compared with verl's functions and with one pass over the bytes that they read and write.
 
-Outputs of megabytes are on new or on reused memory pages, depending on earlier deallocations. To compare on equal pages,
-set ``MALLOC_MMAP_THRESHOLD_=1048576`` (all new), or 1073741824 and ``MALLOC_TRIM_THRESHOLD_=4294967296`` (none).
+Outputs of megabytes are on new or on reused memory pages, depending on earlier deallocations. To compare on equal
+pages, set ``MALLOC_MMAP_THRESHOLD_=1048576`` (all new), or 1073741824 and ``MALLOC_TRIM_THRESHOLD_=4294967296`` (none).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Draw held-out accuracy over steps as SVG, a panel per lag: means, with bands from the lowest to the highest seed."""
+    """Draw held-out accuracy over steps as SVG, a panel per lag: means, with bands over the seeds."""
     cases = by_case(results)
     lags = sorted({lag for _, lag in cases})
     figure, axes = panels(1, len(lags), sharey=True)

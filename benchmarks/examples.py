@@ -114,9 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = sorted(path.stem for path in CURVES.glob("*.json"))
     parser.add_argument("--run", choices=names, help="example to train")
     parser.add_argument("--arm", help="arm of the example (default: all)")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of an environment with the engine (default: this one)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with the engine (default: this one)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated integers (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/examples"), help="output folder of the runs (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/examples"), help="output folder (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     for name in names:
         file = CURVES / f"{name}.json"

@@ -156,7 +156,7 @@ def by_requests(engine: Any) -> Answer:
 def compare(
     ways: dict[str, Answer], rows: int, lengths: tuple[int, int], group: int, sampling: Sampling, model: Any = None
 ) -> list[str]:
-    """Tokens per second of each way, and of the `model` alone if given; then the speedup of the first over each other."""
+    """Tokens per second of each way, and of the `model` alone if given; then the speedup of the first."""
     rates: dict[str, list[float]] = {name: [] for name in (*ways, *([] if model is None else ["alone"]))}
     for seed in range(ROUNDS + 1):
         draw = torch.Generator().manual_seed(seed)

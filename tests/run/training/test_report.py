@@ -47,7 +47,7 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     assert all(node in table for node in ("generate", "update_critic", "sync", "a step takes", "idle: this process"))
     assert not any(word in table for word in ("fetched", "critical path", "*"))  # which say nothing of one process
     if terminal:
-        assert "left" in shown
+        assert "remaining" in shown
         assert "3/3" in shown
     else:
         assert "\x1b" not in shown
