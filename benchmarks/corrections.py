@@ -45,7 +45,7 @@ NOT_CORRECTED = "the benchmark measures the effect of a lag without a correction
 
 WEIGHTS = {
     "truncated": RolloutCorrection.preset("truncate"),
-    "moptions": RolloutCorrection.preset("icepop"),
+    "masked": RolloutCorrection.preset("icepop"),
     "decoupled": RolloutCorrection("token", "truncate", high=1e9),  # unbounded: ratios are at most exp(20)
 }
 METHODS = ("none", "to_rollout", *WEIGHTS)
@@ -62,7 +62,7 @@ def graph_of(method: str, lag: int) -> Graph:
 
     - ``none``: no correction; the loss's ratio is to the trainer's log-probs at the start of the step.
     - ``to_rollout``: PPO's ratio is to the log-probs of the engine.
-    - ``truncated``, ``moptions``, ``decoupled``: as ``none``, with tokens weighted by trainer / engine: at most 2;
+    - ``truncated``, ``masked``, ``decoupled``: as ``none``, with tokens weighted by trainer / engine: at most 2;
       0 outside 0.5 to 5; and unbounded (decoupled PPO: Hilton et al. 2021, arXiv:2110.00641).
     """
     graph = grpo(score_and_thinking, n=GROUP, max_new_tokens=28, mini_batch=MINI_BATCH, kl_coef=0.0).edit(lag=lag)

@@ -1,10 +1,10 @@
 """Check and measure what vLLM and SGLang do only on a GPU: on one CUDA device or two.
 
 Weights reach the engine without leaving the device, sleep releases memory, answers after waking are the same, rows
-follow their seeds, and an adapter is sent without its base; also in bfloat16, with a pretrained model, on two
-devices, and in turns with a trainer on Ray. ``python benchmarks/gpu_engines.py`` needs vLLM or SGLang for GPUs; it
-exits with 1 if a check fails, and names the cases that the machine cannot run. With ``cpu`` the same code runs on a CPU: there, sleep releases nothing and SGLang samples without seeds. Arguments such as ``vllm`` or ``asleep``
-select engines and cases.
+follow their seeds, and an adapter is sent without its base; also in bfloat16, with a pretrained model, on two devices,
+and in turns with a trainer on Ray. ``python benchmarks/gpu_engines.py`` needs vLLM or SGLang for GPUs; it exits with 1
+if a check fails, and names the cases that the machine cannot run. With ``cpu`` the same code runs on a CPU; there sleep
+releases nothing and SGLang samples without seeds. Arguments such as ``vllm`` or ``asleep`` select engines and cases.
 """
 
 from __future__ import annotations
