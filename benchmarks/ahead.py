@@ -1,8 +1,8 @@
-"""What a lag gains where generation and training take about as long: the demo's GRPO on Ray, a core for each of both.
+"""Speedup of a lag when generation and training take equally long: the demo's GRPO on Ray, one core for each.
 
-A run without a lag says what its nodes take. From that come the bound (no step can be shorter than the work of the
-busier slot) and the prediction of the pretend runner; then the same training runs ahead. Runs without and with a lag
-take turns, since the machine is not equally fast all the time, and each is compared with the one before it.
+A run without a lag measures the cost of each node. These costs give the bound (no step is shorter than the work of the
+busier slot) and the prediction of the simulated runner; then the same training runs with a lag. Runs without and with a
+lag alternate, because the speed of the machine varies, and each is compared with the one before it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ROUNDS = 4
 LAGS = (1, 2)
 PROMPTS, GROUP, TOKENS = 24, 8, 28
 ROWS_AT_ONCE = 32
-"""So many rows are sampled together: by that, generation takes about as long as training."""
+"""Rows sampled together: with this many, generation takes about as long as training."""
 
 
 def training(base: Path, lag: int, folder: str) -> Training:
-    """The demo's GRPO without a reference, corrected for what older weights sampled."""
+    """The demo's GRPO without a reference, corrected for the older weights that sampled."""
     model = str(base / "model")
     graph = grpo(score_and_thinking, n=GROUP, max_new_tokens=TOKENS, kl_coef=0.0)
     correction = RolloutCorrection("token", "truncate", high=2.0)
@@ -49,27 +49,27 @@ def training(base: Path, lag: int, folder: str) -> Training:
 
 
 def measure(training: Training) -> tuple[float, Costs]:
-    """Run it: the median seconds of the steps in which all lag + 1 are in flight, and what its nodes took."""
+    """Run it; return the median seconds of a step while lag + 1 steps are in flight, and the costs of its nodes."""
     run, lag = training.run(), training.job.graph.lag.versions
     steps = [line["timing/step"] for line in run.metrics]
     return median(steps[lag + 2 : STEPS - lag]), Costs.of(str(run.folder))
 
 
 def compare(base: Path, again: int) -> dict[int, list[float]]:
-    """By lag: seconds a step without it, at least, predicted and measured, and at least by what its own nodes took."""
+    """By lag: seconds per step without it, bound, prediction, measurement, and bound by the costs of this run."""
     found = {}
     for lag in LAGS:
         before, costs = measure(training(base, 0, f"before-{lag}-{again}"))
         ahead = training(base, lag, f"ahead-{lag}-{again}")
         took, own = measure(ahead)
-        told, busy = (predict(ahead.job.graph, ahead.job.place, PROMPTS, of) for of in (costs, own))
-        found[lag] = [before, told.bound, told.seconds, took, busy.bound]
+        predicted, busy = (predict(ahead.job.graph, ahead.job.place, PROMPTS, of) for of in (costs, own))
+        found[lag] = [before, predicted.bound, predicted.seconds, took, busy.bound]
         print(f"lag {lag}", *(f"{seconds:.3f}" for seconds in found[lag]), flush=True)
     return found
 
 
 def line(lag: int, rounds: list[dict[int, list[float]]]) -> list[str]:
-    """A row of the table: of each number the median over the rounds."""
+    """A row of the table: medians over the rounds."""
     each = [found[lag] for found in rounds]
     seconds = [f"{median(column):.3f}" for column in zip(*(one[:4] for one in each), strict=True)]
     gain = median(before / took for before, _, _, took, _ in each)
@@ -89,4 +89,4 @@ if __name__ == "__main__":
         write_model(base / "model", layers=4, width=128)
         rounds = [compare(base, again) for again in range(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)]
     head = ["", "lag 0", "bound", "predicted", "measured", "gain", "most", "of it", "error", "busy"]
-    table("seconds a step: medians", head, [line(lag, rounds) for lag in LAGS])
+    table("seconds per step: medians", head, [line(lag, rounds) for lag in LAGS])

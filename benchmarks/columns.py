@@ -1,7 +1,7 @@
-"""Joining, permuting and repeating the rows of 256 MB of columns, beside verl's functions and one copy of the bytes.
+"""Join, permute and repeat the rows of 256 MB of columns, compared with verl's functions and one copy of the bytes.
 
-Most of the time goes into pages that are written for the first time, and glibc keeps some of them by what was freed
-before. ``MALLOC_MMAP_THRESHOLD_=1048576`` puts every column on new ones.
+Most of the time is spent on pages that are written for the first time; glibc reuses some, depending on earlier
+deallocations. ``MALLOC_MMAP_THRESHOLD_=1048576`` allocates every column on new pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS, WIDTH = 1024, 4096
 
 
 def columns(rows: int) -> dict[str, Tensor]:
-    """Ids and floats, in halves of the bytes: 256 kB a row in all."""
+    """Ids and floats, half of the bytes each: 256 kB per row."""
     ids = {f"ids_{i}": torch.randint(0, 32000, (rows, WIDTH)) for i in range(4)}
     return ids | {f"floats_{i}": torch.rand(rows, WIDTH) for i in range(8)}
 

@@ -1,13 +1,13 @@
-"""How much lag which correction holds: one task, one model, one budget; the lag and the correction alone differ.
+"""How much lag each correction tolerates: one task, one model, one budget; only the lag and the correction differ.
 
     python benchmarks/corrections.py                                     # five corrections, four lags, three seeds
     python benchmarks/corrections.py --methods none,truncated --lags 0,4 --seeds 0
 
-The task is the demo's, addition of two digits, at a rate at which the policy moves far in every step, so that a lag of
-a few steps makes rows that are truly off-policy. All runs in one process, where a lag costs memory and gains no time.
-Each run's result is kept in ``<folder>/<method>-<lag>-<seed>.json``; what was run with the same settings is not run
-again, so a benchmark that was stopped goes on where it was. At the end come the tables of docs/ahead.md and
-``<folder>/corrections.svg``, from all that was asked for.
+The task is the demo's, addition of two digits, at a learning rate that moves the policy far in every step, so that rows
+are clearly off-policy after a lag of a few steps. Everything runs in one process, where a lag costs memory and saves no
+time. Results are stored in ``<folder>/<method>-<lag>-<seed>.json``; runs with a stored result of the same settings are
+skipped, so an interrupted benchmark resumes. At the end it prints the tables of docs/ahead.md and writes
+``<folder>/corrections.svg``.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
 from flowrl.schedules import Constant
 
-ROWS = 128  # sampled answers a step
+ROWS = 128  # sampled answers per step
 GROUP = 8
-MINI_BATCH = 32  # rows an optimizer step
+MINI_BATCH = 32  # rows per optimizer step
 STEPS = 16
-EVERY = 4  # steps between two validations
+EVERY = 4  # steps between validations
 LEARNING_RATE, WARM_UP = 4e-4, 10
-LEVEL = 0.85  # of held-out accuracy, which a run takes so many steps to reach
+LEVEL = 0.85  # held-out accuracy, for the column of steps to reach it
 LAGS = (0, 1, 2, 4)
-NOT_CORRECTED = "what a lag does to a policy that nothing corrects is what is measured"
+NOT_CORRECTED = "the benchmark measures the effect of a lag without a correction"
 
 WEIGHTS = {
     "truncated": RolloutCorrection.preset("truncate"),
     "masked": RolloutCorrection.preset("icepop"),
-    "decoupled": RolloutCorrection("token", "truncate", high=1e9),  # no bound: ratios end at exp(20)
+    "decoupled": RolloutCorrection("token", "truncate", high=1e9),  # unbounded: ratios are at most exp(20)
 }
 METHODS = ("none", "to_rollout", *WEIGHTS)
 WHY = {
-    "rollout/kl": "nats apart",
+    "rollout/kl": "KL, nats",
     "actor/pg_clipfrac": "clipped",
     "rollout_corr/bounded": "out of bounds",
     "rollout_corr/ess": "effective rows",
@@ -58,12 +58,12 @@ WHY = {
 
 
 def graph_of(method: str, lag: int) -> Graph:
-    """GRPO whose answers are sampled by the weights of `lag` steps before.
+    """GRPO on answers sampled with the weights of `lag` steps before.
 
-    - ``none``: nothing corrects for that; the loss's ratio is to the trainer's own log-probs at the start of the step.
-    - ``to_rollout``: PPO's ratio is to what sampled, and clipped around that.
-    - ``truncated``, ``masked``, ``decoupled``: as ``none``, and a token weighs trainer / engine: at most 2; as it is
-      from 0.5 to 5 and nothing beyond; and as it is (decoupled PPO: Hilton et al. 2021, arXiv:2110.00641).
+    - ``none``: no correction; the loss's ratio is to the trainer's log-probs at the start of the step.
+    - ``to_rollout``: PPO's ratio is to the log-probs of the engine.
+    - ``truncated``, ``masked``, ``decoupled``: as ``none``, with tokens weighted by trainer / engine: at most 2;
+      0 outside 0.5 to 5; and unbounded (decoupled PPO: Hilton et al. 2021, arXiv:2110.00641).
     """
     graph = grpo(score_and_thinking, n=GROUP, max_new_tokens=28, mini_batch=MINI_BATCH, kl_coef=0.0).edit(lag=lag)
     if method == "none":
@@ -74,7 +74,7 @@ def graph_of(method: str, lag: int) -> Graph:
 
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
-    """The training of one graph, with an engine that has a copy of the weights, as a lag wants it."""
+    """The training of one graph; the engine has its own copy of the weights, as a lag requires."""
     optimizer = AdamW(lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     return Training(
         graph.bind(
@@ -91,7 +91,7 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
 
 
 def points_of(steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, float]]) -> list[Point]:
-    """A point a validation: how accurate the policy is, and what the steps since the one before measured."""
+    """One point per validation: the accuracy, and the metrics of the steps since the previous one."""
     ends = [int(point["step"]) for point in validations]
     points: list[Point] = [{"step": ends[0], "accuracy": validations[0]["val/reward/mean"]}]
     for (begin, end), point in zip(pairwise(ends), validations[1:], strict=True):
@@ -103,7 +103,7 @@ def points_of(steps: Sequence[Mapping[str, float]], validations: Sequence[Mappin
 
 
 def result_of(method: str, lag: int, base: Path, seed: int, steps: int) -> Result:
-    """The result of a method with a lag, of a run that is kept or of a new one."""
+    """The result of a method with a lag, stored or new."""
     graph = graph_of(method, lag)
     run = {"rows": ROWS, "every": EVERY, "rate": LEARNING_RATE, "warm_up": WARM_UP}
     settings = {"seed": seed, "graph": graph.fingerprint(), **run}
@@ -126,9 +126,9 @@ def by_case(results: Iterable[Result]) -> dict[tuple[str, int], list[Result]]:
 
 
 def accuracy_table(results: Sequence[Result]) -> str:
-    """Held-out accuracy at the end, in Markdown: a row a method, a column a lag; mean, lowest and highest seed.
+    """Final held-out accuracy, in Markdown: a row per method, a column per lag; mean, lowest and highest seed.
 
-    The end is the last two validations, whose mean is taken: a single one is of a policy that swings from step to step.
+    It is the mean of the last two validations, because the policy fluctuates from step to step.
     """
     cases = by_case(results)
     lags = sorted({lag for _, lag in cases})
@@ -140,16 +140,16 @@ def accuracy_table(results: Sequence[Result]) -> str:
 
 
 def reasons_table(results: Sequence[Result]) -> str:
-    """Why, in Markdown: a row for each method with each lag; steps to the level of each seed, and means over all."""
+    """Diagnostics, in Markdown: a row per method and lag; steps to the level for each seed, and means over seeds."""
     heads = [f"steps to {LEVEL}", "best", *WHY.values(), "largest ratio"]
     rows = [["", "lag", *heads], ["---"] * (len(heads) + 2)]
     for (method, lag), runs in sorted(by_case(results).items(), key=lambda case: case[0][1]):
         points = [point for run in runs for point in run["points"][1:]]
         best = statistics.fmean(max(point["accuracy"] for point in run["points"]) for run in runs)
         means = [[point[key] for point in points if key in point] for key in WHY]
-        told = [f"{statistics.fmean(values):.3f}" if values else "" for values in means]
+        cells = [f"{statistics.fmean(values):.3f}" if values else "" for values in means]
         largest = f"{max(point['largest'] for point in points):.3g}"
-        rows.append([f"`{method}`", str(lag), ", ".join(map(_reached, runs)), f"{best:.3f}", *told, largest])
+        rows.append([f"`{method}`", str(lag), ", ".join(map(_reached, runs)), f"{best:.3f}", *cells, largest])
     return _markdown(rows)
 
 
@@ -158,7 +158,7 @@ def _end(run: Result) -> float:
 
 
 def _reached(run: Result) -> str:
-    """After how many steps a run was as accurate as `LEVEL`, as far as validations tell."""
+    """Steps until the first validation with an accuracy of at least `LEVEL`."""
     return next((str(point["step"]) for point in run["points"] if point["accuracy"] >= LEVEL), "never")
 
 
@@ -167,7 +167,7 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Draw held-out accuracy over steps as SVG, a panel a lag: means, in bands from the lowest to the highest seed."""
+    """Draw held-out accuracy over steps as SVG, a panel per lag: means, with bands over the seeds."""
     cases = by_case(results)
     lags = sorted({lag for _, lag in cases})
     figure, axes = panels(1, len(lags), sharey=True)
@@ -188,23 +188,23 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for and has not been run, then print the tables and draw the curves."""
+    """Run what has no stored result, then print the tables and draw the curves."""
     parser = parser_of(__doc__, METHODS, STEPS, EVERY, "runs/corrections")
     add_numbers(parser, "--lags", LAGS)
-    asked = parsed(parser, arguments, METHODS, EVERY)
-    torch.set_num_threads(1)  # at this size a second thread costs more than it gives
+    options = parsed(parser, arguments, METHODS, EVERY)
+    torch.set_num_threads(1)  # more threads are slower at this size
     logging.disable_progress_bar()
-    if not (asked.folder / "data" / "heldout.jsonl").exists():
-        write_dataset(asked.folder / "data")
+    if not (options.folder / "data" / "heldout.jsonl").exists():
+        write_dataset(options.folder / "data")
     results = []
-    for seed in asked.seeds:
-        for lag in asked.lags:
-            for method in asked.methods:
-                results.append(result := result_of(method, lag, asked.folder, seed, asked.steps))
+    for seed in options.seeds:
+        for lag in options.lags:
+            for method in options.methods:
+                results.append(result := result_of(method, lag, options.folder, seed, options.steps))
                 curve = " ".join(f"{point['accuracy']:.3f}" for point in result["points"])
                 print(f"{method}, lag {lag}, seed {seed}: {curve}", flush=True)
     print(f"\n{accuracy_table(results)}\n\n{reasons_table(results)}")
-    draw(results, asked.folder / "corrections.svg")
+    draw(results, options.folder / "corrections.svg")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""The three rollout engines on the same weights and prompts: start-up, tokens a second, syncs, and how well they agree.
+"""The three rollout engines on the same weights and prompts: start-up, tokens per second, syncs and agreement.
 
-``.venv-engines/bin/python benchmarks/engines.py`` after `make engines` measures all three, in some minutes; elsewhere
-those that are not installed are named and left out. With ``quick`` it measures one model by small calls.
+``.venv-engines/bin/python benchmarks/engines.py`` after `make engines` measures all three, in a few minutes; it skips
+engines that are not installed and lists them. With ``quick`` it measures one model with small calls.
 
-Every call has new prompts, each for a group of rows, as GRPO's are. A start-up has all imports behind it but those of
-SGLang, which imports in the process that it starts. The first answers to prompts include what an engine compiles and
-does not find in its caches on disk. Log-probs are held against those of a trainer in float32. `LLM.generate` is vLLM's
-own loop over the same prompts and seeds.
+Every call has new prompts, each for a group of rows, as in GRPO. Start-up excludes imports, except for SGLang, which
+imports in the process that it starts. The first call includes compilation that is not cached on disk. Log-probs are
+compared with those of a trainer in float32. `LLM.generate` is vLLM's own loop over the same prompts and seeds.
 
-The second table is of episodes: all at once, and one after the other.
+The second table shows episodes: concurrent, and one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would tell of every sync
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise vLLM logs every sync
 
 import torch
 from generate import SAID, TURNS, by_requests, write_model
@@ -39,12 +38,12 @@ from flowrl.backends.vllm.engine import VLLM
 from flowrl.data.text.tokenizer import assemble
 from flowrl.protocols.protocols import Sampled, Sampling
 
-SHARPER = 6.0  # random weights as they are drawn find all tokens about as likely, which is too easy to agree on
+SHARPER = 6.0  # random weights give nearly uniform distributions, on which engines agree too easily
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
 
 
 class Size(NamedTuple):
-    """What a call asks for: prompts, rows for each of them, tokens of a prompt, and new tokens at most."""
+    """Size of a call: prompts, rows per prompt, tokens per prompt, and the most new tokens."""
 
     groups: int
     group: int
@@ -63,13 +62,13 @@ class Size(NamedTuple):
 WHOLE, QUICK = Size(8, 8, 128, 48), Size(2, 4, 128, 12)
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 256": (4, 256)}
 CASES = [("2 layers of 64", "float32"), ("4 layers of 256", "float32"), ("4 layers of 256", "bfloat16")]
-ALONE = 2  # episodes that are played one after the other
+ALONE = 2  # episodes played one after the other
 HEADS = ["", "start-up, s", "first, s", "tokens/s", "sync, ms", "sync, MB", "mean |Δ log-prob|", "max |Δ log-prob|"]
-EPISODE_HEADS = ["", "at once, episodes/s", "one by one, episodes/s", "ratio", "from the cache"]
+EPISODE_HEADS = ["", "concurrent, episodes/s", "one by one, episodes/s", "ratio", "cached"]
 
 
 def backends(model: str, dtype: Any, size: Size) -> dict[str, Any]:
-    """Each engine by the package that it needs, with as much room as a call takes."""
+    """Each engine by the package that it needs, with room for one call."""
     rows, longest = size.rows, size.prompt + TURNS * (size.new + SAID)
     cache = 2 * rows * longest
     return {
@@ -80,7 +79,7 @@ def backends(model: str, dtype: Any, size: Size) -> dict[str, Any]:
 
 
 def prompts_of(call: int, size: Size) -> torch.Tensor:
-    """int64 ``[batch prompt]``: those of the numbered call, the same for every engine."""
+    """Prompts of the numbered call, int64 ``[batch prompt]``; the same for every engine."""
     draw = torch.Generator().manual_seed(call)
     return torch.randint(8, 100, (size.groups, size.prompt), generator=draw).repeat_interleave(size.group, 0)
 
@@ -96,7 +95,7 @@ def generate(engine: Any, call: int, size: Size) -> Sampled:
 
 
 def generate_by_vllm(engine: Any, call: int, size: Size) -> None:
-    """The answers that `generate` gives, by vLLM's own loop."""
+    """The answers of vLLM's own loop."""
     from vllm import SamplingParams
 
     settings: dict[str, Any] = dict(max_tokens=size.new, stop_token_ids=[*engine.tokenizer.ends], ignore_eos=True)
@@ -107,14 +106,14 @@ def generate_by_vllm(engine: Any, call: int, size: Size) -> None:
 
 
 def play(engine: Any, call: int, size: Size, count: int, together: bool) -> None:
-    """Episodes from the prompts of the numbered call, all at once or one after the other."""
+    """Episodes from the prompts of the numbered call, concurrent or one after the other."""
     prompts, episodes = prompts_of(call, size).tolist()[:count], by_requests(engine)
     for i in [0] if together else range(count):
         episodes(prompts if together else [prompts[i]], size.sampling, call + i)
 
 
 def disagreement(engine: Any, trainer: Any, size: Size) -> torch.Tensor:
-    """``|log-prob of the engine - log-prob of the trainer|`` of every sampled token of one call, in nats."""
+    """``|log-prob of the engine - log-prob of the trainer|`` of each sampled token of one call, in nats."""
     prompts, sampled = prompts_of(0, size), generate(engine, 0, size)
     ids, attention, positions = assemble(
         prompts, torch.ones_like(prompts, dtype=torch.bool), sampled.responses, sampled.response_mask
@@ -130,13 +129,13 @@ def disagreement(engine: Any, trainer: Any, size: Size) -> torch.Tensor:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What `call` returns, and the seconds that it takes."""
+    """The result of `call`, and its seconds."""
     begun = time.perf_counter()
     return call(), time.perf_counter() - begun
 
 
 def compare_episodes(engines: dict[str, Any], seconds: float, size: Size) -> list[list[str]]:
-    """A row of the table of episodes for every engine; what it takes from its cache, where it says."""
+    """A row of the table of episodes for each engine, with the fraction of cached tokens if it reports that."""
     rows, calls = [], 0
 
     def played(engine: Any, count: int, together: bool) -> None:
@@ -161,7 +160,7 @@ def compare_episodes(engines: dict[str, Any], seconds: float, size: Size) -> lis
 def compare(
     model: str, dtype: str, installed: dict[str, bool], seconds: float, size: Size
 ) -> tuple[list[list[str]], ...]:
-    """A row of either table for every engine."""
+    """A row of both tables for each engine."""
     trainer = TorchTrainer(model, SGD(lr=0.1)).build(CONTEXT)
     with torch.no_grad():
         for _, weight in trainer.weights():
@@ -190,7 +189,7 @@ def compare(
     syncs = medians({name: partial(engine.sync, trainer) for name, engine in engines.items()}, seconds / 4)
     rows = []
     for name, engine in engines.items():
-        apart = disagreement(engine, trainer, size)
+        differences = disagreement(engine, trainer, size)
         rows.append(
             [
                 name,
@@ -199,8 +198,8 @@ def compare(
                 f"{tokens[name] / calls[name] / answers[name]:,.0f}",
                 f"{1e3 * syncs[name]:.1f}",
                 f"{engine.receipt.bytes / 1e6:.2f}",
-                f"{apart.mean():.1e}",
-                f"{apart.max():.1e}",
+                f"{differences.mean():.1e}",
+                f"{differences.max():.1e}",
             ]
         )
     if installed["vllm"]:
@@ -219,16 +218,16 @@ def main(quick: bool) -> None:
     if installed["vllm"]:
         importlib.import_module("vllm")
     tables: tuple[list[list[str]], ...] = ([], [])
-    asked = QUICK if quick else WHOLE
+    size = QUICK if quick else WHOLE
     with tempfile.TemporaryDirectory() as base:
         for size, dtype in CASES[:1] if quick else CASES:
             model = write_model(Path(base) / f"{size} in {dtype}", *SIZES[size], positions=512)
-            of_case = compare(model, dtype, installed, seconds=0.0 if quick else 12.0, size=asked)
+            of_case = compare(model, dtype, installed, seconds=0.0 if quick else 12.0, size=size)
             for rows, found in zip(tables, of_case, strict=True):
                 rows += [[f"{size}, {dtype}, {name}", *cells] for name, *cells in found]
     rows = tables[0]
     rows += [[f"{name}: not installed (make engines)", *[""] * 7] for name, there in installed.items() if not there]
-    rows_in_all = f"{asked.groups} prompts of {asked.prompt} tokens, {asked.group} rows each, at most {asked.new} new"
+    rows_in_all = f"{size.groups} prompts of {size.prompt} tokens, {size.group} rows each, at most {size.new} new"
     table(f"Rollout engines: {rows_in_all}; {os.cpu_count()} cores", HEADS, rows)
     table(f"Episodes: {TURNS} turns, {SAID} tokens between two of them, the same prompts", EPISODE_HEADS, tables[1])
 

@@ -1,21 +1,21 @@
-"""The curves and tables of the docs' examples, from what is kept in docs/curves; and the runs that are kept there.
+"""Curves and tables of the docs' examples, from the results in docs/curves; and the runs that produce these.
 
-    python benchmarks/examples.py                          # draw and write all anew: seconds
-    python benchmarks/examples.py --run triage             # train it with three seeds, and keep the results
+    python benchmarks/examples.py                          # redraw and rewrite all: seconds
+    python benchmarks/examples.py --run triage             # train it with three seeds, and store the results
     python benchmarks/examples.py --run engines --arm VLLM --seeds 0 --python .venv-engines/bin/python
 
-``docs/curves/NAME.json`` says of an example what is shown of it, and keeps what its runs measured:
+``docs/curves/NAME.json`` defines what to show of an example, and stores the results of its runs:
 
-    {"example": "triage.py",                               # in examples/; it takes SEED from the environment
-     "page": "examples.md",                                # in docs/, with a mark for the table
-     "along": {"step": "steps of training"},               # the horizontal axis: a key of metrics.jsonl, and what it is
-     "shown": {"val/reward/mean": "right answers"},        # a panel each
-     "compared": {"val/reward/mean": {"nobody": 0.0}},     # lines to compare with, by panel
-     "arms": {"": {                                        # by name, which one alone need not have
-         "with": {"ENGINE": "torch"},                      # what else it takes from the environment
+    {"example": "triage.py",                               # in examples/; reads SEED from the environment
+     "page": "examples.md",                                # in docs/, with a marker for the table
+     "along": {"step": "steps of training"},               # horizontal axis: a key of metrics.jsonl, and its label
+     "shown": {"val/reward/mean": "right answers"},        # one panel each
+     "compared": {"val/reward/mean": {"random": 0.0}},     # reference lines, by panel
+     "arms": {"": {                                        # by name; a single one may be unnamed
+         "with": {"ENGINE": "torch"},                      # further environment variables
          "seeds": {"0": [{"step": 0, "val/reward/mean": 0.3}, ...]}}}}
 
-From it come ``docs/curves/NAME.svg`` and the table behind ``<!-- NAME -->`` in the page.
+The script writes ``docs/curves/NAME.svg`` and the table after ``<!-- NAME -->`` in the page.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Curve = Mapping[str, Any]
 
 
 def points_of(curve: Curve, metrics: Path) -> list[dict[str, float]]:
-    """What is shown of a run, from the lines of its metrics that have all of it."""
+    """The points of a run: the lines of its metrics that have all shown keys."""
     keys = [*curve["along"], *curve["shown"]]
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     return [{key: round(line[key], 6) for key in keys} for line in lines if all(key in line for key in keys)]
 
 
 def run(curve: Curve, arm: str, seed: str, folder: Path, python: str = sys.executable) -> list[dict[str, float]]:
-    """Train an example in a folder of its own, and give what is shown of it."""
+    """Train an example in a new folder; return its points."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [python, str(ROOT / "examples" / curve["example"])]
@@ -59,7 +59,7 @@ def run(curve: Curve, arm: str, seed: str, folder: Path, python: str = sys.execu
 
 
 def table(curve: Curve) -> str:
-    """A row a run, in Markdown, from the first point to the last; then what they are compared with."""
+    """Markdown table: a row per run, first to last point; then the reference values."""
     [(along, what)] = curve["along"].items()
     rows = [["seed", *curve["shown"].values(), what], ["---"] * (len(curve["shown"]) + 2)]
     for arm, runs in curve["arms"].items():
@@ -74,9 +74,9 @@ def table(curve: Curve) -> str:
 
 
 def draw(curve: Curve, path: Path) -> None:
-    """Draw a panel for each number that is shown: a line a run, and dashed what they are compared with.
+    """Draw a panel per shown number: a line per run, and dashed reference lines.
 
-    Runs of several arms have the colors of these, else each its own.
+    With several arms, runs have the color of their arm; else each has its own.
     """
     [(along, what)] = curve["along"].items()
     figure, axes = panels(1, len(curve["shown"]), height=2.6)
@@ -97,43 +97,45 @@ def draw(curve: Curve, path: Path) -> None:
 
 
 def written(page: str, name: str, text: str) -> str:
-    """A page with this table behind its mark."""
+    """The page with this table after its marker."""
     mark = f"<!-- {name} -->"
     if page.count(mark) != 1:
         sys.exit(
             f"the page has {mark} {page.count(mark)} times; expected it once, where the table of {name!r} belongs."
         )
-    before, _, behind = page.partition(mark)
-    rest = re.sub(r"\A\n*(\|.*\n)*\n*", "", behind)
+    before, _, after = page.partition(mark)
+    rest = re.sub(r"\A\n*(\|.*\n)*\n*", "", after)
     return f"{before}{mark}\n\n{text}\n" + (f"\n{rest}" if rest else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for; then draw every curve and write every table."""
+    """Run the chosen example, if any; then draw every curve and write every table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = sorted(path.stem for path in CURVES.glob("*.json"))
-    parser.add_argument("--run", choices=names, help="which example to train")
-    parser.add_argument("--arm", help="which of its arms (default: all)")
-    parser.add_argument("--python", default=sys.executable, help="whose environment has its engine (default: this one)")
-    parser.add_argument("--seeds", default="0,1,2", help="whole numbers, with commas (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/examples"), help="of the runs (default: %(default)s)")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--run", choices=names, help="example to train")
+    parser.add_argument("--arm", help="arm of the example (default: all)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with the engine (default: this one)")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated integers (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/examples"), help="output folder (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
     for name in names:
-        kept = CURVES / f"{name}.json"
-        curve = json.loads(kept.read_text(encoding="utf-8"))
-        if name == asked.run:
-            for arm in curve["arms"] if asked.arm is None else [asked.arm]:
-                for seed in asked.seeds.split(","):
-                    folder = asked.folder / "-".join(filter(None, (name, *arm.split(), seed)))
-                    keep(curve, arm, seed, run(curve, arm, seed, folder, os.path.abspath(asked.python)))
-                    kept.write_text(json.dumps(curve, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        file = CURVES / f"{name}.json"
+        curve = json.loads(file.read_text(encoding="utf-8"))
+        if name == options.run:
+            for arm in curve["arms"] if options.arm is None else [options.arm]:
+                for seed in options.seeds.split(","):
+                    folder = options.folder / "-".join(filter(None, (name, *arm.split(), seed)))
+                    keep(curve, arm, seed, run(curve, arm, seed, folder, os.path.abspath(options.python)))
+                    file.write_text(json.dumps(curve, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         draw(curve, CURVES / f"{name}.svg")
         page = DOCS / curve["page"]
         page.write_text(written(page.read_text(encoding="utf-8"), name, table(curve)), encoding="utf-8")
 
 
 def keep(curve: Curve, arm: str, seed: str, points: Sequence[Mapping[str, float]]) -> None:
-    """Put what a run measured among the others, in the order of their seeds."""
+    """Insert the points of a run, in the order of seeds."""
     runs = curve["arms"][arm]
     runs["seeds"] = dict(sorted({**runs["seeds"], seed: points}.items()))
 

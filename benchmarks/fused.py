@@ -1,8 +1,8 @@
-"""What a step trains with, as a plan that is fused runs it and as the graph is written, on one thread of a CPU.
+"""The training part of a step, fused and not fused, on one CPU thread.
 
-The rows are those of `lengths.py`: 64 rows of a Llama of four layers, answers of geometric lengths. Each case is what
-comes between the advantages and the sync of GRPO without KL: `OldLogProb` and `UpdateActor`, AdamW and clipping
-included; or the one node in their place. Cases take turns; times are CPU time.
+The rows are those of `lengths.py`: 64 rows of a Llama with four layers, answers of geometric lengths. Each case is the
+part between the advantages and the sync of GRPO without KL: `OldLogProb` and `UpdateActor`, AdamW and clipping
+included, or the fused node. Cases alternate; times are CPU time.
 
     python benchmarks/fused.py [seconds]
 """
@@ -28,7 +28,7 @@ from flowrl.operators import OldLogProb, PPOClip, UpdateActor
 
 
 class Rows(NamedTuple):
-    """What was sampled by a version of the policy."""
+    """Rows sampled by a version of the policy."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -39,18 +39,18 @@ class Rows(NamedTuple):
 
 
 def cases(folder: str) -> dict[str, Callable[[], object]]:
-    """By what is done; each on an engine of its own."""
+    """The cases, each on its own engine."""
     *columns, advantages = natural()
     spec = TorchTrainer(folder, optimizer=AdamW(lr=1e-4), device="cpu")
-    apart, once, alone = (cast(Any, spec.build(CONTEXT)) for _ in range(3))
+    separate, once, alone = (cast(Any, spec.build(CONTEXT)) for _ in range(3))
 
     def rows(engine: Any) -> Any:
         return Rows(*columns, torch.full((len(advantages),), engine.version))
 
     def two() -> None:
-        old = OldLogProb(actor=apart)(rows(apart))
-        update = UpdateActor(PPOClip(), actor=apart)
-        update(rows(apart), old_log_probs=old, advantages=advantages, key=Key.of(0))
+        old = OldLogProb(actor=separate)(rows(separate))
+        update = UpdateActor(PPOClip(), actor=separate)
+        update(rows(separate), old_log_probs=old, advantages=advantages, key=Key.of(0))
 
     scorer = OldLogProb(actor=once)
     fused = cast(Any, UpdateActor(PPOClip(), actor=once).fusing(scorer))

@@ -1,12 +1,11 @@
-"""Tokens of `TorchRollout` and of transformers' `model.generate`, on the same weights and prompts, for each second of a
-processor's time: one thread, in turns, the median of the ratios, since other work on the machine slows both alike.
+"""Tokens per CPU-second of `TorchRollout` and of transformers' `model.generate`, on the same weights and prompts: one
+thread, alternating calls, the median of the ratios, because other load on the machine slows both.
 
-`TorchRollout` also returns log-probs, and draws each row from a key of its own. It computes a prompt that several rows
-share once, lets rows leave when they end, and in episodes goes on from what earlier turns have computed.
+`TorchRollout` also returns log-probs, and samples each row with its own key. It computes a prompt that several rows
+share once, removes finished rows from the batch, and in episodes continues from the KV cache of earlier turns.
 
-The limit is the model alone: a pass over each distinct prompt, then a pass for every token over the rows that are left,
-which attend to nothing before them and from which nothing is drawn. No decoder that calls the model's own layers is
-faster.
+The limit is the model alone: a pass over each distinct prompt, then a pass per token over the unfinished rows, without
+attention to earlier tokens and without sampling. No decoder that calls the model's own layers is faster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from flowrl.protocols.protocols import Request, Sampling
 from flowrl.run.engine.build import EngineBuilder
 
 ROUNDS = 5
-TURNS, SAID = 3, 40  # of an episode; tokens that come between two of its turns
+TURNS, SAID = 3, 40  # turns of an episode; tokens between two turns
 
 Answer = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]
 """Answers to contexts, by a seed."""
@@ -40,14 +39,14 @@ Answer = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]
 def write_model(
     folder: str | Path, layers: int, width: int, *, grouped: int = 1, positions: int = 256, vocabulary: int = 0
 ) -> str:
-    """A random Llama with the demo's tokenizer; the folder.
+    """Write a random Llama with the demo's tokenizer; return the folder.
 
     Args:
-        folder: where to.
-        layers, width: of the model; heads are 32 wide.
-        grouped: heads that share their keys.
-        positions: tokens that a sequence may have.
-        vocabulary: tokens; 0 is as many as the tokenizer has.
+        folder: output folder.
+        layers, width: size of the model; heads have width 32.
+        grouped: query heads per key head.
+        positions: longest sequence, in tokens.
+        vocabulary: number of tokens; 0 for the tokenizer's.
     """
     tokenizer = make_tokenizer()
     config = LlamaConfig(
@@ -98,7 +97,7 @@ def by_transformers(engine: Any) -> Answer:
 
 
 def alone(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
-    """What the model has to compute for these answers at least; see the top."""
+    """The least computation of the model for these answers; see the module."""
     distinct = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
     width, lengths = max(map(len, distinct)), torch.tensor(list(map(len, answers)))
     with torch.inference_mode():
@@ -109,27 +108,27 @@ def alone(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]
             model(input_ids=torch.zeros(rows, 1, dtype=torch.int64), use_cache=False)
 
 
-def said(turn: int, row: int) -> list[int]:
-    """What comes after a turn of an episode."""
+def reply(turn: int, row: int) -> list[int]:
+    """The environment's tokens after a turn."""
     return torch.randint(8, 100, (SAID,), generator=torch.Generator().manual_seed(1000 * turn + row)).tolist()
 
 
 def in_turns(answer: Answer) -> Answer:
-    """Episodes: all rows wait for the slowest one of each turn, and contexts are computed anew."""
+    """Episodes in batches: rows wait for the slowest of each turn, and contexts are recomputed."""
 
     def episodes(prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
         contexts, answered = list(prompts), [list[int]() for _ in prompts]
         for turn in range(TURNS):
             for i, ids in enumerate(answer(contexts, sampling, seed + turn)):
                 answered[i] += ids
-                contexts[i] = [*contexts[i], *ids, *said(turn, i)]
+                contexts[i] = [*contexts[i], *ids, *reply(turn, i)]
         return answered
 
     return episodes
 
 
 def by_requests(engine: Any) -> Answer:
-    """Episodes: each goes on as soon as it can, from what it has computed."""
+    """Episodes as requests: each continues as soon as it can, from its cache."""
 
     def episodes(prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
         key, contexts, turns = Key.of(seed), list(prompts), [0] * len(prompts)
@@ -145,7 +144,7 @@ def by_requests(engine: Any) -> Answer:
             for i in map(int, engine.step()):
                 ids = engine.take(str(i)).ids
                 answered[i] += ids
-                contexts[i] = [*contexts[i], *ids, *said(turns[i], i)]
+                contexts[i] = [*contexts[i], *ids, *reply(turns[i], i)]
                 turns[i] += 1
                 if turns[i] < TURNS:
                     ask(i)
@@ -157,8 +156,7 @@ def by_requests(engine: Any) -> Answer:
 def compare(
     ways: dict[str, Answer], rows: int, lengths: tuple[int, int], group: int, sampling: Sampling, model: Any = None
 ) -> list[str]:
-    """Tokens for each second of each way, and of the `model` alone where it is given; then how many times the first is
-    faster than each of the others."""
+    """Tokens per second of each way, and of the `model` alone if given; then the speedup of the first."""
     rates: dict[str, list[float]] = {name: [] for name in (*ways, *([] if model is None else ["alone"]))}
     for seed in range(ROUNDS + 1):
         draw = torch.Generator().manual_seed(seed)
@@ -183,7 +181,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     fixed = Sampling(1.0, 0, 1.0, 32, ignore_eos=True)
-    natural = Sampling(1.0, 0, 1.0, 256, stop_token_ids=(2,), ignore_eos=True)  # one token of 128 ends a row
+    natural = Sampling(1.0, 0, 1.0, 256, stop_token_ids=(2,), ignore_eos=True)  # one token in 128 ends a row
     batches = [
         ("128 rows of 32, prompts of 32", 128, (32, 32), 1, fixed),
         ("the same in groups of 8", 128, (32, 32), 8, fixed),
@@ -202,11 +200,11 @@ def main() -> None:
         ways = {"flowrl": ours, "transformers": theirs}
         rows = [[name, *compare(ways, *case, model=engine.model)] for name, *case in batches]
         heads = ["", "flowrl", "model.generate", "model alone", "times generate", "of the model alone"]
-        table("Tokens a second, and what the model alone would reach", heads, rows)
+        table("Tokens per second, and the limit of the model alone", heads, rows)
         ways = {"requests": by_requests(engine), "flowrl": in_turns(ours), "transformers": in_turns(theirs)}
         rows = [[name, *compare(ways, 64, (32, 32), 1, sampling)] for name, sampling in turns]
         heads = ["", "requests", "generate", "model.generate", "times generate", "times model.generate"]
-        table("Tokens a second in episodes, of requests and of a batch for each turn", heads, rows)
+        table("Tokens per second in episodes, as requests and as a batch per turn", heads, rows)
 
 
 if __name__ == "__main__":

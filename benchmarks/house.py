@@ -1,10 +1,10 @@
-"""How large the code is, and how many files a reader goes through to follow a call, of this tree or another one.
+"""Size of the code, and the number of files that a call enters, for this tree or another one.
 
-    python benchmarks/house.py [--entered]            # this tree; --entered also lists the files that calls enter
+    python benchmarks/house.py [--entered]            # this tree; --entered also lists the entered files
     python benchmarks/house.py --tree PATH            # another tree
 
-Steps are GRPO with the demo's model, the second of a job: caches fill in the first. "Machine" is what is in `flowrl/`
-but for operators, engines and graphs. On Ray every role has a slot of its own, so that weights are sent.
+Steps are the second ones of a GRPO job with the demo's model, because the first fills caches. "Machine" is `flowrl/`
+without operators, engines and graphs. On Ray every role has its own slot, so that weights are sent.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 Calls = Counter[str]
-"""Calls of functions, by the file that they are in."""
+"""Function calls by file."""
 
 
 # ---- lines
 
 
 def files(tree: Path) -> Iterator[Path]:
-    """The modules of the product, each once: not by way of the symlinks in ``flowrl/``."""
+    """The modules of the product, without the symlinks in ``flowrl/``."""
     for room in ROOMS:
         yield from (path for path in sorted((tree / room).rglob("*.py")) if path.resolve() == path)
 
@@ -66,7 +66,7 @@ def lines_of(source: str) -> tuple[int, int]:
 
 
 def longest_repeat(sources: dict[str, str]) -> tuple[int, str]:
-    """The longest run of equal lines that is there twice, blank lines and indents aside: how long, and where."""
+    """The longest run of duplicated lines, ignoring blank lines and indentation: its length and places."""
     lines = [
         (text, f"{name}:{number}")
         for name, source in sources.items()
@@ -93,7 +93,7 @@ def longest_repeat(sources: dict[str, str]) -> tuple[int, str]:
 
 @contextmanager
 def counted(tree: Path) -> Iterator[Calls]:
-    """The calls of the project's functions that this thread makes in the block."""
+    """Calls of the project's functions by this thread in the block."""
     calls: Calls = Counter()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -114,7 +114,7 @@ def counted(tree: Path) -> Iterator[Calls]:
 
 
 def of_calls(tree: Path, base: Path) -> dict[str, Calls]:
-    """The calls of every measure in `AIMS`."""
+    """The calls of each measure in `AIMS`."""
     from flowrl.demo.model import build
     from flowrl.demo.task import write_dataset
 
@@ -127,7 +127,7 @@ def of_calls(tree: Path, base: Path) -> dict[str, Calls]:
 
 
 def of_graph(tree: Path) -> tuple[Calls, Calls]:
-    """The calls of `Graph.bind` and of `Graph.mermaid`, each the second time."""
+    """The calls of the second `Graph.bind` and `Graph.mermaid`."""
     from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
     from flowrl.demo.verifier import score_and_thinking
     from flowrl.graphs import grpo
@@ -143,7 +143,7 @@ def of_graph(tree: Path) -> tuple[Calls, Calls]:
 
 
 def of_step(tree: Path, base: Path, ray: bool) -> Calls:
-    """The calls of one step in this process, where the nodes run or from where Ray is asked to run them."""
+    """The calls of one step in this process, which runs the nodes or dispatches them to Ray."""
     from flowrl import Colocate, PromptData
     from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
     from flowrl.demo.verifier import score_and_thinking
@@ -167,7 +167,7 @@ def of_step(tree: Path, base: Path, ray: bool) -> Calls:
 
 
 def main(tree: Path, entered: bool) -> None:
-    """Measure a tree and print it as one table."""
+    """Measure a tree and print one table."""
     with tempfile.TemporaryDirectory() as folder:
         calls = of_calls(tree, Path(folder))
     sources = {str(path.relative_to(tree)): path.read_text(encoding="utf-8") for path in files(tree)}
@@ -177,7 +177,7 @@ def main(tree: Path, entered: bool) -> None:
         ["lines of code, without imports", f"{code:,}", "22,000"],
         ["lines of docstrings", f"{docstrings:,}", "7,500"],
         *([f"files that {what}", f"{len(found)}", AIMS[what]] for what, found in calls.items()),
-        ["longest run of equal lines", str(longest), "12"],
+        ["longest run of duplicated lines", str(longest), "12"],
     ]
     table(f"{len(sources)} files", ["", "here", "aim"], rows)
     print(f"\n  equal: {where}")
@@ -193,6 +193,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     sys.path.insert(0, str(tree))
-    os.chdir(tree)  # Ray's processes import what is there
+    os.chdir(tree)  # Ray's processes import from there
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on CPU slots, wherever this runs
     main(tree, arguments.entered)

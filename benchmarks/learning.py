@@ -1,12 +1,12 @@
-"""How well methods learn: one task, one model, as many sampled answers and optimizer steps for each.
+"""How well methods learn: one task, one model, and the same number of sampled answers and optimizer steps.
 
     python benchmarks/learning.py                                       # all methods, three seeds: about an hour
     python benchmarks/learning.py --methods grpo,dapo --seeds 0 --steps 20
 
-The task is addition of three digits (see `flowrl.demo`), from a warm start that seldom thinks and often errs where it
-does. Each run's result is kept in ``<folder>/<method>-<seed>.json``; what was run with the same settings is not run
-again, so a benchmark that was stopped goes on where it was; of a longer run the beginning is taken. At the end come a
-table and ``<folder>/learning.svg``.
+The task is addition of three digits (see `flowrl.demo`), from a warm start that seldom thinks and often makes mistakes.
+Results are stored in ``<folder>/<method>-<seed>.json``; runs with a stored result of the same settings are skipped, so
+an interrupted benchmark resumes, and the beginning of a longer run serves as well. At the end it prints a table and
+writes ``<folder>/learning.svg``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from flowrl.graphs import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_
 from flowrl.operators.reward.operator import place_scores
 from flowrl.schedules import Constant
 
-ROWS = 256  # sampled answers a step
+ROWS = 256  # sampled answers per step
 GROUP = 8
-MINI_BATCH = 32  # rows an optimizer step
+MINI_BATCH = 32  # rows per optimizer step
 STEPS = 24
-EVERY = 8  # steps between two validations
+EVERY = 8  # steps between validations
 LEARNING_RATE, CRITIC_RATE, WARM_UP = 2e-4, 1e-3, 10
-START = {"digits": 3, "steps": 260, "direct": 0.9}  # of the model: see `build`
-LONGEST = 32  # tokens: an answer that works out every carry has 31
+START = {"digits": 3, "steps": 260, "direct": 0.9}  # warm-up of the model: see `build`
+LONGEST = 32  # tokens: an answer with every carry has 31
 SETTINGS = {"max_new_tokens": 36, "mini_batch": MINI_BATCH, "kl_coef": 0.0}
 
 
 class Shuffled(Operator):
-    """The control: every answer gets the score of another one, so there is nothing to learn."""
+    """Control: every answer gets the score of another one, so there is nothing to learn."""
 
     def __call__(
         self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, key: Key = INJECTED
@@ -52,10 +52,10 @@ class Shuffled(Operator):
 
 
 def methods() -> dict[str, Graph]:
-    """The graph of each method, by its name on the command line.
+    """The graph of each method, by name.
 
-    DAPO draws as many prompts a step as the others, and more where fewer than half of these teach; it trains on half as
-    many rows, in mini-batches of half the size: so all take the same number of optimizer steps.
+    DAPO samples as many prompts per step as the others, and more if fewer than half give a gradient. It trains on half
+    as many rows, in mini-batches of half the size, so all methods take the same number of optimizer steps.
     """
     settings: dict[str, Any] = {**SETTINGS, "n": GROUP}
     group = grpo(score_and_thinking, **settings)
@@ -80,7 +80,7 @@ def methods() -> dict[str, Graph]:
 
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
-    """The training of one method: `ROWS` answers a step; held-out accuracy at temperature 1, two answers a prompt."""
+    """The training of one method: `ROWS` answers per step; held-out accuracy at temperature 1, two answers each."""
     betas = (0.9, 0.95)
     engines: dict[str, Any] = {
         "actor": TorchTrainer(str(model), AdamW(lr=LEARNING_RATE, betas=betas), Constant(1.0, warmup=WARM_UP)),
@@ -102,13 +102,13 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
 
 
 def settings_of(graph: Graph, seed: int) -> dict[str, Any]:
-    """All that decides a run beside its length, as JSON has it."""
+    """Everything that determines a run except its length, as JSON."""
     run = {"rows": ROWS, "every": EVERY, "rates": [LEARNING_RATE, CRITIC_RATE], "warm_up": WARM_UP, "start": START}
     return {"seed": seed, "graph": graph.fingerprint(), **run}
 
 
 def result_of(method: str, graph: Graph, base: Path, seed: int, steps: int) -> Result:
-    """The result of a method, of a run that is kept or of a new one."""
+    """The result of a method, stored or new."""
 
     def run(folder: Path) -> list[dict[str, Any]]:
         model = build(base / f"model-seed{seed}", seed, **START)
@@ -129,21 +129,21 @@ def result_of(method: str, graph: Graph, base: Path, seed: int, steps: int) -> R
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for and has not been run, then print the table and draw the curves."""
+    """Run what has no stored result, then print the table and draw the curves."""
     graphs = methods()
-    asked = parsed(parser_of(__doc__, graphs, STEPS, EVERY, "runs/learning"), arguments, graphs, EVERY)
-    torch.set_num_threads(1)  # at this size a second thread costs more than it gives
+    options = parsed(parser_of(__doc__, graphs, STEPS, EVERY, "runs/learning"), arguments, graphs, EVERY)
+    torch.set_num_threads(1)  # more threads are slower at this size
     logging.disable_progress_bar()
-    if not (asked.folder / "data" / "heldout.jsonl").exists():
-        write_dataset(asked.folder / "data", digits=int(START["digits"]))
+    if not (options.folder / "data" / "heldout.jsonl").exists():
+        write_dataset(options.folder / "data", digits=int(START["digits"]))
     results = []
-    for seed in asked.seeds:
-        for method in asked.methods:
-            results.append(result := result_of(method, graphs[method], asked.folder, seed, asked.steps))
+    for seed in options.seeds:
+        for method in options.methods:
+            results.append(result := result_of(method, graphs[method], options.folder, seed, options.steps))
             curve = " ".join(f"{point['accuracy']:.3f}" for point in result["points"])
             print(f"{method}, seed {seed}: {curve}", flush=True)
     print("\n" + accuracy_table(results, against="grpo"))
-    draw(results, asked.folder / "learning.svg", against="grpo")
+    draw(results, options.folder / "learning.svg", against="grpo")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""An update of rows of natural lengths: packed micro-batches beside the padded batch, on one thread of a CPU.
+"""An update of rows of natural lengths: packed micro-batches and the padded batch, on one CPU thread.
 
-64 rows of a Llama of four layers, prompts padded on the left and responses on the right, as a rollout leaves them: the
-lengths of answers are geometric, so that the padded batch is some 2.2 times as large as its tokens. Each case is one
-optimizer step, AdamW and clipping included. The peer is torch alone, in one forward and backward pass over the padded
-batch; it keeps as little as flowrl does (log-probs at response tokens only). With plain attention, flowrl pads rows to
-the longest of their micro-batch. Cases take turns; times are CPU time, on a GPU (`gpu.py`) just time.
+64 rows of a Llama with four layers, prompts padded on the left and responses on the right. Lengths of answers are
+geometric, so the padded batch has about 2.2 times as many positions as tokens. Each case is one optimizer step, AdamW
+and clipping included. The peer is plain torch, in one forward and backward pass over the padded batch; like flowrl, it
+computes log-probs at response tokens only. With plain attention, flowrl pads rows to the longest of their micro-batch.
+Cases alternate; times are CPU time, and wall-clock time on a GPU (`gpu.py`).
 
-    python benchmarks/lengths.py [seconds a table]
+    python benchmarks/lengths.py [seconds per table]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
 
 
 class Batch(NamedTuple):
-    """What a trainer reads, and advantages ``[row response]``."""
+    """Input of a trainer, and advantages ``[row response]``."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 class Gain:
-    """The mean of advantages times log-probs."""
+    """Mean of advantages times log-probs."""
 
     wants_entropy = False
     of_distribution = None
@@ -58,7 +58,7 @@ class Gain:
 
 
 def batch_of(prompts: Tensor, responses: Tensor) -> Batch:
-    """Rows of so many tokens, drawn at random."""
+    """Rows of these lengths with random tokens."""
     draw = torch.Generator().manual_seed(0)
     columns = torch.arange(PROMPT + int(responses.max()))
     attended = (columns >= PROMPT - prompts[:, None]) & (columns < PROMPT + responses[:, None])
@@ -69,19 +69,19 @@ def batch_of(prompts: Tensor, responses: Tensor) -> Batch:
 
 
 def natural() -> Batch:
-    """Responses of geometric lengths, prompts of even ones."""
+    """Responses of geometric lengths, prompts of uniform lengths."""
     draw = torch.Generator().manual_seed(0)
     lengths = (torch.rand(ROWS, generator=draw).log() / math.log(1 - 1 / MEAN)).ceil().clamp(1, LONGEST).long()
     return batch_of(torch.randint(PROMPT // 2, PROMPT + 1, (ROWS,), generator=draw), lengths)
 
 
 def equal() -> Batch:
-    """Rows that are all as long as the longest."""
+    """Rows of equal length."""
     return batch_of(torch.full((ROWS,), PROMPT), torch.full((ROWS,), LONGEST))
 
 
 def bare(folder: str, batch: Batch, sizes: list[int], device: str) -> Callable[[], None]:
-    """An update in torch alone: rows in their order, so many at a time, as wide as the batch is."""
+    """An update in plain torch: rows in order, in padded chunks."""
     lm = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
     batch = Batch(*(column.to(device) for column in batch))
     optimizer, tokens = torch.optim.AdamW(lm.parameters(), lr=0.0), int(batch.response_mask.sum())

@@ -1,9 +1,9 @@
-"""Log-probs of tokens beside verl's function of ready logits, and through a head beside whole distributions.
+"""Log-probs of tokens, from given logits (compared with verl) and through a head (compared with whole distributions).
 
-Calls take turns. verl's function is its own where it is installed, as by ``make race``; else it is written out here, as
-it runs on a CPU. Times are CPU time of one thread. Memory is what the process takes at most, above what it had before.
+Calls alternate. verl's function is used if verl is installed, as by ``make race``; otherwise its CPU code is
+reimplemented here. Times are CPU time of one thread. Memory is the increase of the process's peak.
 
-    python benchmarks/log_probs.py [seconds a table]
+    python benchmarks/log_probs.py [seconds per table]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gain = Callable[[], Tensor]
 
 
 def written_out(logits: Tensor, labels: Tensor) -> Tensor:
-    """`logprobs_from_logits` of verl 0.9.1 on a CPU: a row at a time."""
+    """`logprobs_from_logits` of verl 0.9.1 on a CPU: row by row."""
     if logits.dtype == torch.float32:
         chosen = logits.gather(-1, labels[..., None])[..., 0]
         return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
@@ -41,11 +41,11 @@ try:
 
     VERL = "verl"
 except ImportError:
-    verl, VERL = written_out, "verl, written out"
+    verl, VERL = written_out, "verl, reimplemented"
 
 
 def medians(cases: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The median CPU time of a call of each case in seconds; they take turns, and the first round does not count."""
+    """The median CPU time per call of each case, in seconds; calls alternate, and the first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in cases}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or min(map(len, taken.values())) < 4:
@@ -57,7 +57,7 @@ def medians(cases: Mapping[str, Callable[[], object]], seconds: float) -> dict[s
 
 
 def ready(logits: Tensor, labels: Tensor, entropy: str = "none") -> tuple[Tensor, ...]:
-    """flowrl, of logits that are there."""
+    """flowrl, from given logits."""
     return score_tokens(entropy, LMHead(), 1024, logits, labels, torch.ones(len(labels)))  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def of_logits(seconds: float) -> None:
             name = f"{tokens} tokens, {str(dtype)[6:]}, {run.__name__.replace('_', ' ')}"
             peer, own = found.values()
             rows.append([name, f"{1e3 * peer:.0f}", f"{1e3 * own:.0f}", f"{peer / own:.2f}"])
-    table(f"Log-probs of ready logits over {VOCABULARY} tokens", ["", f"{VERL} ms", "flowrl ms", "faster by"], rows)
+    table(f"Log-probs of given logits over {VOCABULARY} tokens", ["", f"{VERL} ms", "flowrl ms", "faster by"], rows)
 
 
 def whole(layer: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def back_to_the_head(score: Callable[..., Tensor], layer: nn.Linear, states: Ten
 
 
 def through_head(seconds: float, hidden: int = 512, tokens: int = 512) -> None:
-    """Forward and backward from states through a head, and what that takes of memory."""
+    """Forward and backward from states through a head: time and memory."""
     cases = {"whole": whole, "chunks of 1024": partial(in_chunks, 1024), "chunks of 64": partial(in_chunks, 64)}
     rows = []
     for size in (VOCABULARY, 152_000):
@@ -118,19 +118,19 @@ def through_head(seconds: float, hidden: int = 512, tokens: int = 512) -> None:
         for name, call in calls.items():
             over = f"{peak(call) - own:.3f}"
             rows.append([f"{size}: {name}", f"{1e3 * found[name]:.0f}", f"{found[name] / found['flowrl']:.2f}", over])
-    heads = ["", "ms", "to flowrl", "GiB over the head's gradient"]
+    heads = ["", "ms", "vs flowrl", "GiB above the head's gradient"]
     table(f"{tokens} tokens through a head of {hidden}, forward and backward", heads, rows)
 
 
 def peak(call: Callable[[], object]) -> float:
-    """How many GiB more the process had at most while `call` ran; as Linux counts."""
+    """Increase of the process's peak memory during `call`, in GiB, as counted by Linux."""
 
     def counted(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-    ctypes.CDLL(None).malloc_trim(0)  # so that what is free is not there already
-    Path("/proc/self/clear_refs").write_text("5")  # the highest is from now on
+    ctypes.CDLL(None).malloc_trim(0)  # return free memory first
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = counted("VmRSS")
     call()
     return (counted("VmHWM") - before) / 2**20

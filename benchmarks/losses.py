@@ -1,7 +1,7 @@
-"""Losses beside the same formulas written out in torch by hand: forward and backward, the mean over tokens.
+"""Losses, compared with the same formulas in plain torch: forward and backward, the mean over tokens.
 
-What is bare computes the formula and nothing else, and takes numbers off the mask to be 0 already. What is by hand
-selects, too, so that a NaN off the mask stays out, and reports the loss and the mean of ``old - new``, as trainers do.
+*Bare* computes only the formula, and assumes zeros off the mask. *By hand* also selects by the mask, so that a NaN off
+the mask stays out, and reports the loss and the mean of ``old - new``, as trainers do.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def dro(new: Tensor, c: Columns) -> Tensor:
 
 
 def covariance(new: Tensor, c: Columns) -> Tensor:
-    said, advantage = new.detach()[MASK], c.advantages[MASK]
+    values, advantage = new.detach()[MASK], c.advantages[MASK]
     out = torch.full((ROWS, WIDTH), -torch.inf)
-    out[MASK] = (said - said.mean()) * (advantage - advantage.mean())
+    out[MASK] = (values - values.mean()) * (advantage - advantage.mean())
     return out.flatten()
 
 
@@ -109,8 +109,8 @@ def kl_cov(new: Tensor, c: Columns) -> Tensor:
 def clip_cov(new: Tensor, c: Columns) -> Tensor:
     found = covariance(new, c)
     band = ((found >= 0.1) & (found <= 5.0)).nonzero().flatten()
-    drawn = chosen(band[torch.randperm(len(band))[: max(1, int(2e-4 * TOKENS))]])
-    return -c.advantages * (new - c.old_log_probs).exp() * ~drawn
+    sampled = chosen(band[torch.randperm(len(band))[: max(1, int(2e-4 * TOKENS))]])
+    return -c.advantages * (new - c.old_log_probs).exp() * ~sampled
 
 
 def nll_beside(new: Tensor, c: Columns) -> Tensor:
@@ -173,7 +173,7 @@ if __name__ == "__main__":
     rows = []
     for loss, formula in LOSSES:
         objective = TokenObjective(loss, key=Key.of(0))
-        weights = objective.weights(MASK)  # once a mini-batch, whatever its micro-batches
+        weights = objective.weights(MASK)  # once per mini-batch, whatever its micro-batches
         reads = [name for name in loss.signature.ports if name != "response_mask"]
         cases = {
             "bare": partial(bare, formula),
@@ -183,5 +183,5 @@ if __name__ == "__main__":
         taken = medians(cases, seconds=3.0)
         times = [f"{taken['loss'] / taken[name]:.2f}" for name in ("bare", "by hand")]
         rows.append([type(loss).__name__, *(f"{1e3 * seconds:.2f}" for seconds in taken.values()), *times])
-    heads = ["", "bare ms", "by hand ms", "loss ms", "to bare", "to by hand"]
+    heads = ["", "bare ms", "by hand ms", "loss ms", "vs bare", "vs by hand"]
     table(f"{ROWS} rows of up to {WIDTH} tokens, forward and backward", heads, rows)

@@ -1,4 +1,4 @@
-"""What a graph costs beside the computation: making, changing and checking one, and running its nodes."""
+"""Overhead of a graph: tracing, editing and checking one, and running its nodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NODES = 32
 
 
 class Shift(Operator):
-    """As little as an operator can compute."""
+    """A minimal operator."""
 
     def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
         return token_level_scores + 1.0
 
 
 class Scored(NamedTuple):
-    """What the part of PPO between the models and the updates reads."""
+    """Input of the part of PPO between the models and the updates."""
 
     token_level_scores: TokenLevelScores
     old_log_probs: OldLogProbs
@@ -41,7 +41,7 @@ class Scored(NamedTuple):
 
 @algorithm
 def chain(batch: Scored) -> TokenLevelScores:
-    """`NODES` nodes, one after the other."""
+    """`NODES` sequential nodes."""
     scores = batch.token_level_scores
     for i in range(NODES):
         scores = Shift().named(f"shift_{i}")(scores)
@@ -49,7 +49,7 @@ def chain(batch: Scored) -> TokenLevelScores:
 
 
 def chain_by_functions(batch: Scored) -> torch.Tensor:
-    """The same sum, without operators."""
+    """The same sum without operators."""
     scores = batch.token_level_scores
     for _ in range(NODES):
         scores = scores + 1.0
@@ -66,7 +66,7 @@ def shaping(batch: Scored) -> GAEOutput:
 
 
 def shaping_by_functions(batch: Scored) -> GAEOutput:
-    """The same numbers, with the metrics of `KLShape`, by the functions beside the operators."""
+    """The same numbers, with the metrics of `KLShape`, by the functions that the operators call."""
     scores, old, ref, values, mask = batch
     rewards = kl_shape(scores, old, ref, mask, 0.001)
     kl = kl_penalty(old, ref, "k1")
@@ -76,13 +76,13 @@ def shaping_by_functions(batch: Scored) -> GAEOutput:
 
 
 def random_batch(rows: int, tokens: int) -> Scored:
-    """Every token counts."""
+    """A mask of all tokens."""
     shape = (rows, tokens)
     return Scored(*(torch.randn(shape) for _ in range(4)), response_mask=torch.ones(shape, dtype=torch.bool))
 
 
 def of_graphs() -> None:
-    """Everything that happens before a model loads."""
+    """All work before a model loads."""
     first: Graph = ppo(compute_score)
     second = grpo(compute_score)
     data = first.to_dict()
@@ -100,7 +100,7 @@ def of_graphs() -> None:
         },
         seconds=5,
     )
-    taken["plan"] -= taken["read from data"]  # a plan is made of a new graph, since a graph keeps what it has computed
+    taken["plan"] -= taken["read from data"]  # a new graph per plan, because a graph caches its results
     table(f"A graph of {len(first.nodes)} nodes", ["", "ms"], [[name, f"{1e3 * s:.2f}"] for name, s in taken.items()])
 
 
@@ -126,7 +126,7 @@ def of_nodes() -> None:
             over = (seconds - taken["functions"]) / nodes
             numbers = [f"{1e3 * seconds:.3f}", f"{1e6 * over:.0f}", f"{seconds / taken['functions']:.2f}"]
             rows.append([f"{name} {list(shape)}, {nodes} nodes, by {way}", *numbers])
-    table("Running nodes", ["", "ms", "over functions, µs a node", "ratio"], rows)
+    table("Running nodes", ["", "ms", "over functions, µs per node", "ratio"], rows)
 
 
 if __name__ == "__main__":

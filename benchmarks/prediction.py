@@ -1,9 +1,8 @@
-"""How far a predicted step is from a measured one, on the demo: costs are those of runs with half, or twice, the rows.
+"""Error of predicted step times on the demo, with costs from runs with half or twice the rows.
 
-The policy hardly learns here: costs know how long answers were, and not how long those of a better policy will be. Runs
-with few and with many rows take turns, and each is predicted from its neighbor, since what else the machine does slows
-runs that lie further apart unlike. Of several such pairs the one of the median error is shown. The last column says how
-far apart equal runs are.
+The policy hardly learns here, because costs reflect the lengths of past answers, not those of a better policy. Runs
+with few and with many rows alternate, and each is predicted from its neighbor, because the load of the machine varies.
+The table shows the pair with the median error. The last column shows how much equal runs differ.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PLACES: dict[str, tuple[Place | None, int]] = {  # with the ranks of the actor
 
 
 def training(graph: Graph, base: Path, where: str, rows: int, folder: str) -> Training:
-    """The demo's training with another number of rows, at a place."""
+    """The demo's training with another number of rows, on a placement."""
     whole = demo.training(graph, base / "model", base / "data", base / folder, STEPS, seed=0)
     place, ranks = PLACES[where]
     slow = Constant(1.0, warmup=10**6)
@@ -62,8 +61,8 @@ def compare(graph: Graph, base: Path, where: str) -> list[list[str]]:
             measured[rows] = statistics.median(step["timing/step"] for step in run.metrics[1:])
             costs[rows] = Costs.of(run.folder)
         for rows, other in (ROWS, ROWS[::-1]):
-            wanted = training(graph, base, where, rows, "none")
-            predicted = predict(wanted.job.graph, wanted.job.place, wanted.prompts, costs[other]).seconds
+            target = training(graph, base, where, rows, "none")
+            predicted = predict(target.job.graph, target.job.place, target.prompts, costs[other]).seconds
             pairs[rows].append((predicted, measured[rows]))
     lines = []
     for rows, other in (ROWS, ROWS[::-1]):
@@ -85,7 +84,7 @@ if __name__ == "__main__":
         chosen = sys.argv[1:] or PLACES
         lines = [line for where in chosen for graph in demo.graphs() for line in compare(graph, base, where)]
     table(
-        f"seconds a step, the median of {STEPS - 1} steps, in that of {RUNS} pairs of runs that has the median error",
+        f"seconds per step, median of {STEPS - 1} steps, in the pair of runs with the median error, of {RUNS}",
         ["", "rows", "predicted", "measured", "error", "noise"],
         lines,
     )

@@ -1,14 +1,14 @@
-"""The data plane of a PPO step against one that is routed through the driver, on columns of two sizes.
+"""The data plane of a PPO step, compared with one routed through the driver, for columns of two sizes.
 
-Both do what the plan of PPO says, without computing anything: a worker process takes the inputs of a node and leaves
-its outputs, node after node.
+Both follow the plan of PPO without computing anything: for each node, a worker process reads its inputs and writes its
+outputs.
 
-flowrl: columns stay in the object store, packed without their padding; a node fetches those that it reads, and the
-driver sees references. All nodes are on workers, also those without a role.
+flowrl: columns stay in the object store, packed without padding; a node fetches those that it reads, and the driver
+holds references. All nodes run on workers, including those without a role.
 
-By the driver, as in verl's single controller: the driver holds the batch as a TensorDict; a node with a role is sent
-all of it, pickled by way of `torch.save` as verl's DataProto is, and its outputs come back the same way. Nodes without
-a role run in the driver and cost nothing here. Generation is sent the prompts alone.
+Driver, as in verl's single controller: the driver holds the batch as a TensorDict. It sends all of it to each node with
+a role, pickled with `torch.save` like verl's DataProto, and receives the outputs the same way. Nodes without a role run
+in the driver and cost nothing here. Generation receives only the prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {"demo": (256, 16, 28), "64 MB": (970, 256, 1024)}  # rows, widths of pr
 
 
 class Whole:
-    """A batch that is pickled as one: tensors in one storage, by `torch.save`, and objects by pickle."""
+    """A batch pickled as a whole: tensors in one storage, with `torch.save`, and objects with pickle."""
 
     def __init__(self, tensors: TensorDict, objects: Columns) -> None:
         self.tensors, self.objects = tensors, objects
@@ -62,28 +62,28 @@ class Whole:
 
 
 class Worker:
-    """A process that holds what nodes will write, so that all that takes time is the transport."""
+    """A process with prepared outputs, so that only the transport takes time."""
 
     def __init__(self, written: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
         self.written = written
 
     def flow(self, reads: Mapping[str, list[Any]], writes: list[str]) -> tuple[int, dict[str, Any]]:
-        """flowrl's: fetch and unpack columns, pack and put others; returns the bytes of both, and references."""
+        """flowrl: fetch and unpack columns, pack and put others; return the bytes of both, and references."""
         fetched = [ray.get(refs[0]) for refs in reads.values()]
         for column in fetched:
             unpack(column)
-        left = {name: pack(self.written[name]) for name in writes}
-        moved = sum(column.nbytes for column in (*fetched, *left.values()))
-        return moved, {name: [ray.put(column)] for name, column in left.items()}
+        outputs = {name: pack(self.written[name]) for name in writes}
+        moved = sum(column.nbytes for column in (*fetched, *outputs.values()))
+        return moved, {name: [ray.put(column)] for name, column in outputs.items()}
 
     def whole(self, batch: Whole, writes: list[str]) -> Whole:
-        """The driver's: a whole batch comes as the argument, and the columns that were written go back."""
+        """Driver: receive a whole batch as the argument, and return the written columns."""
         return Whole.of({name: self.written[name] for name in writes})
 
 
 def columns_of(rows: int, prompt: int, response: int) -> Columns:
-    """Every column of a PPO step, with ragged prompts and responses: a few long, many of less than half the width."""
+    """All columns of a PPO step, with ragged prompts and responses: few long ones, many below half the width."""
     draw = np.random.default_rng(0)
     prompts = np.clip(draw.normal(0.5, 0.2, rows) * prompt, 1, prompt).astype(int)
     responses = np.clip(draw.lognormal(-1.2, 0.6, rows) * response, 1, response).astype(int)
@@ -134,7 +134,7 @@ def written(node: Node) -> list[str]:
 
 
 def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]) -> None:
-    """A step of flowrl's data plane; `counted` gets what the driver put, and what workers fetched and put."""
+    """A step of flowrl's data plane; `counted` receives the bytes that driver and workers move."""
     refs: dict[Edge, Any] = {}
     through = moved = 0
     for name in plan.graph.inputs:
@@ -144,26 +144,26 @@ def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]
             refs[Edge(name, column)] = [ray.put(packed)]
     for node in plan.order:
         reads = {field: refs[edge] for field, edge in node.inputs.items() if edge in refs}
-        size, left = ray.get(worker.flow.remote(reads, written(node)))
+        size, outputs = ray.get(worker.flow.remote(reads, written(node)))
         moved += size
-        refs |= {Edge(node.name, column): ref for column, ref in left.items()}
+        refs |= {Edge(node.name, column): ref for column, ref in outputs.items()}
     counted["driver"], counted["workers"] = through, moved
 
 
 def driver_step(plan: Plan, columns: Columns, worker: Any, count: Callable[[Whole], None] = lambda sent: None) -> None:
-    """A step in which the driver holds the batch, sends all of it, and takes in what comes back."""
-    held: Columns = {column: columns[column] for name in plan.graph.inputs for column in written(plan.graph[name])}
+    """A step in which the driver holds the batch, sends all of it, and merges the outputs."""
+    batch: Columns = {column: columns[column] for name in plan.graph.inputs for column in written(plan.graph[name])}
     for node in plan.order:
         if node.home is None:
-            held |= {column: columns[column] for column in written(node)}
+            batch |= {column: columns[column] for column in written(node)}
         elif node not in plan.syncs:
             generates = "prompt_mask" in {edge.output for edge in node.inputs.values()}
-            sent = Whole.of({n: held[n] for n in ("prompts", "prompt_mask", "row_id")} if generates else held)
+            sent = Whole.of({n: batch[n] for n in ("prompts", "prompt_mask", "row_id")} if generates else batch)
             back = ray.get(worker.whole.remote(sent, written(node))) if written(node) else None
-            if back is None:  # an update, which answers with metrics
+            if back is None:  # an update, which returns metrics
                 ray.get(worker.whole.remote(sent, ["temperature"]))
             else:
-                held |= {**back.tensors, **back.objects}
+                batch |= {**back.tensors, **back.objects}
                 count(back)
             count(sent)
 
@@ -178,7 +178,7 @@ def compare(graph: Graph, size: str) -> list[list[str]]:
     taken = medians(
         {
             "flowrl": lambda: flow_step(plan, columns, worker, counted),
-            "by the driver": lambda: driver_step(plan, columns, worker),
+            "via the driver": lambda: driver_step(plan, columns, worker),
         },
         seconds=6,
     )
@@ -186,7 +186,7 @@ def compare(graph: Graph, size: str) -> list[list[str]]:
     total = sum(column.nbytes for column in columns.values())
 
     def row(way: str, through: int, moved: int) -> list[str]:
-        ratio = taken[way] / taken["by the driver"]
+        ratio = taken[way] / taken["via the driver"]
         return [
             f"{size} ({total / 1e6:.2f} MB), {way}",
             f"{through / 1e6:.2f}",
@@ -195,7 +195,7 @@ def compare(graph: Graph, size: str) -> list[list[str]]:
             f"{ratio:.2f}",
         ]
 
-    return [row("flowrl", counted["driver"], counted["workers"]), row("by the driver", sum(routed), sum(routed))]
+    return [row("flowrl", counted["driver"], counted["workers"]), row("via the driver", sum(routed), sum(routed))]
 
 
 if __name__ == "__main__":
@@ -205,4 +205,4 @@ if __name__ == "__main__":
         graph = ppo("flowrl.demo.verifier:compute_score")
         rows = [row for size in SIZES for row in compare(graph, size)]
     heads = ["a PPO step, all columns", "MB through the driver", "MB to and from workers", "ms", "ratio"]
-    table("Moving the columns of a step, nothing computed", heads, rows)
+    table("Transfer of the columns of a step, without computation", heads, rows)

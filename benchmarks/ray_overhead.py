@@ -1,7 +1,7 @@
-"""What Ray costs beside the computation: opening a job, running a node, and a step against its critical path.
+"""Overhead of Ray: opening a job, running a node, and a step compared with its critical path.
 
-The critical path is made of the seconds that each node took in that very step, in its own process, from its first fetch
-to its last put. Where there are fewer cores than slots, nodes that run at once make each other slower, and so the path.
+The critical path sums the seconds of nodes in the same step, each from its first fetch to its last put. With fewer
+cores than slots, concurrent nodes slow each other down, which lengthens the path.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flowrl.run.engine.timeline import critical_path
 from flowrl.run.training.training import Training
 
 STEPS = 6
-WARM_START = 60  # steps of the demo's warm start: enough for answers that end
+WARM_START = 60  # steps of the demo's warm start: enough for answers to end
 
 
 class Bare:
-    """The least that any node on Ray has to do: fetch a column, add one, put it back."""
+    """The minimal work of a node on Ray: fetch a column, add one, put it."""
 
     def shift(self, refs: list[Any]) -> Any:
         """The reference of the shifted column."""
@@ -46,7 +46,7 @@ class Bare:
 
 
 def of_nodes() -> None:
-    """A chain of trivial nodes by each way of running them."""
+    """A chain of trivial nodes, run in each way."""
     batch = DataProto.from_record(Scores(torch.randn(4, 8)))
     local = local_steps(Plan(general_chain()), {}, 0)
     bare: Any = ray.remote(num_cpus=0)(Bare).remote()
@@ -74,7 +74,7 @@ def of_nodes() -> None:
     ray.kill(bare)
     floor = taken["a bare Ray actor, by hand"]
     rows = [[way, f"{1e6 * s / NODES:,.0f}", f"{s / floor:.2f}"] for way, s in taken.items()]
-    table(f"{NODES} trivial nodes, one after the other", ["", "µs a node", "to a bare actor"], rows)
+    table(f"{NODES} trivial nodes, one after the other", ["", "µs per node", "vs a bare actor"], rows)
 
 
 def demo(base: Path) -> Training:
@@ -84,7 +84,7 @@ def demo(base: Path) -> Training:
 
 
 def of_steps(whole: Training, started: float) -> None:
-    """Demo steps in one process, and on four slots with a role on each, where the rollout is sent the weights."""
+    """Demo steps in one process, and on four slots with one role each, with weight transfers to the rollout."""
     place = Colocate(gpus=4)
     opened, lines, paths_seen = [["start Ray", f"{started:.1f}"]], [], []
     ways = {

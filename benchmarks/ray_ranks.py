@@ -1,7 +1,7 @@
-"""A GRPO step of the demo on Ray with an actor of one rank and of two (FSDP2), in turns: what the second rank gives.
+"""A GRPO step of the demo on Ray with an actor of one rank and of two (FSDP2), alternating.
 
-Only what the actor does is shared out to the ranks, and each rank wants a core of its own. In a model as small as the
-demo's, ranks spend more on talking than they save; so a larger one is run too, on fewer rows.
+Only the actor's work is split among ranks, and each rank needs a core. In a model as small as the demo's, communication
+costs more than the split saves; so a larger model runs too, on fewer rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {"2 layers of 64": (2, 64, 256, 6), "4 layers of 256": (4, 256, 64, 3)} 
 
 
 def measure(model: str, data: PromptData, rows: int, steps: int) -> list[dict[str, float]]:
-    """For each of `RANKS`, the median seconds of every node, and of the step."""
+    """For each of `RANKS`, the median seconds of each node and of the step."""
     graph = grpo(score_and_thinking, n=GROUP, max_new_tokens=28, mini_batch=rows // 2)
     found: list[dict[str, list[float]]] = [{} for _ in RANKS]
     with ExitStack() as open_jobs:

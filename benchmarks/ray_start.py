@@ -1,10 +1,10 @@
-"""How long a job of four roles takes to open on Ray: the first of a process, the next one, and a role that is rebuilt.
+"""Time to open a job of four roles on Ray: the first of a process, the next one, and a rebuilt role.
 
     python benchmarks/ray_start.py [RUNS]                    # this tree
-    python benchmarks/ray_start.py [RUNS] OTHER_TREE         # and another one, in turns with this
+    python benchmarks/ray_start.py [RUNS] OTHER_TREE         # and another one, alternating
 
 Seconds of wall-clock time, counted from the start of Python for the first job. It is PPO with a tiny model, whose roles
-share a slot. "import" is what importing Ray, torch and transformers takes in a process of its own.
+share a slot. "import" is the time to import Ray, torch and transformers in a separate process.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def write_inputs(folder: Path) -> tuple[str, str]:
 def measured(tree: Path, model: str, data: str) -> Mapping[str, float]:
     """One process of each kind in a tree."""
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{HERE / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile flowrl
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every process compiles flowrl
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import ray, torch, transformers"], env=environment, check=True)
     importing = time.perf_counter() - begun
@@ -103,7 +103,7 @@ def measured(tree: Path, model: str, data: str) -> Mapping[str, float]:
 
 
 def main(runs: int, trees: list[Path]) -> None:
-    """Measure the trees in turns; print the median of each, and its least and greatest."""
+    """Measure the trees alternately; print median, minimum and maximum of each."""
     found: dict[Path, list[Mapping[str, float]]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as folder:
         inputs = write_inputs(Path(folder))

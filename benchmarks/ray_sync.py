@@ -1,9 +1,8 @@
-"""Carrying weights from a trainer to an engine in another process, against copying as many bytes in memory.
+"""Transfer of weights from a trainer to an engine in another process, compared with a memory copy of the same size.
 
-The parts are taken in one process, on the code that the two processes run; the last rows are the whole of it between
-them, by the object store and by a stream (gloo, which is for other nodes, and handles to shared memory, which stand for
-CUDA IPC here). The copy goes into memory that has been written before, the object store's and the receiver's is fresh
-each time.
+The parts are measured in one process, with the code of both processes; the last rows are the whole transfer between two
+processes, by the object store and by a stream (gloo, as between nodes, and handles to shared memory, in place of CUDA
+IPC). The copy writes to memory that was written before; the object store and the receiver use new memory each time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
 
 
 def parts(model: str) -> tuple[int, dict[str, float]]:
-    """Bytes of the weights, and the seconds that each part of a sync takes."""
+    """Bytes of the weights, and the seconds of each part of a sync."""
     context: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
     trainer = TorchTrainer(model, SGD(lr=0.1), device="cpu").build(context)
     rollout = TorchRollout(model, device="cpu").build(context)
@@ -66,8 +65,8 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
         "digest them": taken["gather, digest"] - taken["gather"],
         "put them into the object store": taken["gather, digest, put"] - taken["gather, digest"],
         "get them": taken["get"],
-        "load them, digest what the engine holds": taken["get, load, check"] - taken["get"],
-        "all of it in one process": taken["gather, digest, put"] + taken["get, load, check"],
+        "load them, digest the engine's weights": taken["get, load, check"] - taken["get"],
+        "total in one process": taken["gather, digest, put"] + taken["get, load, check"],
     }
     for name, transport in {"gloo": "gloo", "handles to shared memory": "cuda ipc"}.items():
         receiver = Receiver(transport, "cpu")
@@ -85,7 +84,7 @@ def between_processes(model: str) -> dict[str, float]:
         taken = {}
         for transport in ("object store", "gloo"):
             delivery.choose = lambda *seats, transport=transport: (transport, (0,))
-            taken[f"all of it between two processes, by {transport}"] = medians({"": executor.sync}, seconds=1)[""]
+            taken[f"total between two processes, by {transport}"] = medians({"": executor.sync}, seconds=1)[""]
         return taken
 
 

@@ -1,5 +1,5 @@
-"""Where the time of a demo step goes, for GRPO, for PPO, and for GRPO with `Collect`: milliseconds and share of each
-node. What runs in several rounds is counted whole."""
+"""Time of a demo step by node, for GRPO, PPO, and GRPO with `Collect`: milliseconds and fraction of the step. Nodes
+that run in several rounds count their total."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 8
 
 
 def shares(graph: Graph, base: Path) -> list[list[str]]:
-    """Rows of the table: nodes in the order in which they run, then what the executor takes beside them."""
+    """Rows of the table: nodes in execution order, then the overhead of the executor."""
     whole = training(graph, base / "model", base / "data", base / graph.name, STEPS, seed=0)
     metrics = dataclasses.replace(whole, validation=(), save_model=False).run().metrics[1:]  # the first step warms up
     nodes = [key for key in metrics[0] if key.startswith("timing/") and key != "timing/step"]
@@ -34,7 +34,7 @@ def shares(graph: Graph, base: Path) -> list[list[str]]:
     step = statistics.median(step["timing/step"] for step in metrics)
     rows = [[name, f"{1e3 * s:.1f}", f"{s / step:.1%}"] for name, s in taken.items()]
     rate = statistics.median(step["throughput/tokens_per_second"] for step in metrics)
-    return [*rows, ["the step", f"{1e3 * step:.1f}", "100.0%"], ["tokens a second", f"{rate:,.0f}", ""]]
+    return [*rows, ["the step", f"{1e3 * step:.1f}", "100.0%"], ["tokens per second", f"{rate:,.0f}", ""]]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw the pictures of the README, each in a light and a dark version: ``python docs/pictures.py [RUN]``.
 
-RUN is the folder of a quick demo, such as ``runs/demo/quick/001``, whose curve becomes the one on the page.
+RUN is the folder of a quick demo, such as ``runs/demo/quick/001``; its curve is copied.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ DARK = {
 """The color on a dark page for each color on a light one."""
 
 
-def dark(drawn: str) -> str:
+def dark(svg: str) -> str:
     """A light SVG in the colors for a dark page. A color without a dark one is a `KeyError`."""
-    return re.sub(r"#[0-9a-f]{6}", lambda color: DARK[color[0]], drawn)
+    return re.sub(r"#[0-9a-f]{6}", lambda color: DARK[color[0]], svg)
 
 
 def graph_of_the_readme() -> Graph:
@@ -82,18 +82,18 @@ def graph_of_the_readme() -> Graph:
 
 
 def banner(graph: Graph) -> str:
-    """A graph from left to right, with all its nodes and edges, as SVG."""
-    drawn = picture(graph)
+    """Draw a graph from left to right, with all nodes and edges, as SVG."""
+    shown = picture(graph)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
             f'height="{_HEIGHT}" font-family="{_FONT}" font-size="12">',
-            f"<title>{escape(drawn.title)} as a graph of operators</title>",
+            f"<title>{escape(shown.title)} as a graph of operators</title>",
             f"<defs>{_marker('data')}{_marker('back')}</defs>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
-            *_legend(drawn),
-            *_arrows(drawn),
-            *_boxes(drawn),
+            *_legend(shown),
+            *_arrows(shown),
+            *_boxes(shown),
             "</svg>",
             "",
         ]
@@ -115,8 +115,8 @@ def _half(name: str) -> float:
     return (_CHAR * len(name) + 22) / 2
 
 
-def _arrows(drawn: Picture) -> Iterator[str]:
-    for arrow in drawn.arrows:
+def _arrows(shown: Picture) -> Iterator[str]:
+    for arrow in shown.arrows:
         between = [_at(place) for place in BETWEEN.get((arrow.source, arrow.target), [])]
         (x, y), (end, level) = _at(PPO[arrow.source]), _at(PPO[arrow.target])
         if arrow.kind == "back":
@@ -135,11 +135,11 @@ def _arrows(drawn: Picture) -> Iterator[str]:
         yield f'<path d="{d}" fill="none" stroke="{STROKES["data"]}" stroke-width="1.2" marker-end="url(#data)"/>'
 
 
-def _boxes(drawn: Picture) -> Iterator[str]:
-    for box in drawn.boxes:
+def _boxes(shown: Picture) -> Iterator[str]:
+    for box in shown.boxes:
         x, y = _at(PPO[box.name])
         half, high = _half(box.name), _BOX / 2
-        fill, line = drawn.colors(box.role)
+        fill, line = shown.colors(box.role)
         style = f'fill="{fill}" stroke="{line}" stroke-width="1.5"'
         if box.shape == "writes":
             upper = [(-half, 0), (10 - half, -high), (half - 10, -high)]
@@ -151,10 +151,10 @@ def _boxes(drawn: Picture) -> Iterator[str]:
         yield _text(x, y + 4, box.name, INK, "middle")
 
 
-def _legend(drawn: Picture) -> Iterator[str]:
+def _legend(shown: Picture) -> Iterator[str]:
     x = 20.0
-    for (role, _), title in drawn.legend.items():
-        fill, line = drawn.colors(role)
+    for (role, _), title in shown.legend.items():
+        fill, line = shown.colors(role)
         yield f'<rect x="{x:.1f}" y="10" width="12" height="12" rx="3" fill="{fill}" stroke="{line}" stroke-width="2"/>'
         yield _text(x + 18, 20, title, INK, "start")
         x += 18 + _CHAR * len(title) + 20
@@ -169,9 +169,9 @@ def main() -> None:
     light = {"ppo": banner(graph_of_the_readme())}
     curve = Path(sys.argv[1]) / "curve.svg" if sys.argv[1:] else PICTURES / "quick.svg"
     light["quick"] = curve.read_text(encoding="utf-8")
-    for name, drawn in light.items():
-        (PICTURES / f"{name}.svg").write_text(drawn, encoding="utf-8")
-        (PICTURES / f"{name}-dark.svg").write_text(dark(drawn), encoding="utf-8")
+    for name, svg in light.items():
+        (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
+        (PICTURES / f"{name}-dark.svg").write_text(dark(svg), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ def build(folder: Path) -> None:
     pdoc.render.configure(docformat="google")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Only the stubs of networkx are generic; what runs is not, so this cannot be evaluated.
+        # networkx is generic only in its stubs, so this cannot be evaluated at run time.
         warnings.filterwarnings("ignore", r"Error parsing type annotation nx\.DiGraph\[str\]")
         pdoc.pdoc(*MODULES, output_directory=folder)
 
 
 def _resolve_named_tuples(module: str) -> None:
-    """Give the constructors of named tuples their types, which pdoc evaluates where these names mean nothing."""
+    """Resolve the annotations of named tuples' constructors, which pdoc evaluates in another namespace."""
     for value in vars(importlib.import_module(module)).values():
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             value.__new__.__annotations__ = typing.get_type_hints(value)

@@ -1,6 +1,6 @@
-"""Write what the code lists into the files that repeat it: ``make tables``, or ``python docs/tables.py``.
+"""Write the tables of the docs and the entry points from the code: ``make tables``, or ``python docs/tables.py``.
 
-Each table stands in its page below ``<!-- its name -->``; pyproject.toml has every operator as an entry point.
+Each table follows ``<!-- its name -->`` in its page; pyproject.toml lists every operator as an entry point.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ FILES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "docs/graphs.md": ("<!-- rules -->\n\n", rules),
     "pyproject.toml": (f'[project.entry-points."{GROUP}"]\n', entry_points),
 }
-"""By file, what the generated lines come after, and what makes them; an empty line ends them."""
+"""By file: the marker line, and the function that generates the lines after it; an empty line ends them."""
 
 
 def generated(file: str) -> str:
-    """A file as it should be."""
+    """The expected content of a file."""
     mark, lines = FILES[file]
     before, found, after = (ROOT / file).read_text(encoding="utf-8").partition(mark)
     assert found, f"{file} has no {mark!r}"

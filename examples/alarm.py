@@ -1,8 +1,8 @@
-"""Incident prediction: the policy sees a service window by window, and after each it waits or raises the alarm.
+"""Incident prediction: the policy sees metrics window by window, and waits or raises the alarm after each.
 
-An early alarm is worth more than a late one, a false alarm costs, and so does an incident that nobody told of.
+Early alarms score higher than late ones; false alarms and missed incidents cost.
 
-flowrl show examples/alarm.py:graph       look at the graph
+flowrl show examples/alarm.py:graph       show the graph
 flowrl run examples/alarm.py:training     train, as `python examples/alarm.py` does
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for the module in this folder
 from alarm_environment import FALSE_ALARM, HORIZON, WINDOWS, build, worth, write_data
 
 from flowrl import INJECTED, After, Metrics, PromptData, Terminal, Training, Validation, operator
@@ -27,7 +27,7 @@ SEED = int(os.environ.get("SEED", "0"))
 
 
 class Watch(Environment):
-    """The next window after each answer, until an alarm is raised, an incident strikes, or there are no more."""
+    """Replies with the next window until the policy raises the alarm, an incident strikes, or the stream ends."""
 
     async def reset(self, row: Row) -> Reply:
         self.windows, self.incident = row.extra_info["windows"], row.ground_truth["incident"]
@@ -46,7 +46,7 @@ class Watch(Environment):
 def alarms(
     token_level_scores: TokenLevelScores, ground_truth: GroundTruth, metrics: Metrics = INJECTED
 ) -> TokenLevelScores:
-    """Reports how many incidents were told of, how early, and how many alarms were false; scores pass as they are."""
+    """Log how many incidents were predicted, how early, and how many alarms were false; scores pass unchanged."""
     for score, truth in zip(token_level_scores.sum(-1).tolist(), ground_truth, strict=True):
         if truth["incident"] is not None:
             metrics.mean("alarms/in_time", score > 0)
@@ -56,7 +56,7 @@ def alarms(
     return token_level_scores
 
 
-# GRPO whose answers are episodes that their environment rewards: one edit.
+# GRPO on episodes that the environment rewards: one edit.
 graph = grpo(None, n=8, kl_coef=0.0, mini_batch=64).edit(
     replace={"generate": Interact(Watch, max_turns=WINDOWS, context=100, timeout=10.0, max_new_tokens=4)},
     drop=["reward"],
@@ -65,7 +65,7 @@ graph = grpo(None, n=8, kl_coef=0.0, mini_batch=64).edit(
 
 
 def training() -> Training:
-    """The graph with engines for its roles, streams, and the number of steps."""
+    """The graph with its backends, data and number of steps."""
     if not MODEL.exists():
         build(MODEL, SEED)
     train, heldout = write_data(DATA)

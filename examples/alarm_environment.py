@@ -1,7 +1,7 @@
-"""The environment of `alarm.py`: a service, window by window, that may be on its way to an incident.
+"""The environment of `alarm.py`: metrics of a service, window by window, that may end in an incident.
 
-In the last three windows before an incident, errors and latency rise together. In others either may be high alone:
-after a deploy there are errors for a moment, and a batch job makes everything slow.
+In the last three windows before an incident, errors and latency rise together. In other windows only one of them is
+high: a deploy causes errors for one window, and a batch job raises latency and CPU for two.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from imitation import Conversation, imitate
 from rows import write_rows
 
 WINDOWS = 6
-HORIZON = 3  # windows before an incident in which it can be told
+HORIZON = 3  # windows before an incident in which it can be predicted
 MISS, FALSE_ALARM = -1.0, -0.5
 WORDS = ("errors=", " latency=", " cpu=", "wait", "alarm")
 
 
 def worth(incident: int | None, alarm: int | None) -> float:
-    """What a stream was worth: the more for an alarm the earlier it is, within `HORIZON`.
+    """Score of a stream: the earlier the alarm within `HORIZON`, the higher.
 
     Args:
-        incident: the window in which it strikes, from 1; None is none.
-        alarm: the window after which the alarm was raised; None is none.
+        incident: window in which it strikes, from 1; None if there is none.
+        alarm: window after which the alarm was raised; None if it was not.
     """
     if alarm is None:
         return 0.0 if incident is None else MISS
@@ -36,7 +36,7 @@ def worth(incident: int | None, alarm: int | None) -> float:
 
 
 def stream(numbers: random.Random) -> tuple[list[str], int | None]:
-    """What is seen, window by window, and the window in which an incident strikes, which is not seen any more."""
+    """The visible windows, and the window in which an incident strikes, which is not visible."""
     incident = numbers.randint(HORIZON + 2, WINDOWS + 1) if numbers.random() < 0.5 else None
     deploy, batch = numbers.randint(1, WINDOWS), numbers.randint(1, WINDOWS - 1)
     windows = []
@@ -53,15 +53,15 @@ def stream(numbers: random.Random) -> tuple[list[str], int | None]:
 
 
 def errors_of(window: str) -> int:
-    """How many errors a window shows."""
+    """Number of errors in a window."""
     return int(window[len("errors=")])
 
 
 def expected(rule: Callable[[Sequence[str]], float], streams: Sequence[tuple[list[str], int | None]]) -> float:
-    """What streams are worth on average to somebody who goes by a rule: how likely an alarm is, by the windows seen."""
+    """Mean score of a rule, which maps the windows so far to the probability of an alarm."""
     total = 0.0
     for windows, incident in streams:
-        waited = 1.0  # how likely nothing was said so far
+        waited = 1.0  # probability of no alarm so far
         for window in range(1, len(windows) + 1):
             likely = rule(windows[:window])
             total += waited * likely * worth(incident, window)
@@ -73,13 +73,13 @@ def expected(rule: Callable[[Sequence[str]], float], streams: Sequence[tuple[lis
 RULES: dict[str, Callable[[Sequence[str]], float]] = {
     "never alarms": lambda seen: 0.0,
     "always alarms": lambda seen: 1.0,
-    "alarms at random": lambda seen: 0.3,  # the best of chances
-    "alarms at four errors": lambda seen: float(errors_of(seen[-1]) >= 4),  # the best of thresholds
+    "alarms at random": lambda seen: 0.3,  # the best constant probability
+    "alarms at four errors": lambda seen: float(errors_of(seen[-1]) >= 4),  # the best threshold
 }
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """Streams to train on, and others: the paths of two JSONL files."""
+    """Write training and held-out streams; return the paths of both JSONL files."""
     return write_rows(folder, _row)
 
 
@@ -94,19 +94,19 @@ def _row(numbers: random.Random) -> dict[str, Any]:
 
 
 def _demonstration(numbers: random.Random) -> Conversation:
-    """How somebody watched who is often frightened where errors or latency are high, and not much more often where
-    both are, so that half of what is coming is overlooked."""
-    said = []
+    """A weak operator: raises the alarm with probability 0.3 if errors or latency are high, and only 0.5 if both are,
+    so it misses half of the incidents."""
+    messages = []
     for window in stream(numbers)[0]:
         errors, latency = map(int, re.findall(r"[sy]=(\d)", window))
         likely = 0.5 if min(errors, latency) >= 4 else 0.3 if max(errors, latency) >= 5 else 0.05
         answer = "alarm" if numbers.random() < likely else "wait"
-        said += [{"role": "user", "content": window}, {"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": window}, {"role": "assistant", "content": answer}]
         if answer == "alarm":
             break
-    return said
+    return messages
 
 
 def build(folder: Path, seed: int = 0, steps: int = 200, rows: int = 64) -> Path:
-    """A model that imitates demonstrations, as a Hugging Face folder."""
+    """Train a model to imitate demonstrations; write it as a Hugging Face folder."""
     return imitate(folder, WORDS, _demonstration, seed, steps, rows)

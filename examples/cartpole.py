@@ -1,10 +1,10 @@
-"""CartPole: classic RL as a graph of the operators that train language models, with a small policy of one's own.
+"""CartPole: classic RL as a graph of the operators that train language models, with a small custom policy.
 
-flowrl show examples/cartpole.py:graph       look at the graph
+flowrl show examples/cartpole.py:graph       show the graph
 flowrl run examples/cartpole.py:training     train, as `python examples/cartpole.py` does; needs flowrl[gymnasium]
 
-What is to be kept up is a pole, and not a conversation; so `Play` stands in the place of `Generate`: a row is an
-episode from its seed on, a response is what was done in it, a token is an action. All else is as for language models.
+`Play` replaces `Generate`: a row is an episode, a response is its sequence of actions, and a token is an action.
+Everything else is as for language models.
 """
 
 import os
@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float32, Int64
 from pydantic import Field
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for the module in this folder
 from cartpole_policy import Acting, Actor, Observations, Policy, StateCritic, Steps, Values
 
 from flowrl import (
@@ -53,14 +53,14 @@ LastSeen = Annotated[Float32[Tensor, "batch features"], Column("last_seen", "obs
 
 
 class SeedBatch(NamedTuple):
-    """Where episodes start."""
+    """Seeds of episodes."""
 
     seed: Seed
     row_id: c.RowId
 
 
 class Episodes(NamedTuple):
-    """Episodes from their seeds on: the columns of `Steps`, and how it went."""
+    """Episodes: the columns of `Steps`, and their outcome."""
 
     observations: Observations
     responses: c.Responses
@@ -73,11 +73,11 @@ class Episodes(NamedTuple):
 
 
 class Seeds(Source):
-    """Seeds, made up as they are asked for.
+    """Seeds, generated on demand.
 
     Args:
-        family: seeds of one are others than those of another.
-        number: how many there are; None has no end.
+        family: name of a set of seeds; different families have different seeds.
+        number: number of seeds; None is unlimited.
     """
 
     record = SeedBatch
@@ -89,7 +89,7 @@ class Seeds(Source):
 
 
 class SeedStream(Stream):
-    """Counts; the key makes a seed of each number."""
+    """Counts; the key maps each number to a seed."""
 
     def __init__(self, key: Key, number: int | None) -> None:
         self.key, self.number, self.given = key, number, 0
@@ -120,12 +120,12 @@ class SeedStream(Stream):
 
 
 class Play(Operator):
-    """One episode per row, all of them at once.
+    """One episode per row, all stepped together.
 
     Args:
-        environment: a Gymnasium environment of a number of actions, by name.
-        greedy: always do what is most likely.
-        rollout: who acts.
+        environment: name of a Gymnasium environment with discrete actions.
+        greedy: always take the most likely action.
+        rollout: role that acts.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -143,15 +143,15 @@ class Play(Operator):
             environment.reset(seed=seed)[0] for environment, seed in zip(environments, seeds.seed.tolist(), strict=True)
         ]
         draws = key.uniforms(seeds.row_id, environments[0].spec.max_episode_steps)
-        now, goes_on = torch.from_numpy(np.stack(started)), torch.ones(len(environments), dtype=torch.bool)
-        cut_off, steps = torch.zeros_like(goes_on), []
-        while goes_on.any():
+        now, running = torch.from_numpy(np.stack(started)), torch.ones(len(environments), dtype=torch.bool)
+        cut_off, steps = torch.zeros_like(running), []
+        while running.any():
             actions, log_probs = self.rollout.act(now, None if self.greedy else draws[:, len(steps)])
             rewards = torch.zeros(len(environments))
-            steps.append((now.clone(), actions, goes_on.clone(), log_probs * goes_on, rewards))
-            for i in goes_on.nonzero().flatten().tolist():
+            steps.append((now.clone(), actions, running.clone(), log_probs * running, rewards))
+            for i in running.nonzero().flatten().tolist():
                 seen, rewards[i], ended, cut_off[i], _ = environments[i].step(int(actions[i]))
-                now[i], goes_on[i] = torch.from_numpy(seen), not (ended or cut_off[i])
+                now[i], running[i] = torch.from_numpy(seen), not (ended or cut_off[i])
                 cut_off[i] &= not ended
         observations, actions, mask, log_probs, rewards = (
             torch.stack(column, 1) for column in zip(*steps, strict=True)
@@ -163,13 +163,13 @@ class Play(Operator):
 
 
 class Bootstrap(Operator):
-    """An episode that a time limit cut off would have gone on: its last reward holds what the critic expects of that.
+    """Add the value of the last state to the last reward of episodes that a time limit cut off.
 
-    ``r_T + gamma * V(s_{T+1})`` (Pardo et al. 2018, arXiv:1712.00378, sec. 3.2); one that has ended is worth 0 then.
+    ``r_T + gamma * V(s_{T+1})`` (Pardo et al. 2018, arXiv:1712.00378, sec. 3.2), where V is 0 if the episode ended.
 
     Args:
         gamma: discount.
-        critic: whose values.
+        critic: role whose values are used.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -213,7 +213,7 @@ graph = cartpole(mini_batch=8)
 
 
 def training() -> Training:
-    """Until 100 held-out poles are kept up for 475 of 500 steps in the mean, greedily."""
+    """Train until greedy actions balance 100 held-out poles for 475 of 500 steps on average."""
     job = graph.bind(actor=Policy(), critic=Values(), rollout=Acting())
     held_out = Validation(
         Seeds("held out", number=100), every=5, changes={"play.greedy": True}, until="play", goal=475.0, batch=100

@@ -1,7 +1,7 @@
-"""The policy and the critic of `cartpole.py`: two small networks on observations, as backends of one's own.
+"""The policy and the critic of `cartpole.py`: two small networks on observations, as custom backends.
 
-What operators ask of an engine is all that is here: log-probs, values and updates (`Trainer`, `Critic`), and actions
-(`Actor`), which take the place of `Generate`'s tokens.
+They implement only what the operators call: log-probs, values and updates (`Trainer`, `Critic`), and actions (`Actor`)
+in place of `Generate`'s tokens.
 """
 
 import time
@@ -26,7 +26,7 @@ Observations = Annotated[Float32[Tensor, "batch response features"], Column("obs
 
 
 class Steps(NamedTuple):
-    """What both networks read of episodes: what was seen, and what was done then."""
+    """Columns of episodes that both networks read: observations and actions."""
 
     observations: Observations
     responses: c.Responses
@@ -43,17 +43,17 @@ class Actor(Synced, Protocol):
 
         Args:
             observations: float32 ``[rows features]``.
-            draws: float64 ``[rows]``, uniform in [0, 1): what decides; None is greedy.
+            draws: float64 ``[rows]``, uniform in [0, 1), that select the actions; None is greedy.
         """
         ...
 
 
 @runtime_checkable
 class StateCritic(Critic, Protocol):
-    """A critic that also values states in which nothing was done."""
+    """A critic that also values states without an action."""
 
     def of_states(self, observations: Tensor) -> Tensor:
-        """Float32 ``[rows]``, of observations ``[rows features]``."""
+        """Values, float32 ``[rows]``, of observations ``[rows features]``."""
         ...
 
 
@@ -61,7 +61,8 @@ class Network(Backend):
     """Two hidden layers of 64, trained by Adam.
 
     Args:
-        features, actions: what is seen, and what can be done.
+        features: size of an observation.
+        actions: number of actions.
         lr: learning rate.
     """
 
@@ -70,7 +71,7 @@ class Network(Backend):
     lr: float = Field(default=1e-3, gt=0)
 
     def network(self, outputs: int, scale: float, key: Key) -> nn.Sequential:
-        """In float64, so that rounded to float32 a state's log-prob is the same in whatever batch it is computed."""
+        """In float64, so that a state's log-prob in float32 does not depend on its batch."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key.bits & (2**63 - 1))
             layers = [nn.Linear(self.features, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
@@ -79,7 +80,7 @@ class Network(Backend):
 
 
 class Policy(Network):
-    """A policy that is trained."""
+    """A trained policy."""
 
     serves = (Trainer, Checkpointed)
 
@@ -89,17 +90,17 @@ class Policy(Network):
 
 
 class Acting(Network):
-    """A policy that acts, with the weights that a sync brings."""
+    """A policy that acts with synced weights."""
 
     serves = (Actor,)
 
     def build(self, context: BuildContext) -> "LiveActor":
-        """It acts once it has weights."""
+        """Acts after the first sync."""
         return LiveActor(self.network(self.actions, 0.01, Key.of(context.seed)))
 
 
 class Values(Network):
-    """A critic that is trained."""
+    """A trained critic."""
 
     serves = (StateCritic, Checkpointed)
 
@@ -109,7 +110,7 @@ class Values(Network):
 
 
 class Learner:
-    """What both have that are trained: an optimizer, and its state in checkpoints."""
+    """Base of the trained networks: an optimizer, and checkpoints."""
 
     prefix: ClassVar[str]
 
@@ -117,8 +118,8 @@ class Learner:
         self.network, self.version = network, 0
         self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, eps=1e-5)
 
-    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """With a gradient: log-prob and entropy, or value and None; ``[rows response]``, 0 off the mask."""
+    def outputs(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Log-prob and entropy, or value and None, with a gradient; ``[rows response]``, 0 off the mask."""
         raise NotImplementedError
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Objective[Any]) -> Metrics:
@@ -127,7 +128,7 @@ class Learner:
         for rows, weights, _ in mini_batches:
             part = take(batch, rows)
             self.optimizer.zero_grad()
-            objective(*self.said(part), part, weights, metrics).backward()
+            objective(*self.outputs(part), part, weights, metrics).backward()
             norm = nn.utils.clip_grad_norm_(self.network.parameters(), 0.5, error_if_nonfinite=True)
             metrics.mean(f"{self.prefix}/grad_norm", norm)
             self.optimizer.step()
@@ -135,13 +136,13 @@ class Learner:
         return metrics
 
     def save_checkpoint(self, folder: str) -> None:
-        """All that it needs to go on."""
+        """Write weights, optimizer state and version."""
         Path(folder).mkdir(parents=True)
         state = self.network.state_dict(), self.optimizer.state_dict(), self.version
         torch.save(state, Path(folder) / "state.pt")
 
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from there."""
+        """Restore a checkpoint."""
         network, optimizer, self.version = torch.load(Path(folder) / "state.pt")
         self.network.load_state_dict(network)
         self.optimizer.load_state_dict(optimizer)
@@ -152,7 +153,7 @@ class LivePolicy(Learner):
 
     prefix = "actor"
 
-    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         mask = batch.response_mask
         log_probs = torch.log_softmax(self.network(batch.observations[mask].double()), -1)
         done = log_probs.gather(-1, batch.responses[mask][:, None])[:, 0]
@@ -160,15 +161,15 @@ class LivePolicy(Learner):
 
     @torch.no_grad()
     def log_probs(self, batch: Any) -> Tensor:
-        """Of what was done."""
-        return self.said(batch)[0]
+        """Log-probs of the actions."""
+        return self.outputs(batch)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """By name, sorted."""
+        """Weights by name, sorted."""
         yield from sorted(self.network.state_dict().items())
 
     def save_pretrained(self, folder: str) -> None:
-        """Write them."""
+        """Write the weights."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file(dict(self.weights()), Path(folder) / "policy.safetensors")
 
@@ -180,11 +181,11 @@ class LiveActor:
         self.network, self.receipt = network, None
 
     def sync(self, source: Trainer) -> Receipt:
-        """Copy the weights, and say which they are."""
+        """Copy the weights; return their version and digest."""
         start, self.receipt = time.perf_counter(), None
         self.network.load_state_dict(dict(source.weights()))
-        held = self.network.state_dict()
-        moved, digest = sum(weight.nbytes for weight in held.values()), weights_digest(held.items())
+        state = self.network.state_dict()
+        moved, digest = sum(weight.nbytes for weight in state.values()), weights_digest(state.items())
         self.receipt = Receipt(source.version, digest, moved, time.perf_counter() - start, "copy")
         return self.receipt
 
@@ -193,7 +194,7 @@ class LiveActor:
         log_probs = torch.log_softmax(self.network(observations.double()), -1)
         if draws is None:
             actions = log_probs.argmax(-1)
-        else:  # the first action at which the probability so far exceeds what was drawn
+        else:  # the first action whose cumulative probability exceeds the draw
             actions = (log_probs.exp().cumsum(-1)[:, :-1] <= draws[:, None]).sum(-1)
         return actions, log_probs.gather(-1, actions[:, None])[:, 0].float()
 
@@ -203,13 +204,13 @@ class LiveCritic(Learner):
 
     prefix = "critic"
 
-    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         return scatter(self.of_states(batch.observations[batch.response_mask]), batch.response_mask), None
 
     @torch.no_grad()
     def values(self, batch: Any) -> Tensor:
-        """Of the states in which something was done."""
-        return self.said(batch)[0]
+        """Values of the states with an action."""
+        return self.outputs(batch)[0]
 
     def of_states(self, observations: Tensor) -> Tensor:
         return self.network(observations.double())[..., 0].float()

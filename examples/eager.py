@@ -1,4 +1,4 @@
-"""Operators and algorithms are plain Python: call them with tensors, and step through them with a debugger.
+"""Operators and algorithms are plain Python: call them with tensors, or step through them in a debugger.
 
 python examples/eager.py
 """
@@ -18,9 +18,9 @@ MODEL = Path(os.environ.get("MODEL", "runs/think/model"))
 
 
 def operators() -> None:
-    """One answer of six tokens with the score 1: KL to the reference goes into the reward, then come the advantages."""
+    """One answer of six tokens with score 1: the KL to the reference shapes the reward; GAE gives the advantages."""
     old = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])  # log-probs of the policy
-    ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])  # and of the reference
+    ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])  # log-probs of the reference
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
     mask = torch.ones(1, 6, dtype=torch.bool)
     rewards = KLShape(0.01)(scores, old, ref, mask)

@@ -1,4 +1,4 @@
-"""The environment of `guess.py`: a number to guess, and a small model that has seen it played badly."""
+"""The environment of `guess.py`: a number to guess, and a small model that imitates weak players."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ WORDS = ("Guess my number", "It is not that", ", from ", " to ", *map(str, range
 
 
 class Candidates:
-    """The numbers that it may still be, from `low` to `high`."""
+    """The remaining range, from `low` to `high`."""
 
     def __init__(self) -> None:
         self.low, self.high = LOWEST, HIGHEST
 
-    def told(self, guess: int, number: int) -> float:
-        """Leave out what a guess rules out, and give how much of the number was found out by that, in shares of all
-        that is to be found out: where one of two is left of 32, that is one of five halvings."""
+    def narrow(self, guess: int, number: int) -> float:
+        """Narrow the range by a guess; return the information gained as a fraction of all: halving 32 gives 1/5."""
         before = self.high - self.low + 1
         if guess <= number:
             self.low = max(self.low, guess + (guess < number))
@@ -36,37 +35,37 @@ class Candidates:
         return f", from {self.low} to {self.high}"
 
 
-ASKED = f"Guess my number{Candidates()}"
+PROMPT = f"Guess my number{Candidates()}"
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """Numbers to train on, and others: the paths of two JSONL files."""
+    """Write training and held-out numbers; return the paths of both JSONL files."""
     return write_rows(folder, _row)
 
 
 def _row(numbers: random.Random) -> dict[str, Any]:
     return {
-        "prompt": [{"role": "user", "content": ASKED}],
+        "prompt": [{"role": "user", "content": PROMPT}],
         "data_source": "guess",
         "reward_model": {"ground_truth": str(numbers.randint(LOWEST, HIGHEST))},
     }
 
 
 def _demonstration(numbers: random.Random) -> Conversation:
-    """How somebody played who half of the time minds what was said, and else names any number."""
-    number, left = numbers.randint(LOWEST, HIGHEST), Candidates()
-    said = [{"role": "user", "content": ASKED}]
+    """A weak player: guesses within the remaining range half of the time, else any number."""
+    number, candidates = numbers.randint(LOWEST, HIGHEST), Candidates()
+    messages = [{"role": "user", "content": PROMPT}]
     for turn in range(TURNS):
-        minds = numbers.random() < 0.5
-        guess = numbers.randint(left.low, left.high) if minds else numbers.randint(LOWEST, HIGHEST)
-        said.append({"role": "assistant", "content": str(guess)})
+        attentive = numbers.random() < 0.5
+        guess = numbers.randint(*((candidates.low, candidates.high) if attentive else (LOWEST, HIGHEST)))
+        messages.append({"role": "assistant", "content": str(guess)})
         if guess == number or turn == TURNS - 1:
             break
-        left.told(guess, number)
-        said.append({"role": "user", "content": f"It is not that{left}"})
-    return said
+        candidates.narrow(guess, number)
+        messages.append({"role": "user", "content": f"It is not that{candidates}"})
+    return messages
 
 
 def build(folder: Path, seed: int = 0, steps: int = 250, rows: int = 64) -> Path:
-    """A model that imitates demonstrations, as a Hugging Face folder."""
+    """Train a model to imitate demonstrations; write it as a Hugging Face folder."""
     return imitate(folder, WORDS, _demonstration, seed, steps, rows)

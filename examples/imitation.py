@@ -1,4 +1,4 @@
-"""The small models of the examples: one token a word, and a warm start that imitates how somebody played."""
+"""The small models of the examples: one token per word, and a warm start on demonstrations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Conversation = list[dict[str, str]]
 
 
 def make_tokenizer(words: Sequence[str]) -> Any:
-    """One token a word of `words`, else one a character."""
+    """One token for each of `words`, else one per character."""
     tokens = dict.fromkeys((*SPECIAL, *words, "\n", *map(chr, range(32, 127))))
     return word_tokenizer(tokens, sorted(words, key=len, reverse=True), SPECIAL[3:], TEMPLATE)
 
@@ -35,14 +35,15 @@ def imitate(
     steps: int,
     rows: int,
 ) -> Path:
-    """A model of 115 thousand parameters that imitates demonstrations, as a Hugging Face folder; half a minute.
+    """Train a model of 115,000 parameters to imitate demonstrations; write it as a Hugging Face folder. Half a minute.
 
     Args:
-        folder: where it is written.
-        words: of its tokenizer.
-        demonstration: plays a conversation.
-        seed: of the weights and of what is played.
-        steps, rows: how many optimizer steps on how many conversations each.
+        folder: output folder.
+        words: vocabulary of its tokenizer.
+        demonstration: samples a conversation.
+        seed: seed of the weights and the demonstrations.
+        steps: optimizer steps.
+        rows: conversations per step.
     """
     tokenizer = make_tokenizer(words)
     model, numbers = make_model(tokenizer, seed), random.Random(f"demonstrations {seed}")
@@ -55,7 +56,7 @@ def imitate(
         texts = [tokenizer.apply_chat_template(demonstration(numbers), tokenize=False) for _ in range(rows)]
         batch = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
         ids = batch["input_ids"]
-        # What counts is what the assistant says, from behind its mark to the end of its turn.
+        # The loss covers the assistant's tokens, from the one after its mark to the end of its turn.
         ends = ids == tokenizer.eos_token_id
         turn = torch.cat([torch.zeros(len(ids), 1, dtype=torch.int64), ends.cumsum(1)[:, :-1]], dim=1)
         counts = (turn % 2 == 1) & (ids != answering) & batch["attention_mask"].bool()

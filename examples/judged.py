@@ -1,8 +1,8 @@
-"""A seller who is judged by a model: a second, frozen role reads each conversation and grades it.
+"""A sales assistant graded by a model: a second, frozen role reads each conversation and scores it.
 
-Whether the order was right is known to the validation alone; neither the judge nor the policy is told.
+Only the validation knows whether the order is right; the judge and the policy do not.
 
-flowrl show examples/judged.py:graph       look at the graph
+flowrl show examples/judged.py:graph       show the graph
 flowrl run examples/judged.py:training     train, as `python examples/judged.py` does
 """
 
@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for the module in this folder
 from judged_environment import TURNS, Wish, build, build_judge, write_data
 
 from flowrl import INJECTED, After, Metrics, PromptData, Terminal, Training, Validation, operator
@@ -29,7 +29,7 @@ SEED = int(os.environ.get("SEED", "0"))
 
 
 class Customer(Environment):
-    """Answers questions until an order is written down."""
+    """Answers questions until the policy writes an order."""
 
     async def reset(self, row: Row) -> Reply:
         self.wish = Wish(*row.extra_info["wish"])
@@ -40,25 +40,25 @@ class Customer(Environment):
 
 
 def right(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """1 for the order that the customer meant; what is scored is the last answer."""
+    """1 if the last answer is the order that the customer meant."""
     return float(solution_str == ground_truth)
 
 
-def points(said: str) -> float | None:
-    """What the judge said, from 0 to 1."""
-    found = re.fullmatch(r"Grade: ([0-3])", said)
+def points(text: str) -> float | None:
+    """The grade from 0 to 1; None if there is none."""
+    found = re.fullmatch(r"Grade: ([0-3])", text)
     return int(found[1]) / 3 if found else None
 
 
 @operator
 def fooled(judged: TokenLevelScores, truth: TokenLevelScores, metrics: Metrics = INJECTED) -> TokenLevelScores:
-    """Reports how many of the orders that get the best grade are wrong."""
+    """Log the fraction of orders with the best grade that are wrong."""
     best = judged.sum(-1) == 1
     metrics.mean("judge/fooled", (best & (truth.sum(-1) == 0)).sum(), best.sum())
     return judged
 
 
-# GRPO whose answers are episodes, and whose reward is a judge that reads them: one edit.
+# GRPO on episodes, rewarded by a judge that reads them: one edit.
 graph = grpo(right, n=8, kl_coef=0.0, mini_batch=64).edit(
     replace={
         "generate": Interact(Customer, max_turns=TURNS, context=100, timeout=10.0, max_new_tokens=8),
@@ -70,11 +70,11 @@ graph = grpo(right, n=8, kl_coef=0.0, mini_batch=64).edit(
 
 
 def training() -> Training:
-    """The graph with engines for its roles, wishes, and the number of steps."""
+    """The graph with its backends, data and number of steps."""
     if not MODEL.exists():
         build(MODEL, SEED)
     if not JUDGE.exists():
-        build_judge(JUDGE)  # the same one for every seed
+        build_judge(JUDGE)  # the same judge for every seed
     train, heldout = write_data(DATA)
     job = graph.bind(
         actor=TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)),

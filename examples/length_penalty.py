@@ -1,4 +1,4 @@
-"""An operator of your own: every token of an answer costs a little.
+"""A custom operator: every sampled token of an answer costs a little.
 
 python examples/length_penalty.py
 """
@@ -21,7 +21,7 @@ class LengthPenalty(Operator):
 
 
 plain = ppo(compute_score, max_new_tokens=28)
-# Every reader of the scores of `reward` now reads those of `length_penalty`; the mask is found by its type.
+# Operators that read the scores of `reward` now read those of `length_penalty`; the mask is wired by its type.
 graph = plain.edit(insert={"length_penalty": After("reward", LengthPenalty(0.01))})
 
 if __name__ == "__main__":

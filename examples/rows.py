@@ -1,4 +1,4 @@
-"""Rows of the examples on disk: drawn by an environment, the same ones for every seed of a run."""
+"""Data of the examples, sampled by their environments; the same for every seed of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 def write_rows(
     folder: Path, row: Callable[[random.Random], dict[str, Any]], train: int = 4000, heldout: int = 400
 ) -> tuple[Path, Path]:
-    """Rows to train on, and others: the paths of two JSONL files in `folder`.
+    """Write training and held-out rows; return the paths of both JSONL files in `folder`.
 
     Args:
-        folder: where they are written.
-        row: draws a row.
-        train, heldout: how many of them.
+        folder: output folder.
+        row: samples a row.
+        train, heldout: number of rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

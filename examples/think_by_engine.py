@@ -1,9 +1,9 @@
-"""The demo with rollouts by vLLM or SGLang: the job of `think.py` after one edit.
+"""The demo with rollouts on vLLM or SGLang: the job of `think.py` after one edit.
 
-flowrl diff examples/think.py:training examples/think_by_engine.py:training    see that one binding changes
+flowrl diff examples/think.py:training examples/think_by_engine.py:training    show the diff: one binding
 flowrl run examples/think_by_engine.py:training                                train, with ENGINE=vllm (or sglang)
 
-The engine must be installed: on a CPU `make engines` puts both into `.venv-engines`, whose `bin/flowrl` then runs this.
+The engine must be installed: on a CPU, `make engines` installs both in `.venv-engines`; run `.venv-engines/bin/flowrl`.
 """
 
 import os
@@ -15,9 +15,9 @@ from think import training as by_torch
 from flowrl import Terminal, Training
 from flowrl.backends import VLLM, SGLang
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise it reports every sync, and layers without weights
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # otherwise vLLM logs every sync, and layers without weights
 
-LENGTH = 64  # tokens of a prompt with its answer; an engine makes room for as many in each row that it samples
+LENGTH = 64  # tokens of a prompt and its answer, which the engine reserves per row
 ENGINES = {
     "vllm": VLLM(MODEL, dtype="float32", max_model_len=LENGTH),
     "sglang": SGLang(MODEL, dtype="float32", max_model_len=LENGTH),
@@ -25,7 +25,7 @@ ENGINES = {
 
 
 def training() -> Training:
-    """The training of `think.py`; its weights now go to the engine after every step."""
+    """The training of `think.py`, with the weights synced to the engine after every step."""
     before = by_torch()
     engine = ENGINES[os.environ.get("ENGINE", "vllm")]
     return replace(before, job=before.job.edit(bind={"rollout": engine}))

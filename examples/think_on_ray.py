@@ -1,10 +1,10 @@
-"""The demo on Ray: the job of `think.py` at another place, with its actor sharded over two ranks.
+"""The demo on Ray: the job of `think.py` with another placement, and its actor sharded over two ranks.
 
-flowrl plan examples/think_on_ray.py:training    see which nodes can run at once, and where
+flowrl plan examples/think_on_ray.py:training    show which nodes run in parallel, and where
 flowrl run examples/think_on_ray.py:training     train
 
-Nothing in the graph changes, and results only by rounding. The actor's weights are sharded over two processes (FSDP2),
-every other role has a process of its own, and all take turns on two slots: GPUs or, without any, CPUs.
+The graph needs no change; results differ only by rounding. The actor's weights are sharded over two processes (FSDP2),
+every other role has its own process, and all take turns on two slots: GPUs if there are any, else CPUs.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def training() -> Training:
     job = local.job.edit(
         bind={
             "actor": TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), ranks=2),
-            "rollout": TorchRollout(MODEL),  # a model of its own, since the actor's is in pieces
+            "rollout": TorchRollout(MODEL),  # its own copy of the model, since the actor's is sharded
         }
     )
     return replace(local, job=replace(job, place=Colocate(gpus=2)))

@@ -1,9 +1,9 @@
-"""Two rounds of incident triage with a tool: the policy may ask for metrics once, and then has to answer in JSON.
+"""Two rounds of incident triage with a tool: the policy may request metrics once, then must answer in JSON.
 
-flowrl show examples/triage.py:graph       look at the graph
+flowrl show examples/triage.py:graph       show the graph
 flowrl run examples/triage.py:training     train, as `python examples/triage.py` does
 
-ENGINE=vllm (or sglang) plays the episodes on that engine, in an environment that has it, such as `.venv-engines`.
+ENGINE=vllm (or sglang) samples on that engine; run it where the engine is installed, such as in `.venv-engines`.
 """
 
 import json
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for the module in this folder
 from triage_environment import build, write_data
 
 from flowrl import PromptData, Terminal, Training, Validation
@@ -25,7 +25,7 @@ MODEL = Path(os.environ.get("MODEL", "runs/triage/model"))
 DATA = Path("runs/triage/data")
 STEPS = int(os.environ.get("STEPS", "60"))
 SEED = int(os.environ.get("SEED", "0"))
-CONTEXT = 200  # tokens of an episode; the other engines make room for as many in each row
+CONTEXT = 200  # tokens per episode; vLLM and SGLang reserve as many per row
 ENGINES = {
     "torch": TorchRollout(),
     "vllm": VLLM(MODEL, dtype="float32", max_model_len=CONTEXT),
@@ -36,7 +36,7 @@ CALL = re.compile(r'\{"tool": "get_metrics", "service": "([a-z]+)"\}')
 
 
 class Triage(Environment):
-    """A call of the tool is answered with metrics, anything else with a demand for the answer."""
+    """Replies to a tool call with metrics, to anything else with a request for the answer."""
 
     async def reset(self, row: Row) -> Reply:
         self.metrics = row.extra_info["metrics"]
@@ -51,21 +51,21 @@ class Triage(Environment):
 
 
 def right(data_source: str, solution_str: str, ground_truth: dict[str, str], extra_info: object = None) -> float:
-    """1 for the JSON that is asked for; what is scored is the last answer."""
+    """1 if the last answer is the expected JSON."""
     try:
         return float(json.loads(solution_str) == ground_truth)
     except ValueError:
         return 0.0
 
 
-# GRPO whose answers are episodes: one edit.
+# GRPO on episodes: one edit.
 graph = grpo(right, n=8, mini_batch=128).edit(
     replace={"generate": Interact(Triage, max_turns=2, context=CONTEXT, timeout=10.0, max_new_tokens=16)}, name="triage"
 )
 
 
 def training() -> Training:
-    """The graph with engines for its roles, incidents, and the number of steps."""
+    """The graph with its backends, data and number of steps."""
     if not MODEL.exists():
         build(MODEL, SEED)
     train, heldout = write_data(DATA)

@@ -1,7 +1,7 @@
-"""The environment of `triage.py`: incidents in a small shop, and a small model that has seen some handled.
+"""The environment of `triage.py`: incidents in a small shop, and a small model that imitates weak responders.
 
-A service fails by one of four causes. Who asks for the metrics of the right service sees the cause; who guesses is
-right once in four times.
+A service fails for one of four causes. The metrics of the right service show the cause; a guess is right one time in
+four.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = (
 
 
 class Incident(NamedTuple):
-    """What is seen of an incident, what is asked for, and what the metrics of each service would show."""
+    """The visible report, the expected answer, and the metrics of each service."""
 
     seen: str
     service: str
@@ -34,7 +34,7 @@ class Incident(NamedTuple):
 
 
 def incident(numbers: random.Random) -> Incident:
-    """One of three services has many errors, and one of its metrics is high."""
+    """Sample an incident: one of three services has many errors, and one of its metrics is high."""
     services = numbers.sample(SERVICES, 3)
     faulty, high = numbers.choice(services), numbers.choice(list(CAUSES))
     errors = (f"{s} errors={numbers.randint(6, 9) if s == faulty else numbers.randint(0, 3)}" for s in services)
@@ -48,17 +48,17 @@ def incident(numbers: random.Random) -> Incident:
 
 
 def report(service: str, cause: str) -> str:
-    """The answer that is asked for."""
+    """The expected answer."""
     return f'{{"service": "{service}", "incident_type": "{cause}"}}'
 
 
 def call(service: str) -> str:
-    """The call of the tool."""
+    """The tool call."""
     return f'{{"tool": "get_metrics", "service": "{service}"}}'
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """Incidents to train on, and others: the paths of two JSONL files."""
+    """Write training and held-out incidents; return the paths of both JSONL files."""
     return write_rows(folder, _row)
 
 
@@ -73,25 +73,25 @@ def _row(numbers: random.Random) -> dict[str, Any]:
 
 
 def _demonstration(numbers: random.Random) -> list[dict[str, str]]:
-    """How somebody handled an incident: fewer than half ask for metrics, and of those some of the wrong service. Who
-    has not seen the cause names the same one always."""
+    """A weak responder: requests metrics in 45% of the cases, in 45% of these of the wrong service, and answers CPU
+    saturation unless the metrics show the cause."""
     one = incident(numbers)
     others = [service for service in one.metrics if service != one.service]
     service = one.service if numbers.random() < 0.55 else numbers.choice(others)
     if numbers.random() < 0.45:
-        said, reply = call(service), {"role": "tool", "content": one.metrics[service]}
+        text, reply = call(service), {"role": "tool", "content": one.metrics[service]}
         cause = one.cause if service == one.service else CAUSES["cpu"]
     else:
-        said, reply = f"Thought: probably {service}", {"role": "user", "content": "Answer with JSON."}
+        text, reply = f"Thought: probably {service}", {"role": "user", "content": "Answer with JSON."}
         cause = CAUSES["cpu"]
     return [
         {"role": "user", "content": one.seen},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": text},
         reply,
         {"role": "assistant", "content": report(service, cause)},
     ]
 
 
 def build(folder: Path, seed: int = 0, steps: int = 300, rows: int = 128) -> Path:
-    """A model that imitates demonstrations, as a Hugging Face folder."""
+    """Train a model to imitate demonstrations; write it as a Hugging Face folder."""
     return imitate(folder, WORDS, _demonstration, seed, steps, rows)

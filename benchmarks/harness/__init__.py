@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians of interleaved calls, and a table."""
+"""Medians of interleaved calls, and a table."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def medians(
     least: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """The median duration of a call of each case, in seconds.
+    """The median duration per call of each case, in seconds.
 
-    The cases take turns, so that what else the machine does falls on all of them alike. The first round, in which
-    caches fill, does not count.
+    Cases alternate, so that other load on the machine affects all of them. The first round, which fills caches, does
+    not count.
 
     Args:
-        cases: functions of no arguments, by name.
-        seconds: rounds are begun until so much time is gone.
-        least: there are at least so many rounds.
-        clock: what a call is timed by; `time.process_time` leaves out what other processes do.
+        cases: functions without arguments, by name.
+        seconds: start rounds until this much time has passed.
+        least: fewest rounds.
+        clock: clock for a call; `time.process_time` excludes other processes.
     """
     durations: dict[str, list[float]] = {name: [] for name in cases}
     end = time.perf_counter() + seconds
@@ -37,7 +37,7 @@ def medians(
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under heads; the first column to the left, the numbers to the right."""
+    """Print rows under heads; the first column is left-aligned, numbers are right-aligned."""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     print(f"\n{title}")
     for row in (heads, ["-" * width for width in widths], *rows):

@@ -1,4 +1,4 @@
-"""What `benchmarks/learning.py` shows of its results: a table of accuracies, and curves."""
+"""Results of `benchmarks/learning.py`: a table of accuracies, and curves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accuracies(runs: Sequence[Result], point: int) -> dict[int, float]:
 
 
 def differences(runs: Sequence[Result], others: Sequence[Result], point: int) -> list[float]:
-    """How much more accurate runs are than others that started from the same model, seed by seed."""
+    """Differences in accuracy to runs that started from the same model, by seed."""
     found, theirs = accuracies(runs, point), accuracies(others, point)
     return [found[seed] - theirs[seed] for seed in found if seed in theirs]
 
@@ -56,9 +56,9 @@ def spread(values: Iterable[float], sign: str = "") -> str:
 
 
 def accuracy_table(results: Sequence[Result], against: str) -> str:
-    """A row for each method, in Markdown: mean, lowest and highest over seeds, early and at the end.
+    """Markdown table with a row per method: mean, lowest and highest over seeds, early and at the end.
 
-    Runs of one seed start from one model, so the difference to `against` is taken seed by seed.
+    Runs of one seed start from the same model, so differences to `against` are taken per seed.
     """
     methods = by_method(results)
     last = results[0]["points"]
@@ -81,10 +81,10 @@ def accuracy_table(results: Sequence[Result], against: str) -> str:
 
 
 def draw(results: Sequence[Result], path: Path, against: str) -> None:
-    """Draw curves over the answers that were sampled, as SVG.
+    """Draw curves over the sampled answers, as SVG.
 
-    Above, the mean accuracy of each method; below, what it is ahead of `against` at the same step, seed by seed: the
-    mean in a band from the lowest to the highest.
+    Above, the mean accuracy of each method; below, its difference to `against` at the same step and seed: the mean,
+    with a band from the lowest to the highest.
     """
     methods = by_method(results)
     shown = {title: [name for name in names if name in methods] for title, names in PANELS.items()}

@@ -1,6 +1,6 @@
-"""Nodes that compute next to nothing: a chain on the general host, and one on the host of a role.
+"""Trivial nodes: a chain on the general host, and one on the host of a role.
 
-They are in a module of their own, because the processes of a job import operators and backends by name.
+They have their own module, because the processes of a job import operators and backends by name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NODES = 32
 
 
 class Scores(NamedTuple):
-    """What the chains read."""
+    """Input of the chains."""
 
     token_level_scores: TokenLevelScores
 
 
 class Shift(Operator):
-    """As little as an operator can compute, without a role."""
+    """A minimal operator without a role."""
 
     def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
         return token_level_scores + 1.0
 
 
 class ShiftAtRole(Operator):
-    """The same where the role ``ref`` lives."""
+    """A minimal operator on the role ``ref``."""
 
     ref: Reads[Scorer] = Role("ref")
 
@@ -43,7 +43,7 @@ class ShiftAtRole(Operator):
 
 
 class IdleEngine:
-    """A `Scorer` that holds no weights."""
+    """A `Scorer` without weights."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Zeros: float32 ``[batch response]``."""
@@ -61,7 +61,7 @@ class Idle(Backend):
 
 @algorithm
 def general_chain(batch: Scores) -> Any:
-    """`NODES` nodes one after the other, without a role."""
+    """`NODES` sequential nodes without a role."""
     scores = batch.token_level_scores
     for i in range(NODES):
         scores = Shift().named(f"shift_{i}")(scores)
@@ -70,7 +70,7 @@ def general_chain(batch: Scores) -> Any:
 
 @algorithm
 def role_chain(batch: Scores) -> Any:
-    """`NODES` nodes one after the other, all on the role ``ref``."""
+    """`NODES` sequential nodes on the role ``ref``."""
     scores = batch.token_level_scores
     for i in range(NODES):
         scores = ShiftAtRole().named(f"shift_{i}")(scores)

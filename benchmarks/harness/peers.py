@@ -1,6 +1,6 @@
-"""verl's functions: its own where it is installed, else the algorithms that it publishes, written anew here.
+"""verl's functions if it is installed; otherwise the same algorithms, reimplemented here.
 
-No figure of `advantages.py` and `columns.py` stands without that of this peer. ``make race`` sets up verl's own.
+`advantages.py` and `columns.py` compare every figure with this peer. ``make race`` installs verl.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Columns = dict[str, Tensor]
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Whitened advantages, and returns; the mask is int64, as verl has it."""
+    """Whitened advantages, and returns; the mask is int64, as in verl."""
     next_value, next_advantage = torch.zeros(2, len(mask))
     backwards = []
     for t in reversed(range(mask.shape[1])):
@@ -53,18 +53,18 @@ def group_advantage(rewards: Tensor, mask: Tensor, uid: np.ndarray[Any, Any]) ->
 
 
 class Batch:
-    """Columns whose rows are joined, permuted and repeated."""
+    """Columns with rows to join, permute and repeat."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all."""
+        """The concatenated rows."""
         return Batch({name: torch.cat([b.columns[name] for b in batches]) for name in batches[0].columns})
 
     def select_idxs(self, index: Tensor) -> Batch:
-        """Some rows."""
+        """The rows at these indices."""
         return Batch({name: column[index] for name, column in self.columns.items()})
 
     def repeat(self, n: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Pictures for the docs: panels of one look, as SVG that is the same whenever it is drawn."""
+"""Pictures for the docs: panels in one style, as reproducible SVG."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def panels(rows: int, columns: int, height: float = 3.0, **shared: Any) -> tuple[Any, Any]:
-    """A figure, and its axes by row and column.
+    """Create a figure; return it and its axes by row and column.
 
     Args:
-        rows, columns: of panels, each 4 inches wide.
-        height: of each, in inches.
-        shared: which axes are shared: ``sharex``, ``sharey``.
+        rows, columns: number of panels, each 4 inches wide.
+        height: height of a panel, in inches.
+        shared: shared axes: ``sharex``, ``sharey``.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def panels(rows: int, columns: int, height: float = 3.0, **shared: Any) -> tuple
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as SVG: text stays text, and nothing in the file depends on when it was drawn."""
+    """Write a figure as SVG, with text as text and without a date."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowrl", "font.family": "sans-serif"}):

@@ -1,4 +1,4 @@
-"""Weights streamed to another process of this machine, again and again."""
+"""Stream weights repeatedly to another process on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 120.0  # seconds
 
 
 def _share(device: str) -> None:
-    """Pass handles to memory of this device."""
+    """Send handles to memory of this device."""
     if device == "cpu":
         mp.set_sharing_strategy("file_system")
     ipc.shared_device = lambda: torch.device(device)
@@ -39,11 +39,11 @@ def _receive(tickets: Connection, device: str) -> None:
 
 
 class Receiver:
-    """A process that receives weights and drops them; with it, how long `send` takes until they are all checked.
+    """A process that receives and drops weights; `send` returns the seconds until all are checked.
 
     Args:
-        transport: of `flowrl.sync.stream.Ticket`.
-        device: where handles point to, and where the process computes.
+        transport: as in `flowrl.sync.stream.Ticket`.
+        device: device of the handles and of the process.
     """
 
     def __init__(self, transport: str, device: str) -> None:
@@ -54,7 +54,7 @@ class Receiver:
         self._process.start()
 
     def send(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> float:
-        """Seconds of one transfer."""
+        """Transfer once; return the seconds."""
         store: Any = dist.TCPStore(
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False
         )

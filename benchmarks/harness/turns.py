@@ -1,4 +1,4 @@
-"""Engines of one process that take turns on one device, as `RayRunner` lets those of colocated processes."""
+"""Engines of one process that take turns on one device, as colocated processes do on Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.run.engine.steps import Steps
 
 
 class Turn(NamedTuple):
-    """An engine that went to sleep or woke up: seconds, and by how much the device's memory in use grew, in bytes."""
+    """One sleep or wake-up of an engine: seconds, and the change of used device memory in bytes."""
 
     role: str
     what: str
@@ -20,13 +20,13 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """Before a node runs, puts to sleep the engines that it does not use and wakes those that it does.
+    """Before each node, put unused engines to sleep and wake the engines that it uses.
 
-    Pass it as the executor's `on_node`. Engines that share weights must not be here: they would sleep together.
+    Pass it as the executor's `on_node`. Engines must not share weights, or they would sleep together.
 
     Args:
-        executor: whose engines take turns; they fall asleep now.
-        device: where the engines compute.
+        executor: owner of the engines, which are put to sleep.
+        device: device of the engines.
     """
 
     def __init__(self, executor: Steps, device: str) -> None:
@@ -37,11 +37,11 @@ class Turns:
             self._take(role, "sleep")
 
     def __call__(self, node: str) -> None:
-        """Make room for `node`; one without a role changes nothing."""
+        """Make room for `node`; a node without a role changes nothing."""
         self.wake(*self.executor.plan.graph[node].roles)
 
     def wake(self, *roles: str) -> None:
-        """Have just these engines awake; without any, leave all as they are."""
+        """Wake exactly these engines; if there are none, change nothing."""
         if roles:
             for role in self.engines:
                 if role not in roles:
@@ -59,12 +59,12 @@ class Turns:
 
 
 def finished(device: str) -> float:
-    """The time by `time.perf_counter`, once the device has nothing left to do."""
+    """`time.perf_counter` after the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def allocated(device: str) -> int:
-    """Bytes that tensors hold on a CUDA device; 0 for a CPU, which nobody has to leave."""
+    """Bytes of tensors on a CUDA device; 0 for a CPU."""
     return torch.cuda.memory_allocated() if device == "cuda" else 0

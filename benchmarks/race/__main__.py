@@ -1,9 +1,9 @@
-"""A step of GRPO by TRL and by flowrl: the same model, prompts, rewards, lengths and optimizer step, on one thread.
+"""A step of GRPO with TRL and with flowrl: the same model, prompts, rewards, lengths and optimizer step, on one thread.
 
-``make race`` sets up TRL in an environment of its own and calls this. Each side is a process, and they take turns step
-by step, so that what else the machine does falls on all alike; ratios are the medians of those of each turn. TRL takes
-its ratio to log-probs of the step's own forward pass. ``flowrl grpo`` recomputes them first, and watches how far the
-engine's are off; ``flowrl, ratio to the rollout`` takes them as the engine gave them.
+``make race`` sets up TRL in a separate environment and calls this. Each side is a process, and they alternate step by
+step, so that other load on the machine affects both; ratios are medians over rounds. TRL's ratio is to the log-probs of
+the step's own forward pass. ``flowrl grpo`` recomputes them first, and compares them with the engine's; ``flowrl, ratio
+to the rollout`` uses those of the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def begin(python: str, script: str, *arguments: str) -> Side:
 
 
 def step(side: Side) -> Took:
-    """Let it take a step; what that took."""
+    """Let it take a step; return the times."""
     assert side.stdin is not None and side.stdout is not None
     side.stdin.write("go\n")
     side.stdin.flush()
@@ -50,11 +50,11 @@ def step(side: Side) -> Took:
         if line.startswith("step "):
             found: Took = json.loads(line.removeprefix("step "))
             return found
-    raise SystemExit(f"{side.args} ended before its step was done; what it printed above says why.")
+    raise SystemExit(f"{side.args} exited during its step; see its output above.")
 
 
 def race(name: str, model: str, prompts: str, peer: str) -> list[list[str]]:
-    """Rows of the table for some work."""
+    """Rows of the table for one workload."""
     with ExitStack() as ends:
         sides = {"TRL": begin(peer, "trl_side.py", model, prompts, name)}
         for which, graph in (("flowrl grpo", "grpo"), ("flowrl, ratio to the rollout", "rollout")):
@@ -66,14 +66,14 @@ def race(name: str, model: str, prompts: str, peer: str) -> list[list[str]]:
 
 
 def end(side: Side) -> None:
-    """No more steps."""
+    """Stop."""
     assert side.stdin is not None
     side.stdin.close()
     side.wait()
 
 
 def row(name: str, who: str, took: Sequence[Took], peer: Sequence[Took]) -> list[str]:
-    """Medians of one side, and the ratio to the peer by seconds, and by those of the processor."""
+    """Medians of one side, and the ratio to the peer by wall-clock time and by CPU time."""
     of: Any = {key: median(one[key] for one in took) for key in took[0]}
     ratios = [median(a[key] / b[key] for a, b in zip(took, peer, strict=True)) for key in ("seconds", "cpu")]
     rest = median(one["seconds"] - one["generating"] for one in took)

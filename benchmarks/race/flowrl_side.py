@@ -1,6 +1,6 @@
-"""GRPO by flowrl: ``flowrl_side.py MODEL PROMPTS WORK GRAPH``; see `benchmarks/race/__main__.py`.
+"""GRPO with flowrl: ``flowrl_side.py MODEL PROMPTS WORK GRAPH``; see `benchmarks/race/__main__.py`.
 
-The graph is ``grpo``, whose trainer recomputes log-probs, or ``rollout``, whose loss takes the ratio to those of the
+The graph is ``grpo``, whose trainer recomputes log-probs, or ``rollout``, whose loss uses the ratio to those of the
 engine.
 """
 
@@ -22,7 +22,7 @@ from flowrl.operators import PPOClip, UpdateActor
 
 
 class Steps:
-    """A reporter: one step of the run for each time that the gate opens."""
+    """A reporter that runs one step each time the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -46,12 +46,12 @@ class Steps:
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The reward of a text."""
+    """Reward of a text."""
     return reward(solution_str)
 
 
 def main(model: str, prompts: str, name: str, which: str) -> None:
-    """Train until the driver has seen enough."""
+    """Train until the driver stops it."""
     work = WORKS[name]
     graph = grpo(score, n=GROUP, max_new_tokens=work.tokens, kl_coef=0.0, clip=CLIP)
     graph = graph.edit(set={"generate.ignore_eos": not work.natural})

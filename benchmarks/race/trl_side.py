@@ -1,4 +1,4 @@
-"""GRPO by TRL: ``trl_side.py MODEL PROMPTS WORK``, in an environment that has it; see `benchmarks/race/__main__.py`."""
+"""GRPO with TRL: ``trl_side.py MODEL PROMPTS WORK``, in an environment with TRL; see `benchmarks/race/__main__.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from work import CLIP, GROUP, LEARNING_RATE, WORKS, Gate, reward
 
 
 class Steps(TrainerCallback):
-    """One step of the trainer for each time that the gate opens."""
+    """Runs one step of the trainer each time the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate, self.tokens = gate, 0.0
@@ -28,7 +28,7 @@ class Steps(TrainerCallback):
 
 
 def main(model_folder: str, prompts: str, name: str) -> None:
-    """Train until the driver has seen enough."""
+    """Train until the driver stops it."""
     work, steps = WORKS[name], Steps(Gate())
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     generate = model.generate
@@ -58,7 +58,7 @@ def main(model_folder: str, prompts: str, name: str) -> None:
             top_k=0,
             beta=0.0,
             epsilon=CLIP,
-            loss_type="dapo",  # the mean over tokens, as flowrl's
+            loss_type="dapo",  # the mean over tokens, as in flowrl
             mask_truncated_completions=False,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",

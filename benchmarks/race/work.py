@@ -1,4 +1,4 @@
-"""The work of both sides: settings, a reward, and a gate through which the driver lets one step at a time."""
+"""The workload of both sides: settings, a reward, and a gate by which the driver releases one step at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Work:
     """A step of GRPO.
 
     Args:
-        prompts: a step, each answered `GROUP` times.
-        tokens: of an answer; its most, where `natural`.
-        natural: answers end where the model ends them, and else are of one length.
+        prompts: prompts per step, with `GROUP` answers each.
+        tokens: length of an answer; at most, if `natural`.
+        natural: the model ends answers; otherwise all have the same length.
     """
 
     prompts: int
@@ -35,24 +35,24 @@ WORKS = {
 
 
 def reward(text: str) -> float:
-    """Something that differs between answers."""
+    """A reward that differs between answers."""
     return sum(character in "0123456789" for character in text) / (1 + len(text))
 
 
 class Gate:
-    """Waits for the driver before each step, and tells it afterwards what the step took."""
+    """Waits for the driver before each step, and reports the step's times afterward."""
 
     def __init__(self) -> None:
         self.generating = 0.0
 
     def wait(self) -> None:
-        """Until the driver says go on."""
+        """Wait for the driver."""
         if sys.stdin.readline().strip() != "go":
             raise SystemExit
         self._started, self._cpu, self.generating = time.perf_counter(), time.process_time(), 0.0
 
     def done(self, tokens: float) -> None:
-        """A step is: what it took, of which `generating` was for the answers; and how long these were."""
+        """Report a step: its times, with `generating` for the answers, and the lengths of these."""
         took = {
             "seconds": time.perf_counter() - self._started,
             "cpu": time.process_time() - self._cpu,

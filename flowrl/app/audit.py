@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 AGE = 0.5
 """The policy's age in the last column of the table."""
 
-_HEADINGS = ("method", "on-policy", "along", "KL in the loss is nearest to", "scale", "variance", f"at age {AGE:g}")
+_TARGET = "FILE.py:name, module:name, a .yaml or .json graph, or an algorithm from `flowrl list`."
+
+_HEADINGS = ("method", "on-policy", "cause", "KL in the loss is closest to", "scale", "variance", f"at age {AGE:g}")
 
 
 def add_to(app: typer.Typer, out: Console) -> None:
@@ -25,23 +27,23 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
     @app.command()
     def audit(
-        target: Annotated[str | None, typer.Argument(metavar="TARGET", help="A graph.", show_default=False)] = None,
-        tokens: Annotated[int | None, typer.Option(help="Tokens, besides the one that ends a response.")] = None,
-        steps: Annotated[int | None, typer.Option(help="The longest response, in tokens.")] = None,
-        prompts: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
-        age: Annotated[float | None, typer.Option(help="How far the policy has moved since rows were sampled.")] = None,
-        mismatch: Annotated[float | None, typer.Option(help="How far the sampling engine is from the trainer.")] = None,
-        right_or_wrong: Annotated[bool, typer.Option("--right-or-wrong", help="Rewards are 0 and 1.")] = False,
-        seed: Annotated[int | None, typer.Option(help="Of the task's tables.")] = None,
-        n: Annotated[int | None, typer.Option(help="Answers to a prompt, instead of the graph's own.")] = None,
-        role: Annotated[str | None, typer.Option(help="Which of several trained policies.")] = None,
-        critic: Annotated[str, typer.Option(help="The values of critics: exact, or zero.")] = "exact",
-        limit: Annotated[int, typer.Option(help="Go through all runs, if they are at most so many.")] = 3000,
-        samples: Annotated[int, typer.Option(help="Else sample so many.")] = 1000,
-        shelf: Annotated[bool, typer.Option("--shelf", help="Audit all algorithms of flowrl, as a table.")] = False,
-        imports: Annotated[bool, typer.Option("--import", help="Import what a graph in .yaml or .json names.")] = False,
+        target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET, show_default=False)] = None,
+        tokens: Annotated[int | None, typer.Option(help="Vocabulary size without the end token. [default: 1]")] = None,
+        steps: Annotated[int | None, typer.Option(help="Longest response, in tokens. [default: 3]")] = None,
+        prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: 2]")] = None,
+        age: Annotated[float | None, typer.Option(help="Change in logits since sampling (std). [default: 0]")] = None,
+        mismatch: Annotated[float | None, typer.Option(help="Engine minus trainer logits (std). [default: 0]")] = None,
+        right_or_wrong: Annotated[bool, typer.Option("--right-or-wrong", help="Use rewards of 0 and 1 only.")] = False,
+        seed: Annotated[int | None, typer.Option(help="Random seed of the task. [default: 0]")] = None,
+        n: Annotated[int | None, typer.Option(help="Responses per prompt. [default: the graph's]")] = None,
+        role: Annotated[str | None, typer.Option(help="Role to audit if several policies are trained.")] = None,
+        critic: Annotated[str, typer.Option(help="Values of critics: exact or zero.")] = "exact",
+        limit: Annotated[int, typer.Option(help="Most possible runs to enumerate; sample if there are more.")] = 3000,
+        samples: Annotated[int, typer.Option(help="Number of sampled runs.")] = 1000,
+        shelf: Annotated[bool, typer.Option("--shelf", help="Audit all built-in algorithms; print a table.")] = False,
+        imports: Annotated[bool, typer.Option("--import", help="Import the code that the graph names.")] = False,
     ) -> None:
-        """Compare the expected update of a graph with the gradient of its stated objective."""
+        """Compare the expected update of a graph with the gradient of its objective."""
         from flowrl.auditing.audit import audit
         from flowrl.auditing.task import AuditTask
 
@@ -88,7 +90,7 @@ def row(name: str) -> str:
         aged = audit(graph, AuditTask(prompts=1, age=AGE), n=n, samples=400, explain=False)
     except FlowrlError as error:
         return f"| `{name}` | cannot be audited: {error.message.partition(';')[0].splitlines()[0]} | | | | | |"
-    cells = (_bias(found), _along(found), _kl(found), str(found.whole.scale), _variance(found), _bias(aged))
+    cells = (_bias(found), _cause(found), _kl(found), str(found.whole.scale), _variance(found), _bias(aged))
     return f"| `{name}` | {' | '.join(cells)} |"
 
 
@@ -99,7 +101,7 @@ def _bias(found: Audit) -> str:
     return percent(loss.bias) if loss.biased and not loss.against else str(loss)
 
 
-def _along(found: Audit) -> str:
+def _cause(found: Audit) -> str:
     from flowrl.auditing.gradient_error import EXACT, percent
 
     if not found.causes:
@@ -107,7 +109,7 @@ def _along(found: Audit) -> str:
     best = min(found.causes, key=lambda cause: cause.bias.value)
     if best.bias.value > 0.9 * found.parts["loss"].bias.value:
         return "none of these"
-    return best.name if best.bias.high < EXACT else f"{best.name} (but for {percent(best.bias)})"
+    return best.name if best.bias.high < EXACT else f"{best.name} (leaves {percent(best.bias)})"
 
 
 def _kl(found: Audit) -> str:

@@ -43,18 +43,19 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Reinforcement learning of language models as a graph of typed operators.",
+    help="Reinforcement learning for language models as a graph of typed operators.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-_NAMES_A_GRAPH = "FILE.py:name, module:name, a graph in .yaml or .json, or an algorithm of `flowrl list`."
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json graph, or an algorithm from `flowrl list`."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
-    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, or a run, which runs that code.")
+    bool,
+    typer.Option("--import", help="Import (execute) the code that a .yaml or .json graph or a run names."),
 ]
 
 
@@ -108,7 +109,7 @@ def options(
 @app.command()
 def show(
     target: Target,
-    to: Annotated[Path | None, typer.Option(help="Write to .md, .html, .svg, .json or .yaml instead.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Write to this .md, .html, .svg, .json or .yaml file.")] = None,
     imports: Import = False,
 ) -> None:
     """Print a graph as Mermaid, or write it to a file."""
@@ -124,12 +125,10 @@ def show(
 @app.command()
 def check(
     target: Target,
-    prompts: Annotated[
-        int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.", min=1)
-    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts per step, to check mini-batch sizes.", min=1)] = None,
     imports: Import = False,
 ) -> None:
-    """List the problems that keep a graph, job or training from running; exits with 1 if there are any."""
+    """Check a graph, job or training; list its problems and exit with 1 if there are any."""
     from flowrl.core.graphs.plan import Plan
     from flowrl.files.graph_io import not_imported
     from flowrl.run.training.job import Job, ends_of_responses
@@ -154,10 +153,10 @@ def check(
         for problem in problems:
             out.print(problem, markup=False)
         raise typer.Exit(1)
-    bound = "" if found is graph else ", every role is bound"
-    out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
+    bound = "" if found is graph else ", all roles are bound"
+    out.print(f"{graph.name}: {len(graph.nodes)} nodes, all connections match{bound} and no rule is violated.")
     if skipped := not_imported(graph):
-        out.print(f"Not imported, so not checked: {', '.join(skipped)}; pass --import to check.", markup=False)
+        out.print(f"Not imported, so not checked: {', '.join(skipped)}. Pass --import to check.", markup=False)
     if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 
@@ -166,18 +165,19 @@ def check(
 def plan(
     target: Target,
     costs: Annotated[
-        str | None, typer.Option(help="Folder of a run: predict a step by what that run measured.")
+        str | None, typer.Option(help="Predict step times from the costs that this run folder recorded.")
     ] = None,
     place: Annotated[
-        list[str] | None, typer.Option(help="Predict for 'local', 'Colocate(gpus=2)', ... too; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Also predict for 'local', 'Colocate(gpus=2)', ... Repeatable."),
     ] = None,
-    prompts: Annotated[int | None, typer.Option(help="Prompts a step, instead of the training's own.", min=1)] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: the training's]", min=1)] = None,
     cost: Annotated[
-        list[str] | None, typer.Option(help="NODE=SECONDS of a node that was not measured; may be repeated.")
+        list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
     ] = None,
     imports: Import = False,
 ) -> None:
-    """Print how a graph would run: order, parallel nodes, places and inputs; with --costs, the seconds of a step."""
+    """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times."""
     from flowrl.core.graphs.plan import Plan
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
@@ -207,7 +207,7 @@ def plan(
         measured = Costs.of(costs, imports=imports).given(**given)
         own = job.place if isinstance(job, Job) else measured.place
         count = count or measured.prompts
-        lines.append(f"predicted from {costs}, with {count} prompts a step:")
+        lines.append(f"predicted from {costs}, with {count} prompts per step:")
         optimize = not isinstance(job, Job) or job.optimize
         places = [own, *map(_place, place or ())]
         lines += [str(predict(graph, one, count, measured, optimize=optimize)) for one in places]
@@ -218,7 +218,7 @@ def plan(
 def diff(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help=_NAMES_A_GRAPH, show_default=False)],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=_NAMES_A_GRAPH, show_default=False)],
-    to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Write to this .md, .html or .svg file.")] = None,
     imports: Import = False,
 ) -> None:
     """Show the changes from one graph to another."""
@@ -237,14 +237,14 @@ def diff(
 @app.command()
 def run(
     target: Target,
-    steps: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
-    folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
-    costs: Annotated[str | None, typer.Option(help="Folder of a run to predict this one's steps by.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps. [default: the training's]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed. [default: the training's]")] = None,
+    folder: Annotated[str | None, typer.Option(help="Output folder. [default: the training's]")] = None,
+    costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
-    """Train: TARGET names a Training, or a function that returns one."""
+    """Run a training. TARGET is a Training, or a function that returns one."""
     from flowrl.run.training.report import TensorBoard, Terminal
     from flowrl.run.training.training import Training
 
@@ -275,10 +275,10 @@ def run(
 
 @app.command("list")
 def list_() -> None:
-    """List the algorithms, which are targets by name: each with its paper and its changes."""
+    """List the built-in algorithms with their papers and changes. Their names are targets."""
     from flowrl.app.shelf import listed
 
-    _print_table(("algorithm", "", "an edit of", "what it changes"), listed())
+    _print_table(("algorithm", "summary", "edit of", "changes"), listed())
 
 
 audit_command.add_to(app, out)
@@ -302,13 +302,13 @@ def operators() -> None:
 @app.command()
 def demo(
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each algorithm, at most: it ends when solved. [default: 100]", min=1)
+        int | None, typer.Option(help="Most steps per algorithm; it ends early once solved. [default: 100]", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="GRPO alone, 12 steps by default: within a minute.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of the warm start and the training.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Only GRPO, 12 steps by default: under a minute.")] = False,
 ) -> None:
-    """Train a small model to think, with GRPO and with PPO, on this machine's CPU."""
+    """Train a small model to think, with GRPO and PPO, on the CPU."""
     from flowrl.demo.run import QUICK_STEPS, run_demo, run_quick
 
     _quiet()

@@ -72,16 +72,16 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
     @app.command()
     def episodes(
-        run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
-        step: Annotated[int | None, typer.Option(help="Of this step; by default the newest that was written.")] = None,
-        of: Annotated[str | None, typer.Option(help="Of this validation, or 'training'; by default of all.")] = None,
-        row: Annotated[str | None, typer.Option(help="Of this row, or of all rows of this group (uid).")] = None,
-        best: Annotated[bool, typer.Option("--best", help="The highest scores first.")] = False,
-        worst: Annotated[bool, typer.Option("--worst", help="The lowest scores first.")] = False,
-        failed: Annotated[bool, typer.Option("--failed", help="Only those whose environment failed.")] = False,
-        count: Annotated[int, typer.Option(help="How many are shown.", min=1)] = 1,
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
+        step: Annotated[int | None, typer.Option(help="Training step. [default: the latest with episodes]")] = None,
+        of: Annotated[str | None, typer.Option(help="Name of a validation, or 'training'. [default: all]")] = None,
+        row: Annotated[str | None, typer.Option(help="Row id, or uid of a group of rows.")] = None,
+        best: Annotated[bool, typer.Option("--best", help="Sort by score, highest first.")] = False,
+        worst: Annotated[bool, typer.Option("--worst", help="Sort by score, lowest first.")] = False,
+        failed: Annotated[bool, typer.Option("--failed", help="Only episodes whose environment failed.")] = False,
+        count: Annotated[int, typer.Option(help="Number of episodes to show.", min=1)] = 1,
     ) -> None:
-        """Show episodes: the text that the policy sampled (>) and that of its environment (|)."""
+        """Show the episodes of a run: text of the policy (>) and of its environment (|)."""
         if best and worst:
             raise ParameterError(
                 "--best and --worst exclude each other. Pass one of the two.", code="cli.bad-option", option="--best"
@@ -102,7 +102,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         for number, one in enumerate(chosen[:count], 1):
             out.print(shown(one, f"{number} of {len(chosen)}"))
         if not chosen:
-            out.print("None of them failed.", markup=False)
+            out.print("No episode failed.", markup=False)
 
 
 def read(folder: Path) -> list[LoggedEpisode]:
@@ -180,9 +180,9 @@ def shown(one: LoggedEpisode, number: str) -> Text:
         text.append(f"{printable(header)}\n", style="dim")
         for line in printable(_content(message)).split("\n"):
             text.append(f"{mark} {line}\n", style=style)
-    tries = f", in try {episode['tries']}" if episode["tries"] > 1 else ""
+    tries = f", attempt {episode['tries']}" if episode["tries"] > 1 else ""
     calls = f", {episode['tool_calls']} tool calls" if episode["tool_calls"] else ""
-    wrong = f", {episode['tool_errors']} of which no tool takes" if episode["tool_errors"] else ""
+    wrong = f" ({episode['tool_errors']} invalid)" if episode["tool_errors"] else ""
     text.append(f"{_ENDED[episode['ended']]} after {one.turns} turns{tries}{calls}{wrong}", style="bold")
     if episode["fault"] is not None:
         text.append(f"\n{printable(episode['fault'])}", style="red")
@@ -196,7 +196,7 @@ def printable(text: str) -> str:
 
 def _turn(sampled: Mapping[str, Any]) -> str:
     reward = "" if sampled["reward"] is None else f", reward {sampled['reward']:g}"
-    cut = ", cut by its length" if sampled["cut"] else ""
+    cut = ", truncated" if sampled["cut"] else ""
     return f"policy, turn {sampled['turn'] + 1}: {sampled['tokens']} tokens{reward}{cut}"
 
 

@@ -90,12 +90,12 @@ class Audit:
         if self.variance is not None:
             found.append(f"variance: {self.variance:.3g} times that of plain REINFORCE from as many rows")
         if self.causes:
-            left = ", ".join(f"{percent(one.bias)} without {one.name}" for one in self.causes)
-            found.append(f"what is left of the loss's bias of {percent(self.parts['loss'].bias)}: {left}")
+            remaining = ", ".join(f"{percent(one.bias)} without {one.name}" for one in self.causes)
+            found.append(f"remaining bias of the loss, of {percent(self.parts['loss'].bias)}: {remaining}")
         if self.lengthens is not None and abs(self.lengthens) > 0.1:
             way = "longer" if self.lengthens > 0 else "shorter"
             found.append(
-                f"that bias makes answers {way} (its cosine with the gradient of the length: {self.lengthens:.2f})"
+                f"this bias makes answers {way} (cosine with the gradient of the length: {self.lengthens:.2f})"
             )
         if self.kl_follows:
             cosines = ", ".join(f"{name} {cosine}" for name, cosine in self.kl_follows.items())

@@ -48,7 +48,7 @@ CURVES = {
     "reward/mean": "reward while training",
     "val/reward/mean": "held-out accuracy, sampled",
     "val/reward/thinks": "share of answers that think",
-    "response_length/mean": "tokens an answer",
+    "response_length/mean": "tokens per answer",
     "kl/ref": "KL to the reference, nats a token",
 }
 
@@ -101,34 +101,34 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
     torch.set_num_threads(1)  # more threads are slower at this size
     started = time.perf_counter()
     runs = _new_folder(folder)
-    out.print("[bold]1. A model that can think, but mostly does not[/]")
+    out.print("[bold]1. Warm start: a model that sometimes thinks[/]")
     data = write_dataset(folder / "data", seed)[0].parent
     model = _warm_start(out, folder / f"model-seed{seed}", seed)
 
     by_group, by_critic = graphs()
-    out.print("\n[bold]2. GRPO is a graph[/]\n")
+    out.print("\n[bold]2. GRPO as a graph[/]\n")
     for node in by_group.nodes.values():
         out.print(f"  {node.name:<16} <- {', '.join(node.sources) or 'prompts'}", markup=False)
     _picture(out, by_group, runs / "grpo.html")
     finished = {"grpo": training(by_group, model, data, runs / "grpo", steps, seed).run([Terminal(out)])}
 
-    out.print("\n[bold]3. PPO is an edit away[/]\n")
+    out.print("\n[bold]3. PPO as an edit of the graph[/]\n")
     by_edit = by_group.diff(by_critic)
     out.print(str(by_edit), markup=False)
     _picture(out, by_edit, runs / "grpo-to-ppo.html")
     job = training(by_critic, model, data, runs / "ppo", steps, seed)
     finished["ppo"] = job.run([Terminal(out)])
 
-    out.print("\n[bold]4. Another engine is an edit, too[/]\n")
+    out.print("\n[bold]4. Another rollout engine as an edit[/]\n")
     _show_swap(out, job.job, model)
 
-    out.print("\n[bold]5. What was learned[/]\n")
+    out.print("\n[bold]5. Results[/]\n")
     _show_samples(out, finished)
     _show_table(out, finished)
     plot(finished, runs / "curves.png")
     out.print(
-        f"\nThe curves are in {runs / 'curves.png'}, the runs in {runs}, the model and its data in {folder} "
-        f"({time.perf_counter() - started:.0f} s in all).",
+        f"\nCurves: {runs / 'curves.png'}. Runs: {runs}. Model and data: {folder}. "
+        f"Total: {time.perf_counter() - started:.0f} s.",
         markup=False,
     )
     return finished
@@ -143,12 +143,12 @@ def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
     torch.set_num_threads(1)  # as in `run_demo`
     started = time.perf_counter()
     runs = _new_folder(folder / "quick")
-    out.print("[bold]1. A model that can think, but mostly does not[/]")
+    out.print("[bold]1. Warm start: a model that sometimes thinks[/]")
     data = write_dataset(folder / "data", seed)[0].parent
     model = _warm_start(out, folder / f"model-seed{seed}", seed)
-    out.print("\n[bold]2. GRPO teaches it to think[/]\n")
+    out.print("\n[bold]2. Training with GRPO[/]\n")
     run = training(graphs()[0], model, data, runs / "grpo", steps, seed, every=QUICK_EVERY).run([Terminal(out)])
-    out.print("\n[bold]3. What was learned[/]: right answers to held-out prompts, sampled\n")
+    out.print("\n[bold]3. Results[/]: fraction of right answers to held-out prompts, sampled\n")
     heldout = [(int(record["step"]), record["val/reward/mean"]) for record in run.validations]
     trained = [(int(record["step"]), record["reward/mean"]) for record in run.metrics]
     out.print(bars(heldout), markup=False)
@@ -156,8 +156,8 @@ def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
     (runs / "curve.svg").write_text(svg("Share of right answers", curves), encoding="utf-8")
     seconds = time.perf_counter() - started
     out.print(
-        f"\nThe curve is in {runs / 'curve.svg'}, the run in {run.folder} ({seconds:.0f} s in all)."
-        "\nThe full demo also trains by PPO, which is an edit away: flowrl demo",
+        f"\nCurve: {runs / 'curve.svg'}. Run: {run.folder}. Total: {seconds:.0f} s."
+        "\nThe full demo also trains with PPO: flowrl demo",
         markup=False,
     )
     return run
@@ -179,7 +179,7 @@ def _new_folder(folder: Path) -> Path:
 
 def _picture(out: Console, subject: Graph | Diff, path: Path) -> None:
     path.write_text(page(subject), encoding="utf-8")
-    out.print(f"\nDrawn in {path}: open it in a browser.\n", markup=False)
+    out.print(f"\nPicture: {path} (open it in a browser).\n", markup=False)
 
 
 def _show_swap(out: Console, job: Job[Graph], model: Path) -> None:
@@ -187,7 +187,7 @@ def _show_swap(out: Console, job: Job[Graph], model: Path) -> None:
     swapped = job.edit(bind={"rollout": VLLM(str(model))})
     out.print(str(job.graph.diff(swapped.graph)), markup=False)
     out.print(
-        "\nNothing else changes: Sync carries the weights to vLLM, and checks that they arrive. To run it: make engines"
+        "\nNothing else changes: Sync sends the weights to vLLM and verifies that they arrive. To run it: make engines"
         "\nthen ENGINE=vllm .venv-engines/bin/flowrl run examples/think_by_engine.py:training",
         markup=False,
     )
@@ -202,13 +202,15 @@ def _warm_start(out: Console, folder: Path, seed: int) -> Path:
             seed,
             lambda step, total, loss: bar.update(task, completed=step, total=total, loss=f"loss {loss:.3f}"),
         )
-    out.print(f"The model is in {model}")
+    out.print(f"Model: {model}")
     return model
 
 
 def _show_samples(out: Console, runs: Mapping[str, Run]) -> None:
     table = Table(
-        "prompt", *(f"{name} {when}" for name in runs for when in ("before", "after")), title="the same prompts"
+        "prompt",
+        *(f"{name} {when}" for name in runs for when in ("before", "after")),
+        title="the same prompts",
     )
     columns = []
     for run in runs.values():
@@ -226,7 +228,7 @@ def _show_table(out: Console, runs: Mapping[str, Run]) -> None:
         "",
         "accuracy",
         "thinks",
-        "tokens an answer",
+        "tokens per answer",
         "KL",
         "seconds",
         title="held-out prompts, sampled: before -> after",

@@ -55,7 +55,7 @@ def rehearse(
                 **error.facts,
             ) from error
         logger.warning(
-            "the test episode (%s) passes only as long as the policy does not think in its answers; an answer with "
+            "The test episode (%s) passes only without thinking in the policy's answers; an answer with "
             "thinking will fail: %s",
             " and ".join(kinds),
             error.message,

@@ -250,7 +250,7 @@ def test_show_writes_the_format_of_the_suffix(command: Command, graphs: Path) ->
 
 def test_a_file_that_show_wrote_is_a_target(command: Command, graphs: Path) -> None:
     command("show", "graphs.py:second", "--to", "graph.yaml")
-    assert command("check", "graph.yaml").out == "grpo: 10 nodes, every connection fits and no rule is broken.\n"
+    assert command("check", "graph.yaml").out == "grpo: 10 nodes, all connections match and no rule is violated.\n"
     assert command("diff", "graph.yaml", "graphs.py:second").out == "grpo -> grpo: no difference\n"
 
 
@@ -271,7 +271,7 @@ def test_check_of_a_job_needs_its_roles_bound(command: Command, graphs: Path, tr
         "'ref', 'rollout'", "'rollout', 'ref'"
     )
     answer = command("check", f"{training}:training")
-    fits = "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+    fits = "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
     ends = "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n"
     assert answer == (0, fits + ends, "")
 
@@ -328,7 +328,7 @@ def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> No
     answer = command(*asked, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
     _, _, predicted = answer.out.partition("everything runs in one process\n")
     where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
-    assert where == ["predicted from own, with 6 prompts a step", "in one process", "Colocate()"]
+    assert where == ["predicted from own, with 6 prompts per step", "in one process", "Colocate()"]
     assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
     twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
     for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
@@ -405,7 +405,7 @@ def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None
     other = write(training.with_name("resumed.py"), source)
     assert command("run", f"{other}:training", "--steps", "2").code == 0
     answer = command("run", f"{other}:training", "--resume")
-    assert answer.code == 0 and "3 steps, of which 2 are done, written to own" in answer.out
+    assert answer.code == 0 and "3 steps (2 done), writing to own" in answer.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
     answer = command("run", f"{other}:training", "--resume", "--seed", "6")
     assert answer.code == 2 and is_paragraph(answer) and "belongs to a run with another seed" in answer.err

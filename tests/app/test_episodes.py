@@ -68,7 +68,7 @@ def test_sampled_text_and_environment_have_marks(command: Command, folder: Path)
         "> it is b",
         "tool add",
         "| 3",
-        "ended by its environment after 1 turns, in try 2, 2 tool calls, 1 of which no tool takes",
+        "ended by its environment after 1 turns, attempt 2, 2 tool calls (1 invalid)",
     ]
 
 
@@ -88,7 +88,7 @@ def test_sampled_text_and_environment_have_marks(command: Command, folder: Path)
 def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...], expected: str) -> None:
     out = command("episodes", folder, *options).out
     assert [line[-1] for line in out.splitlines() if line.startswith("> it is")] == list(expected)
-    assert ("None of them failed." in out) == (not expected)
+    assert ("No episode failed." in out) == (not expected)
 
 
 def test_colors_are_for_terminals() -> None:

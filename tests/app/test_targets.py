@@ -28,7 +28,7 @@ def test_an_algorithm_is_a_target_by_its_name(command: Command) -> None:
     assert command("diff", "grpo", "gspo") == (0, f"{changes}\n", "")
     assert command("plan", "ppo").out.startswith("ppo: 13 nodes in 8 waves")
     assert command("check", "ppo", "--prompts", "4").out == (
-        "ppo: 14 nodes, every connection fits and no rule is broken.\n"
+        "ppo: 14 nodes, all connections match and no rule is violated.\n"
     )
 
 

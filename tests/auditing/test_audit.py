@@ -237,7 +237,7 @@ def test_the_result_as_text() -> None:
         "grpo · expected reward - 0.001 · KL(actor || ref)",
         "all 16 runs, 2 rows each: biased by",
         "times that of plain REINFORCE from as many rows",
-        "what is left of the loss's bias of",
+        "remaining bias of the loss, of",
         "repeat.n is 2 and not 8.",
     ):
         assert said in text

@@ -61,7 +61,7 @@ def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, small: pytes
     assert "flowchart" not in shown  # it is in the pages, to copy
     for name, nodes in (("grpo", ["group_advantage"]), ("grpo-to-ppo", ["group_advantage", "update_critic"])):
         page = tmp_path / "001" / f"{name}.html"
-        assert f"Drawn in {page}" in shown
+        assert f"Picture: {page}" in shown
         assert all(node in page.read_text() for node in nodes) and "flowchart TD" in page.read_text()
 
 
@@ -72,7 +72,7 @@ def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, small: p
     runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=50, seed=5)
     assert [len(run.metrics) for run in runs.values()] == [5, 5]
     for name in runs:
-        assert f"{name} ended after step 5 of 50: a validation reached its goal" in out.getvalue()
+        assert f"{name} ended after step 5 of 50: a validation reached the goal" in out.getvalue()
 
 
 def test_the_quick_demo_trains_by_grpo_and_leaves_its_curve(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_the_quick_demo_trains_by_grpo_and_leaves_its_curve(tmp_path: Path, smal
     ]
     shown = out.getvalue()
     assert all(f"step {step}  " in shown for step in (0, 3, 4))
-    assert f"The curve is in {tmp_path / 'quick' / '001' / 'curve.svg'}" in shown
+    assert f"Curve: {tmp_path / 'quick' / '001' / 'curve.svg'}" in shown
 
 
 def test_the_quick_demo_uses_the_model_of_the_demo(tmp_path: Path, small: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
     """An answer that thinks is an error in its row, see `tests/data/text/test_transcript.py`."""
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
     [said] = caplog.messages
-    assert "test episode" in said and "as long as the policy does not think" in said
+    assert "test episode" in said and "only without thinking in the policy" in said
     before, _, after = "".join(said.split()).partition("thetemplatewrites")
     assert there in before and written in after
 

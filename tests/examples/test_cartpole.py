@@ -61,7 +61,7 @@ def test_what_sampled_trains(example: Any, rows: int) -> None:
     assert torch.equal(engines["actor"].log_probs(played), played.rollout_log_probs)
     for some in torch.randperm(rows).split(2):
         part = take(played, some)
-        assert torch.equal(engines["actor"].said(part)[0].detach(), part.rollout_log_probs)
+        assert torch.equal(engines["actor"].outputs(part)[0].detach(), part.rollout_log_probs)
 
 
 def test_the_first_update_starts_from_a_ratio_of_1(example: Any, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_its_graph_breaks_no_rule_and_can_be_written(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["check", f"{FILE}:training"])
-    assert not ended.value.code and "every role is bound and no rule is broken" in capsys.readouterr().out
+    assert not ended.value.code and "all roles are bound and no rule is violated" in capsys.readouterr().out
 
 
 def test_what_reads_tokens_is_not_bound_to_it(example: Any) -> None:

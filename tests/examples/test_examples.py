@@ -43,7 +43,7 @@ def test_every_example_is_tested() -> None:
 
 def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     out = execute("think.py", tmp_path, MODEL=tiny, STEPS="1")
-    assert out.startswith("grpo: 1 steps, written to runs/grpo-001")
+    assert out.startswith("grpo: 1 steps, writing to runs/grpo-001")
     folder = tmp_path / "runs" / "grpo-001"
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     before, trained, after = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -93,9 +93,9 @@ def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> N
 @pytest.mark.usefixtures("environments")
 def test_what_a_guess_finds_out_adds_up_to_the_number() -> None:
     candidates = load_object(f"{EXAMPLES / 'guess_environment.py'}:Candidates")()  # from 10 to 41
-    found_out = [candidates.told(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
+    found_out = [candidates.narrow(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
     assert found_out == pytest.approx([-math.log2(left) / 5 for left in (15 / 32, 7 / 15, 1.0, 3 / 7, 1 / 3)])
-    assert sum(found_out) == pytest.approx(1.0) and candidates.told(20, 20) == 0
+    assert sum(found_out) == pytest.approx(1.0) and candidates.narrow(20, 20) == 0
 
 
 @pytest.mark.usefixtures("environments")
@@ -120,7 +120,7 @@ def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
 
 @pytest.mark.usefixtures("environments")
 def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> None:
-    """Whoever never alarms, always, at random, or at so many errors; on the streams of the page."""
+    """Rules that never alarm, always, at random, or above a number of errors; on the streams of the page."""
     names = ("expected", "RULES", "write_data", "errors_of")
     expected, rules, write_data, errors_of = (
         load_object(f"{EXAMPLES / 'alarm_environment.py'}:{name}") for name in names
@@ -162,7 +162,7 @@ def test_a_grade_is_how_much_of_the_order_was_said() -> None:
 @pytest.mark.ray
 def test_think_on_ray_trains_with_two_ranks(tmp_path: Path, tiny: str) -> None:
     out = execute("think_on_ray.py", tmp_path, MODEL=tiny, STEPS="1")
-    assert "grpo: 1 steps, written to runs/grpo-001" in out
+    assert "grpo: 1 steps, writing to runs/grpo-001" in out
     _, trained, _ = map(json.loads, (tmp_path / "runs/grpo-001/metrics.jsonl").read_text().splitlines())
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
     events = json.loads((tmp_path / "runs/grpo-001/trace.json").read_text())["traceEvents"]
@@ -184,8 +184,8 @@ def test_think_is_a_target_of_the_command_line(
         said.append(capsys.readouterr().out)
     assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
     assert said[1:] == [
-        "grpo: 10 nodes, every connection fits and no rule is broken.\n",
-        "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+        "grpo: 10 nodes, all connections match and no rule is violated.\n",
+        "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
         "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n",
     ]
 

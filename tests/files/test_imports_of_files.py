@@ -170,14 +170,14 @@ def test_the_command_line_imports_with_the_option(command: Command) -> None:
         assert command(*call)[0] == 0
     assert command("check", "g.yaml") == (
         0,
-        "ppo: 14 nodes, every connection fits and no rule is broken.\n"
-        "Not imported, so not checked: mine.py:score; pass --import to check.\n",
+        "ppo: 14 nodes, all connections match and no rule is violated.\n"
+        "Not imported, so not checked: mine.py:score. Pass --import to check.\n",
         "",
     )
     assert not Path("ran").exists()
     assert command("check", "g.yaml", "--import") == (
         0,
-        "ppo: 14 nodes, every connection fits and no rule is broken.\n",
+        "ppo: 14 nodes, all connections match and no rule is violated.\n",
         "",
     )
     assert Path("ran").exists()

@@ -126,7 +126,7 @@ class TorchModel:
 
         why = self.probe(why_not_packed, self.module, bound)
         if why is not None and attention != "eager" and self.mesh.rank == 0:
-            logger.warning("%s in %r runs over padded rows, since %s.", type(self.module).__name__, folder, why)
+            logger.warning("%s in %r computes padding, because %s.", type(self.module).__name__, folder, why)
         return why
 
     def budget(self, max_tokens: int | None) -> Budget:

@@ -104,7 +104,7 @@ def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[s
         elif optimize:
             lines.append(f"{one.scorer} is the first pass of {one.update}: computed once, saves {saved}")
         else:
-            lines.append(f"{one.scorer} would be the first pass of {one.update}, but for optimize=False: costs {saved}")
+            lines.append(f"{one.scorer} would be fused into {one.update}, but optimize=False: costs {saved}")
     return lines
 
 

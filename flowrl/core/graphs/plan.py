@@ -185,7 +185,7 @@ class Plan:
     def __str__(self) -> str:
         """The plan as text: waves, and for each node where it runs, how its rows may be split, and what it reads."""
         lines = [
-            f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; nodes of one wave may run at once"
+            f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; nodes of a wave run in parallel"
         ]
         numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
         rows = [
@@ -218,7 +218,7 @@ class Plan:
         lines = []
         for twin in twins(self.order):
             if twin.why_not is None:
-                lines.append(f"{twin.second} computes what {twin.first} does; once is enough: {fix(self.graph, twin)}")
+                lines.append(f"{twin.second} computes the same as {twin.first}; merge them: {fix(self.graph, twin)}")
             else:
-                lines.append(f"{twin.second} reads what {twin.first} does, but differs from it: {twin.why_not}")
+                lines.append(f"{twin.second} reads the same as {twin.first}, but differs: {twin.why_not}")
         return lines

@@ -48,7 +48,7 @@ class FolderLock:
                 if error.errno not in _NO_LOCKS:
                     self._close()
                     raise
-                logger.warning("The file system of %s has no locks, so a second run could write to it.", folder)
+                logger.warning("The file system of %s has no file locks, so a second run could write to it.", folder)
             if self._is_there():
                 break
             self._close()  # its holder has removed it since

@@ -61,8 +61,8 @@ class Terminal:
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
         self.name, self.steps, self.folder, self.done = name, steps, folder, done
         self.first, self.printed = done + 1, time.monotonic()
-        resumed = f", of which {done} are done" if done else ""
-        self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
+        resumed = f" ({done} done)" if done else ""
+        self.console.print(f"{name}: {steps} steps{resumed}, writing to {folder}", highlight=False)
         if self.console.is_terminal:
             columns = [
                 TextColumn("{task.description:<16}"),
@@ -70,7 +70,7 @@ class Terminal:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("remaining"),
                 TimeRemainingColumn(),
             ]
             self.progress = Progress(*columns, console=self.console, refresh_per_second=8)
@@ -105,7 +105,7 @@ class Terminal:
         if summary is not None:
             if self.done < self.steps:
                 self.console.print(
-                    f"{self.name} ended after step {self.done} of {self.steps}: a validation reached its goal",
+                    f"{self.name} ended after step {self.done} of {self.steps}: a validation reached the goal",
                     highlight=False,
                 )
             self.console.print(summary.table(), soft_wrap=False)

@@ -152,7 +152,7 @@ class RunFolder:
         what = f", and lacks the steps {', '.join(gone)}" if file == "metrics.jsonl" and gone else ""
         logger.warning(
             "%s has changed since the checkpoint after step %d was written%s: it was shortened, edited or removed. "
-            "The run continues with what is left; to have all lines, restore a copy of the file before you resume.",
+            "The run continues with the remaining lines. To have all of them, restore a copy before resuming.",
             self.path / file,
             step,
             what,

@@ -224,8 +224,8 @@ class Sources:
         for name, stream in self.streams.items():
             if stream.size is not None and stream.size < draws:
                 logger.warning(
-                    "The data%s has %d prompts%s, but a step takes %d, so every step repeats some of them. Pass at "
-                    "most as many as the data has (Training(..., prompts=%d)), or more data.",
+                    "The data%s has %d prompts%s, but a step takes %d, so every step repeats some of them. Reduce "
+                    "Training(..., prompts=%d), or pass more data.",
                     f" of {name!r}" if len(self.streams) > 1 else "",
                     stream.size,
                     f" ({stream.dropped} longer ones are dropped)" if stream.dropped else "",

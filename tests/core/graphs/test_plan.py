@@ -164,7 +164,7 @@ class TestText:
     def test_nothing_but_inputs_and_one_node(self) -> None:
         text = str(Plan(ppo(exact).subgraph(until="repeat")))
         assert text.splitlines()[:2] == [
-            "ppo: 1 nodes in 1 waves; nodes of one wave may run at once",
+            "ppo: 1 nodes in 1 waves; nodes of a wave run in parallel",
             "1  repeat  general  row",
         ]
 
@@ -175,7 +175,7 @@ class TestText:
 
 
 GRPO = """\
-grpo: 9 nodes in 6 waves; nodes of one wave may run at once
+grpo: 9 nodes in 6 waves; nodes of a wave run in parallel
 1  repeat           general             row
      from batch: data_source, extra_info, ground_truth, prompt_mask, prompts, raw_prompt, row_id, uid
 2  generate         rollout             row

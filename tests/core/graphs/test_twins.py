@@ -90,7 +90,7 @@ def test_twins_are_found_and_the_suggested_edit_removes_one() -> None:
     assert found(graph) == [Twin("one", "other", None)]
     line = str(Plan(graph)).splitlines()[-1]
     told, _, call = line.partition(": ")
-    assert told == "other computes what one does; once is enough"
+    assert told == "other computes the same as one; merge them"
     mended: Graph = eval(f"graph.{call}", {"graph": graph})
     assert list(mended.nodes) == ["batch", "one", "both"]
     assert found(mended) == []
@@ -117,7 +117,7 @@ def test_other_steps_are_another_node() -> None:
 def test_twins_that_may_differ_have_the_reason(operator: Operator, why: str) -> None:
     graph = pair(operator, operator)
     assert found(graph) == [Twin("one", "other", why)]
-    assert str(Plan(graph)).endswith(f"other reads what one does, but differs from it: {why}")
+    assert str(Plan(graph)).endswith(f"other reads the same as one, but differs: {why}")
 
 
 def test_what_twins_write_counts_as_one_input() -> None:
@@ -144,7 +144,7 @@ def test_a_sink_is_dropped_by_name() -> None:
         return Shift(1).named("one")(batch.prompt_mask), Shift(1).named("other")(batch.prompt_mask)
 
     graph = two_sinks()
-    assert str(Plan(graph)).endswith("once is enough: edit(drop=['other'])")
+    assert str(Plan(graph)).endswith("merge them: edit(drop=['other'])")
     assert found(graph.edit(drop=["other"])) == []
 
 

@@ -191,7 +191,7 @@ def test_the_plan_names_duplicate_nodes_though_one_of_them_is_fused(tiny: str) -
         insert={"again": After("old_log_prob", OldLogProb())},
         wire={"mismatch.old_log_probs": "again.old_log_probs"},
     )
-    [hint] = [line for line in made.plan().splitlines() if line.startswith("again computes what old_log_prob does")]
+    [hint] = [line for line in made.plan().splitlines() if line.startswith("again computes the same as old_log_prob")]
     fixed: Job = eval(f"made.{hint.partition(': ')[2]}", {"made": made})
     assert fixed.graph == job("grpo", tiny).graph and "again" not in fixed.plan()
     assert replace(made, optimize=False).plan().splitlines().count(hint) == 1

@@ -125,7 +125,7 @@ def test_a_file_system_without_locks_is_a_warning(
     monkeypatch.setattr(lock.fcntl, "flock", none)
     with caplog.at_level(logging.WARNING):
         FolderLock(tmp_path).release()
-    assert "has no locks, so a second run could write to it" in caplog.text
+    assert "has no file locks, so a second run could write" in caplog.text
 
 
 # ---- runs

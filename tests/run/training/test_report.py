@@ -47,7 +47,7 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     assert all(node in table for node in ("generate", "update_critic", "sync", "a step takes", "idle: this process"))
     assert not any(word in table for word in ("fetched", "critical path", "*"))  # which say nothing of one process
     if terminal:
-        assert "left" in shown
+        assert "remaining" in shown
         assert "3/3" in shown
     else:
         assert "\x1b" not in shown
@@ -60,7 +60,7 @@ def test_a_terminal_names_the_node_that_runs_now(tmp_path: Path) -> None:
     out = io.StringIO()
     reporter = Terminal(Console(file=out, force_terminal=True, width=140))
     reporter.start("ppo", 5, tmp_path, 1)
-    assert "1/5" in out.getvalue() and "5 steps, of which 1 are done" in out.getvalue()
+    assert "1/5" in out.getvalue() and "5 steps (1 done)" in out.getvalue()
     for node in ("generate", "update_actor"):
         reporter.node(node)
         assert reporter.progress is not None
@@ -139,4 +139,4 @@ os._exit(0)  # nothing is flushed
     with (tmp_path / "log").open("w") as log:
         subprocess.run([sys.executable, "-c", script], stdout=log, check=True)
     first, second = (tmp_path / "log").read_text().splitlines()
-    assert first == "grpo: 1000 steps, written to runs" and second == "  step    1/1000  reward 0.500"
+    assert first == "grpo: 1000 steps, writing to runs" and second == "  step    1/1000  reward 0.500"

@@ -78,7 +78,7 @@ def test_architectures_that_cannot_pack_rows_pad_them_and_log_why(
         engine = scorer(folder)
     assert lines(engine, ragged()) == {6}
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
-    assert f"{type(engine.model).__name__} in {folder!r} runs over padded rows, since {PADDED[kind]}" in said
+    assert f"{type(engine.model).__name__} in {folder!r} computes padding, because {PADDED[kind]}" in said
 
 
 def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
