@@ -69,13 +69,6 @@ class RolloutEngine(ABC):
         Returns:
             responses, mask, log-probs and versions ``[batch response]``, as wide as the longest response, on the
             prompts' device.
-
-        Raises:
-            SyncError: the engine has no receipt, or its weights are not those of its receipt.
-            DataError: the model cannot take the prompts (shapes, padding, vocabulary, length), the engine refuses the
-                sampling parameters, or log-probs are not finite.
-            AsleepError: the engine sleeps.
-            EngineError: the engine or one of its processes failed.
         """
         self._require_awake("generate")
         self._require_receipt()
@@ -156,21 +149,13 @@ class RequestEngine(RolloutEngine):
         self._swap_error: BaseException | None = None  # of the last swap, until it is reported
 
     def sync(self, source: Trainer) -> Receipt:
-        """Load the weights of `source`; see `Synced.sync`, and `_sync`.
-
-        Raises:
-            SyncError: requests are in flight, which continue; or the weights did not arrive, and there is no receipt.
-        """
+        """Load the weights of `source`; see `Synced.sync`, and `_sync`."""
         with self._alone:
             self._swap_error = None
             return self._sync(source)
 
     def swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """Load the weights of `source` with requests in flight; see `LiveWeightUpdate.swap`, and `_swap`.
-
-        Raises:
-            SyncError: the weights did not arrive. There is no receipt then, and the next step fails.
-        """
+        """Load the weights of `source` with requests in flight; see `LiveWeightUpdate.swap`, and `_swap`."""
         with self._alone:
             self._swap_error = None
             try:

@@ -59,9 +59,6 @@ def weights_for(
         checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
             and compares the digests.
         dtype: to which matrices of a trainer in this process are rounded before (`flowrl.sync.weight_selection.rounded`).
-
-    Raises:
-        SyncError: see `refuse_other_base`; or a tensor is sent twice.
     """
     refuse_other_base(adapter_of, source)
     if isinstance(source, ReceivedWeights):

@@ -72,10 +72,6 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
         folder: a Hugging Face folder.
         with_head: whether to load its head; without, the folder may lack it.
         attention: see `skeleton`.
-
-    Raises:
-        BindError: there is no such folder, it does not load, it lacks weights or has unexpected ones, or a weight is
-            NaN or infinite.
     """
     from transformers import AutoModelForCausalLM
 

@@ -148,10 +148,7 @@ def without_gates(graph: Graph, sinks: Sequence[str]) -> Graph:
 
 
 def _scores(graph: Graph, generator: str, nodes: set[str]) -> tuple[Edge, ...]:
-    """The last scores, on each path, of responses of `generator` that a node turns into something other than scores.
-
-    A gate passes scores on; it counts only if no other node reads them, since then they select the trained rows.
-    """
+    """The last scores, on each path, of responses of `generator` that a node turns into something other than scores."""
 
     def is_score(edge: Edge) -> bool:
         typed = graph.types[edge]

@@ -94,9 +94,6 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
 
     Returns:
         The run of each algorithm, by name.
-
-    Raises:
-        ParameterError: `folder` cannot be written.
     """
     torch.set_num_threads(1)  # more threads are slower at this size
     started = time.perf_counter()
@@ -241,11 +238,7 @@ def _show_table(out: Console, runs: Mapping[str, Run]) -> None:
 
 
 def plot(runs: Mapping[str, Run], path: Path) -> None:
-    """Draw the curves of `CURVES` for every run into a PNG.
-
-    Raises:
-        ParameterError: matplotlib is not installed.
-    """
+    """Draw the curves of `CURVES` for every run into a PNG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -91,8 +91,6 @@ class Rewiring:
 
     def _rewritten(self, name: str) -> dict[Edge, Edge]:
         """The outputs of its anchor that an inserted node reads and writes again, with the same kind, dtype and axes.
-
-        If it reads a part of a record, it also rewrites the columns whose type none of its inputs has.
         """
         anchor, outputs = self.anchors[name], self.operators[name].signature.outputs
         theirs, read = self.graph[anchor].signature.outputs, self._read(name)
@@ -131,10 +129,7 @@ class Rewiring:
     # ---- explicit edges
 
     def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[PortField, Edge]]:
-        """``wire=`` as edges by new node name and field; nodes may have their old or new names.
-
-        The name of a node is the source of a record: ``wire={"value.rollout": "generate"}``.
-        """
+        """``wire=`` as edges by new node name and field; nodes may have their old or new names."""
         wires: dict[str, dict[PortField, Edge]] = {}
         for end, source in wire.items():
             node, _, port = end.partition(".")
@@ -185,10 +180,7 @@ class Rewiring:
         return Node(name, operator.named(name), {**carried, **by_hand})
 
     def _edges_as_it_was(self, name: str) -> Mapping[PortField, Edge]:
-        """The edges of a node of the changed graph, in terms of the original; explicit ones may be included.
-
-        A replacement inherits the edges of its predecessor; an inserted node prefers outputs of its anchor.
-        """
+        """The edges of a node of the changed graph, in terms of the original; explicit ones may be included."""
         operator, types = self.operators[name], self.graph.types
         by_hand = {field: self._as_it_was(edge) for field, edge in self.wires.get(name, {}).items()}
         if name in self.anchors:
@@ -201,10 +193,7 @@ class Rewiring:
         return old.inputs
 
     def _written_before(self, node: str) -> list[Available]:
-        """The outputs that an operator in the place of a node may read, the preferred ones first.
-
-        First those of its ancestors, then those of other nodes that do not depend on it; none of dropped nodes.
-        """
+        """The outputs that an operator in the place of a node may read, the preferred ones first."""
         remaining = set(self.graph.nodes).difference(self.drop, [node])
         ancestors = remaining & self.graph.ancestors(node)
         others = remaining - ancestors - self.graph.descendants(node)

@@ -26,9 +26,6 @@ class Head(Protocol):
         Args:
             states: last hidden states, float32 ``[tokens hidden]``.
             temperature: ``[tokens]``.
-
-        Raises:
-            DataError: the weights found are not those of the model that computed `states`.
         """
         ...
 

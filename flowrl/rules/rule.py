@@ -66,9 +66,6 @@ def rule(id: str, reason: str, source: str = "", everywhere: bool = False) -> Ca
 
     Args:
         id, reason, source, everywhere: as those of `Rule`.
-
-    Raises:
-        DefinitionError: another rule has this id. A function that is defined again, as in a notebook, replaces itself.
     """
 
     def register(check: Check) -> Check:

@@ -81,11 +81,7 @@ class TransferGroup:
 
 
 def connect(host: str, port: int, timeout: float) -> Any:
-    """A client of the TCPStore at an address, which must be there already: if it is not, the transfer is over.
-
-    Raises:
-        Interrupted: nobody answers.
-    """
+    """A client of the TCPStore at an address, which must be there already: if it is not, the transfer is over."""
     patience = timedelta(seconds=timeout)
     with interrupting(timeout):
         store = c10d.TCPStore(host, port, None, False, timeout=min(patience, _CONNECTED))

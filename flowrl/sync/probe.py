@@ -146,9 +146,6 @@ def refuse_other_weights(
 
     Returns:
         the scores of both, for `refuse_old_weights`.
-
-    Raises:
-        SyncError: the mean is above `tolerance`, or not a number.
     """
     scores = Scores(tuple(log_probs), probe.score(source))
     found, expected = torch.tensor(scores.engine), torch.tensor(scores.trainer)
@@ -200,9 +197,6 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
 
     Returns:
         what to compare the next scores with.
-
-    Raises:
-        SyncError: the trainer's scores have moved by more than `resolution` since the engine's last changed.
     """
     if before is None:
         return scores

@@ -108,11 +108,7 @@ class ReceivedWeights:
         return ((name, tensor) for name, tensor, _ in self.checked())
 
     def checked(self) -> Iterator[Weight]:
-        """The weights, each hashed as it comes.
-
-        Raises:
-            SyncError: a tensor is not what was sent; or as of `Shipment.weights`.
-        """
+        """The weights, each hashed as it comes."""
         for weight in self.unchecked():
             if tensor_digest(weight.name, weight.tensor) != weight.digest:
                 raise self._origin.damaged(f"{weight.name} is not what was sent")
@@ -140,11 +136,7 @@ class ReceivedWeights:
         return self._origin.probe
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """The trainer's log-probs of `probe`, which it took before it sent its weights.
-
-        Raises:
-            SyncError: it took none, or `batch` is another one.
-        """
+        """The trainer's log-probs of `probe`, which it took before it sent its weights."""
         probe = self._origin.probe
         if probe is None or not torch.equal(batch.input_ids, probe.batch().input_ids):
             raise SyncError(
@@ -157,11 +149,7 @@ class ReceivedWeights:
         return torch.tensor(self._origin.scores).view(-1, probe.width)
 
     def check(self, receipt: Receipt) -> Receipt:
-        """The receipt of an engine that took these weights over, with the transport by which they came.
-
-        Raises:
-            SyncError: it is for other weights.
-        """
+        """The receipt of an engine that took these weights over, with the transport by which they came."""
         if (receipt.version, receipt.digest) != (self.version, self._shipment.digest):
             raise SyncError(
                 f"{self._origin} have the digest {self._shipment.digest}, but the engine's receipt is for version "
@@ -207,11 +195,7 @@ class Manifest:
         self._arrived: dict[str, str] = {}
 
     def enter(self, name: str, tensor: Tensor, sent: str | None) -> Weight:
-        """Enter a tensor that was sent with this digest; None says that none of this name was.
-
-        Raises:
-            SyncError: it was not sent, or comes twice.
-        """
+        """Enter a tensor that was sent with this digest; None says that none of this name was."""
         if sent is None or name in self._arrived:
             raise self._origin.damaged(f"{name} was not sent, or arrived twice")
         self._arrived[name] = sent
@@ -222,9 +206,6 @@ class Manifest:
 
         Args:
             sent: the digest of every tensor that left the trainer.
-
-        Raises:
-            SyncError: some did not come, or others than were sent.
         """
         if missing := sorted(sent.keys() - self._arrived.keys()):
             raise SyncError(

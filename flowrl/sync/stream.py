@@ -116,11 +116,7 @@ class Stream:
 
     @property
     def digest(self) -> str:
-        """The digest of all weights.
-
-        Raises:
-            SyncError: they were not taken to their end.
-        """
+        """The digest of all weights."""
         if self._digest is None:
             raise SyncError(
                 f"{self._origin} were not read to the end. The engine must iterate over all of them.",
@@ -131,12 +127,7 @@ class Stream:
         return self._digest
 
     def weights(self) -> Iterator[Weight]:
-        """The weights as they come, each in memory of its own; see `flowrl.sync.received.Shipment`.
-
-        Raises:
-            SyncError: a tensor was not sent, came twice, or has not arrived; or a bucket is of another version.
-            Interrupted: the sender is gone, or silent.
-        """
+        """The weights as they come, each in memory of its own; see `flowrl.sync.received.Shipment`."""
         manifest = Manifest(self._origin)
         bucket = torch.empty(0, dtype=torch.uint8)
         while "tensors" in (head := self._head()):

@@ -48,11 +48,7 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first column at which a row's cumulative weight exceeds the share `uniforms` ``[rows 1]`` of its total.
-
-    Never a column of weight 0; any column for rows of NaN. Many columns are summed by blocks first, and only one block
-    of each row is searched.
-    """
+    """The first column at which a row's cumulative weight exceeds the share `uniforms` ``[rows 1]`` of its total."""
     columns = weights.shape[1]
     if columns <= 8 * BLOCK:
         return _search(weights, uniforms)[0]

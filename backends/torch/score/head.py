@@ -39,12 +39,7 @@ class FolderHead:
         return self.opened(states.device).log_probs(states, temperature)
 
     def opened(self, device: torch.device) -> OpenHead:
-        """Read its weights.
-
-        Raises:
-            BindError: there is no such folder on this machine, or it is not one of a causal LM.
-            DataError: the folder has another head.
-        """
+        """Read its weights."""
         from flowrl.backends.torch.train.shards import read_head  # here, since transformers takes seconds to import
 
         weights = read_head(self.folder)

@@ -180,22 +180,12 @@ class TorchRewardModelEngine(Resident):
         """The score of each row, prompt and response together: float32 ``[batch]``.
 
         A collective: each rank passes any number of its own rows, and gets their scores.
-
-        Raises:
-            DataError: a row is longer than the model's positions, or has a token outside its vocabulary.
-            RankError: another rank raised.
-            AsleepError: the engine sleeps.
         """
         return self._rewards(batch, "rewards")
 
     @torch.no_grad()
     def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
         """The score of each conversation by the model's own template, without truncation: float32 ``[conversations]``.
-
-        Raises:
-            DataError: there is no tokenizer or template, the template rejects a conversation, or one is longer than
-                the model's positions.
-            RankError, AsleepError: as `rewards`.
         """
         with self._body.mesh.all_or_none("rewards_of"):
             ids, mask = self.tokenizer.pad_left([self.tokenizer.conversation_ids(each) for each in conversations])
@@ -217,10 +207,7 @@ class TorchRewardModelEngine(Resident):
         return scatter(logits[:, self._label], batch.response_mask)
 
     def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
-        """The rows with only their last token under the mask, which here covers the whole sequence.
-
-        States are those before each token under the mask, so the rows get one more column.
-        """
+        """The rows with only their last token under the mask, which here covers the whole sequence."""
         read = batch.attention_mask.bool()
         counted = read if self._pad is None else read & (batch.input_ids != self._pad)
         counted = torch.where(counted.any(1, keepdim=True), counted, read)

@@ -114,11 +114,6 @@ class TorchCriticEngine(TrainedEngine):
         The value before response token ``t`` is read at sequence position ``sequence - response - 1 + t``.
 
         A collective: each rank passes any number of its own rows, and gets their values.
-
-        Raises:
-            DataError: a response token under the mask has no attended token before it.
-            RankError: another rank raised.
-            AsleepError: the engine sleeps.
         """
         self.residence.require_awake("values")
         with self._body.mesh.all_or_none("values"):

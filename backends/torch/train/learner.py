@@ -217,12 +217,7 @@ class Learner:
         forward: Forward,
         metrics: Metrics,
     ) -> None:
-        """The gradient of an objective over its whole mini-batch, with the model in micro-batches.
-
-        First the model's outputs for all rows without a gradient; then the objective and its gradient in the outputs;
-        then the model again, a micro-batch at a time, from that gradient (gradient caching: Gao et al. 2021,
-        arXiv:2101.06983). So rows may be split over micro-batches and ranks, for one more forward pass.
-        """
+        """The gradient of an objective over its whole mini-batch, with the model in micro-batches."""
         mesh, own = self.mesh, whole.own.to(self.mesh.device)
         idle: Any = SequenceInputs.idle(mesh.device)
         inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]

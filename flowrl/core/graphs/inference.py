@@ -88,10 +88,7 @@ def _axis_mismatch(name: str, axis: str, new: Bound, bound: Bound, nearest: str 
 
 
 def _refuse_undeclared_axes(name: str, operator: Operator, binding: Binding) -> None:
-    """Refuse an operator that joins columns of several widths but declares its output as wide as one of them.
-
-    It would fail in the first step in which another one is wider.
-    """
+    """Refuse an operator that joins columns of several widths but declares its output as wide as one of them."""
     for output, type in operator.signature.outputs.items():
         if not isinstance(type, ColumnType) or not (operator.creates_axis("batch") or type.kind == "tokens"):
             continue

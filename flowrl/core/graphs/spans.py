@@ -58,10 +58,7 @@ def _open(node: Node) -> Iterator[PortField]:
 
 
 def _of_tokens(nodes: dict[str, Node], row: Edge) -> Edge | None:
-    """The `token_version` of the `policy_version` at `row`, routed through the gates in between.
-
-    None if the node that writes `row` writes no `token_version`.
-    """
+    """The `token_version` of the `policy_version` at `row`, routed through the gates in between."""
     node = nodes[row.node]
     if not isinstance(gate := node.operator, Gate):
         return Edge(row.node, "token_version") if "token_version" in gate.signature.outputs else None

@@ -80,14 +80,7 @@ def _joined(address: str, expected: tuple[str, int] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_signals(before: Any) -> Iterator[None]:
-    """Restore the SIGTERM handler from before Ray started, for the block and after it.
-
-    Ray installs a C++ handler below Python's, which prints a stack, and a Python handler, which stays if there was none
-    before. If a handler raises `SystemExit` while Ray waits, Ray replaces it with another.
-
-    Args:
-        before: result of `signal.getsignal` before Ray started.
-    """
+    """Restore the SIGTERM handler from before Ray started, for the block and after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

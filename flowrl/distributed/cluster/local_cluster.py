@@ -127,10 +127,7 @@ def _start(cpus: int, hosts: HostServer) -> _Cluster:
 
 @contextlib.contextmanager
 def _forked_workers(hosts: HostServer) -> Iterator[None]:
-    """Make the node that Ray starts in the block fork its workers, without autoscaler and log monitor.
-
-    `ray.init` has no argument for the worker program, which is a parameter of Ray's nodes.
-    """
+    """Make the node that Ray starts in the block fork its workers, without autoscaler and log monitor."""
     before = parameter.RayParams
     options = {} if hosts.server is None else node_options(hosts.server)
 
@@ -147,11 +144,7 @@ def _forked_workers(hosts: HostServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray listen only on the loopback in the block, as it does by default on macOS and Windows.
-
-    On Linux it listens on all interfaces, whatever the address of `ray.init`, unless the environment has
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be much earlier.
-    """
+    """Make Ray listen only on the loopback in the block, as it does by default on macOS and Windows."""
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a private name of Ray, which may disappear
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

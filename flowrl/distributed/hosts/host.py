@@ -324,11 +324,7 @@ class Host:
         )
 
     def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, Mapping[Own | None, tuple[int, int]]]:
-        """Fill in the inputs: of each column the rows of this rank, from its pieces.
-
-        Returns:
-            the fetched bytes, and the widths of prompts and responses for each port with its own axes.
-        """
+        """Fill in the inputs: of each column the rows of this rank, from its pieces."""
         received = 0
         fields = task.operator.signature.fields
         # The largest widths, because the same rows may be in pieces of other widths in another column.

@@ -78,10 +78,6 @@ class Steps:
             now: the step that scheduled parameters use, if it differs, as in a validation.
             return_nodes: nodes whose outputs the result includes, in addition to the sinks.
             on_node: called with the name of each node as it starts, including repetitions.
-
-        Raises:
-            NodeError: a node raised or a process died; names node and step, with the error as its cause.
-            GraphError: `batch` lacks a column of an input, or `return_nodes` names an unknown node.
         """
         [result] = self.run(
             lambda step: batch, range(step, step + 1), now=now, return_nodes=return_nodes, on_node=on_node
@@ -111,9 +107,6 @@ class Steps:
             now, return_nodes, on_node: see `step`.
             more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
             tell: further columns that the result of a step includes, those of all rounds.
-
-        Raises:
-            NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
@@ -203,32 +196,20 @@ class Steps:
     # ---- between steps
 
     def still(self) -> None:
-        """Wait for all running nodes: with a lag, later steps are in flight when one is done.
-
-        Raises:
-            NodeError: a node failed.
-        """
+        """Wait for all running nodes: with a lag, later steps are in flight when one is done."""
         if self._in_flight is not None:
             self.runner.timeline = self.timeline
             self._protected(self._in_flight.drain, self._in_flight)
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
-        """Sync weights to the engines that generate, before the first step and after a restore; or only by `syncs`.
-
-        Raises:
-            NodeError: a sync failed; with a `SyncError` as its cause.
-        """
+        """Sync weights to the engines that generate, before the first step and after a restore; or only by `syncs`."""
         self.runner.timeline = self.timeline
         self._weights.protect(lambda: self._weights.sync(syncs))
         if syncs is None:
             self._weights.snapshot()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint each trained role into its own folder, and with a lag the steps in flight.
-
-        Raises:
-            DataError: the machines do not share the folder, or JSON would not restore samples of older weights exactly.
-        """
+        """Checkpoint each trained role into its own folder, and with a lag the steps in flight."""
         self.still()
         self._weights.protect(lambda: self._weights.save(folder))
         if (steps := self._in_flight) is not None:
@@ -240,9 +221,6 @@ class Steps:
         Args:
             folder: where.
             lag: of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
-
-        Raises:
-            DataError: the checkpoint belongs to another model or optimizer, or is damaged.
         """
         self._weights.load(folder)
         self._weights.snapshot()

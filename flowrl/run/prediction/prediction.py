@@ -80,11 +80,6 @@ def predict(
         costs: of its nodes.
         optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
         seed: of the sampled lengths.
-
-    Raises:
-        ParameterError: `costs` is not `Costs`.
-        DataError: a node without costs.
-        BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     refuse_no_costs(costs)
     graph, lag = spanned(graph), graph.lag.versions
