@@ -28,10 +28,6 @@ _WIDEST = {"clip_low": 1 - 1e-9, "clip_high": _WIDE, "clip": 19.0, "dual_clip": 
 class Without:
     """An audit without a cause.
 
-    Args:
-        name: of the cause.
-        task: the task without it.
-        graph: the graph without it.
         by_spread: whether each prompt's gradient is multiplied by the spread of its rewards.
     """
 

@@ -1,7 +1,7 @@
 """The stated objective of a graph: expected scores, minus KL to a reference, plus entropy.
 
-It is derived from the graph: the scores are those of the update's own responses by the last node that writes scores; KL
-terms are those of nodes with the effect ``"kl"`` upstream of the update, and of the update; so is entropy.
+The scores are those of the update's own responses by the last node that writes scores; KL and entropy terms are those
+of the update, KL terms also those of nodes with the effect ``"kl"`` upstream of it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,8 @@ class StatedObjective:
     """The objective and its nodes.
 
     Args:
-        role: the trained role.
-        updates: the nodes that train it.
-        generator: the node that generates the responses.
-        temperature: of the generator.
-        scores: the columns of the scores.
         kl: all KL terms.
-        entropy: the weight of entropy.
         step: the first step in which all updates run; schedules have their value in this step.
-        notes: uncertainties, each in a sentence.
     """
 
     role: str

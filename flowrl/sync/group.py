@@ -24,14 +24,12 @@ class Interrupted(SyncError):
 
 
 class TransferGroup:
-    """One rank of a gloo group, apart from whatever other groups its process has.
+    """One rank of a gloo group, independent of other groups of its process.
 
-    Args:
-        store: where the ranks meet; see `connect`.
-        name: of the group, which is not the only one to meet there.
+        store: the rendezvous; see `connect`.
+        name: of the group; several groups may share a store.
         rank: of this process in the group; rank 0 sends.
-        size: how many ranks there are.
-        host: of the store, so an address that all ranks can reach.
+        host: of the store, at an address that all ranks can reach.
         timeout: seconds that a rank waits for the others.
     """
 

@@ -17,7 +17,7 @@ def can_share(tensors: Collection[Tensor]) -> bool:
 
 
 def export_handles(tensors: Mapping[str, Tensor]) -> bytes:
-    """Handles of `tensors`, whose memory must live until the other process is done with it.
+    """Handles of `tensors`, whose memory must live until the other process has finished with it.
 
     For CPU memory both processes must share tensors by files (`torch.multiprocessing.set_sharing_strategy`).
     """

@@ -1,8 +1,8 @@
-"""The probe: after a sync, the engine and the trainer must give the same answers the same log-probs.
+"""The probe: after a sync, the engine and the trainer must compute the same log-probs for the same responses.
 
-A digest proves that tensors arrived. What an engine made of them (fused, transposed, quantised or silently dropped)
-shows in its log-probs alone. The tokens are answers that the model itself gave to some questions: of these a rounded
-model is nearly as sure as an exact one, while other weights would have answered otherwise.
+A digest proves that tensors arrived; only log-probs show what an engine made of them (fused, transposed, quantized or
+silently dropped). The tokens are the model's own responses to some questions: a rounded model is nearly as certain of
+them as an exact one, while other weights would have produced other responses.
 """
 
 from __future__ import annotations
@@ -46,12 +46,7 @@ class ProbeBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts and answers to them, as token ids; all answers are of one length.
-
-    Args:
-        prompts: at least one token each.
-        answers: one for each.
-    """
+    """Prompts of at least one token and a response to each, as token ids; all responses are of one length."""
 
     prompts: Sequence[Sequence[int]]
     answers: Sequence[Sequence[int]]
@@ -81,15 +76,9 @@ class Probe:
 
 
 def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], Sampling]:
-    """What an engine is to answer, to make a probe of it.
+    """The prompts from `QUESTIONS` (their ends) and the sampling settings, to build an engine's probe.
 
-    Args:
-        tokenizer: of the model's folder.
-        longest: tokens that a sequence may have, at least 12.
-
-    Returns:
-        prompts, the ends of `QUESTIONS`, and how to answer them. A prompt with its answer and `RESERVED_TOKENS` more
-        tokens is no longer than `longest`.
+    A prompt with its response and `RESERVED_TOKENS` more tokens is no longer than `longest` tokens (at least 12).
     """
     width = min(ANSWER, longest // 2)
     prompts = [_prompt(tokenizer, question)[-(longest - width - RESERVED_TOKENS) :] for question in QUESTIONS]
@@ -104,12 +93,12 @@ def _prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
 
 
 class Scores(NamedTuple):
-    """Log-probs of a probe's answers, natural, at temperature 1, row by row.
+    """Log-probs of a probe's responses, natural, at temperature 1, row by row.
 
     Args:
         engine: the engine's, after a sync.
-        trainer: those of the trainer whose weights it took over.
-        concurrent: whether the engine computed other answers with them, so that its scores may differ by rounding.
+        trainer: those of the trainer whose weights it received.
+        concurrent: whether the engine computed other responses concurrently, so that its scores may differ by rounding.
     """
 
     engine: tuple[float, ...]
@@ -131,18 +120,15 @@ def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
 def refuse_other_weights(
     engine: str, log_probs: Sequence[float], dtype: torch.dtype, probe: Probe, source: Scorer, tolerance: float | None
 ) -> Scores:
-    """Compare an engine's log-probs of a probe with those of the trainer whose weights it took over.
+    """Compare an engine's log-probs of a probe with those of the trainer whose weights it received.
 
-    What counts is the mean of ``|engine - trainer| / max(1, |trainer|)``: nats, but of a token that the trainer finds
-    less likely than 1/e the share of its log-prob, since rounding moves a log-prob in proportion to it.
+    The criterion is the mean of ``|engine - trainer| / max(1, |trainer|)``: nats, but relative for a token that the
+    trainer finds less likely than 1/e, because rounding moves a log-prob in proportion to it.
 
     Args:
-        engine: the engine's name, for the error.
-        log_probs: natural, at temperature 1, of all answers, row by row.
-        dtype: what the engine computes in.
-        probe: what was scored.
-        source: the trainer.
-        tolerance: the largest mean that is accepted; None is `default_tolerance`.
+        log_probs: natural, at temperature 1, of all responses, row by row.
+        dtype: the engine's compute dtype.
+        tolerance: the largest accepted mean; None is `default_tolerance`.
 
     Returns:
         the scores of both, for `refuse_old_weights`.
@@ -182,21 +168,18 @@ def resolution(dtype: torch.dtype, trainer: torch.dtype, tolerance: float | None
 
 
 def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resolution: float) -> Scores:
-    """Refuse an engine whose scores are the same as before, bit by bit, although the trainer's have changed.
+    """Refuse an engine whose scores are bit for bit as before, although the trainer's have changed.
 
-    An update may be smaller than the tolerance of `refuse_other_weights`, and smaller than what weights in bfloat16
-    can show. The trainer's change is counted from when the engine's scores last changed, so small updates add up: an
-    engine that takes over none of them is found after some syncs. Where it computed other answers beside, what it moves
-    by less than a tenth of what the trainer does is rounding, and no change.
+    An update may be smaller than the tolerance of `refuse_other_weights`, and than what weights in bfloat16 can
+    represent. The trainer's change is counted from when the engine's scores last changed, so small updates add up. If
+    the engine computed other responses concurrently, a change of less than a tenth of the trainer's is rounding.
 
     Args:
-        engine: the engine's name, for the error.
-        scores: after this sync.
         before: what this returned after the last sync; None at first.
         resolution: in nats; a larger mean absolute change of the trainer's scores must change some of the engine's.
 
     Returns:
-        what to compare the next scores with.
+        the scores to compare the next ones with.
     """
     if before is None:
         return scores

@@ -17,15 +17,13 @@ from flowrl.sync.probe import Probe
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of weights before any of them arrives.
+    """Metadata of weights, known before any of them arrives.
 
     Args:
-        role: the trainer's.
-        version: of the weights.
-        adapter_of: see `flowrl.protocols.protocols.Adapted`; None where whole weights come.
-        probe: what the trainer scored before it sent them; None where nobody probes.
+        adapter_of: see `flowrl.protocols.protocols.Adapted`; None for full weights.
+        probe: what the trainer scored before it sent them; None without a probe.
         scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
-        arithmetic: what it computes in, such as ``"float32"``.
+        arithmetic: its compute dtype, such as ``"float32"``.
     """
 
     role: str
@@ -56,13 +54,7 @@ class Origin:
 
 
 class Weight(NamedTuple):
-    """One tensor of a set of weights.
-
-    Args:
-        name: its Hugging Face name.
-        tensor: as it came.
-        digest: its `tensor_digest` when it left the trainer.
-    """
+    """One tensor of a set of weights, with its Hugging Face name and its `tensor_digest` when it left the trainer."""
 
     name: str
     tensor: Tensor
@@ -88,12 +80,7 @@ class Shipment(Protocol):
 
 
 class ReceivedWeights:
-    """Weights of one version: `flowrl.protocols.protocols.Rollout.sync` takes them in place of a trainer.
-
-    Args:
-        origin: whose they are.
-        shipment: the weights themselves.
-    """
+    """Weights of one version: `flowrl.protocols.protocols.Rollout.sync` accepts them in place of a trainer."""
 
     def __init__(self, origin: Origin, shipment: Shipment) -> None:
         self._origin, self._shipment = origin, shipment
@@ -184,11 +171,7 @@ def received(origin: Origin, shipment: Shipment) -> ReceivedWeights:
 
 
 class Manifest:
-    """Which tensors of a shipment have come, to be held against those that were sent.
-
-    Args:
-        origin: whose weights they are.
-    """
+    """The tensors of a shipment that have arrived, to be checked against those that were sent."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -202,10 +185,8 @@ class Manifest:
         return Weight(name, tensor, sent)
 
     def finish(self, sent: Mapping[str, str]) -> str:
-        """The digest of all weights, once all have come.
-
-        Args:
-            sent: the digest of every tensor that left the trainer.
+        """The digest of all weights, once all have arrived; `sent` has the digest of every tensor that left the
+        trainer.
         """
         if missing := sorted(sent.keys() - self._arrived.keys()):
             raise SyncError(

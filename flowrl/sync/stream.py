@@ -1,10 +1,10 @@
-"""Weights on their way to engines in other processes, bucket by bucket, while both sides work.
+"""Stream weights to engines in other processes, bucket by bucket, while both sides work.
 
-Rank 0 of the trainer sends and all ranks of the engine receive; or, where each rank of the engine shares a GPU with a
-rank of the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the head of
-every bucket: names, dtypes, shapes and digests. The bytes go by a `Carrier`. A side that gives up leaves the group; the
-others notice at once, and raise `Interrupted`. Either side holds one bucket and one tensor, besides what trainer and
-engine keep; the next bucket is gathered while the receivers load this one.
+Rank 0 of the trainer sends and all ranks of the engine receive; if each rank of the engine shares a GPU with a rank of
+the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the header of every
+bucket: names, dtypes, shapes and digests. A `Carrier` transfers the bytes. A side that aborts leaves the group, and the
+others raise `Interrupted` at once. Each side holds one bucket and one tensor in addition to its own weights; the next
+bucket is gathered while the receivers load this one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, rece
 
 @dataclass(frozen=True)
 class Ticket:
-    """What both sides of a transfer need to find each other.
+    """The rendezvous data that both sides of a transfer need.
 
     Args:
-        transport: ``"gloo"``, ``"nccl"`` or ``"cuda ipc"``.
-        host, port: of a TCPStore. Whoever holds it can end the wait of those who have come, by letting go of it.
+        host, port: of a TCPStore. Its owner can end the wait of those who have joined, by releasing it.
         senders: for each rank of the engine, the rank of the trainer that sends to it.
         timeout: seconds that a side waits for the other.
     """
@@ -51,11 +50,9 @@ class Ticket:
 
     @contextmanager
     def join(self, sender: int, rank: int) -> Iterator[tuple[TransferGroup, Carrier]]:
-        """Within the block this process is a rank of a sender's group; after it, others that still wait are told.
+        """Within the block this process is a rank of a sender's group; after it, ranks that still wait are notified.
 
-        Args:
-            sender: the sender's rank in the trainer.
-            rank: this process's rank in the group; 0 sends.
+        `sender` is the sender's rank in the trainer; `rank` is this process's rank in the group, where 0 sends.
         """
         store = connect(self.host, self.port, self.timeout)
         size = 1 + self.senders.count(sender)
@@ -78,10 +75,8 @@ class Ticket:
 def send(
     ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: int = 0
 ) -> int:
-    """Carry weights to all receivers of a rank of the trainer, which have them all when this returns.
-
-    Returns:
-        the bytes of all tensors.
+    """Send weights to all receivers of a rank of the trainer, which have them all when this returns; returns their
+    bytes.
     """
     with ticket.join(sender, 0) as (group, carrier):
         group.tell(asdict(origin))
@@ -100,14 +95,7 @@ def send(
 
 
 class Stream:
-    """The weights as one receiver gets them; a `flowrl.sync.received.Shipment`.
-
-    Args:
-        transport: of the ticket.
-        group: of the sender.
-        carrier: of the bytes.
-        origin: whose weights they are.
-    """
+    """The weights as one receiver gets them; a `flowrl.sync.received.Shipment`."""
 
     def __init__(self, transport: str, group: TransferGroup, carrier: Carrier, origin: Origin) -> None:
         self.transport = transport

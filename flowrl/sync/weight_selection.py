@@ -23,12 +23,12 @@ without need costs bytes alone."""
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """What an engine asks of a trainer in another process.
+    """What an engine requests from a trainer in another process.
 
     Args:
-        part: the method of the trainer that has the tensors.
-        rounds_to: the dtype that it computes in; None leaves matrices as they are.
-        probe: what the trainer is to score before it sends them; None where nobody probes.
+        part: the trainer's method that returns the tensors.
+        rounds_to: the engine's compute dtype; None leaves matrices unchanged.
+        probe: what the trainer scores before it sends them; None without a probe.
     """
 
     part: Literal["weights", "adapter_weights"] = "weights"

@@ -26,8 +26,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 @contextlib.contextmanager
 def connected(place: RayPlace) -> Iterator[None]:
     """Connect to Ray within the block: use an existing connection, else join the place's address, else start Ray here.
-
-    A cluster that was started here stays for the next job, see `local_cluster`; one that was joined is disconnected
+    A cluster that was started here remains for the next job, see `local_cluster`; one that was joined is disconnected
     after the block.
     """
     expected = None if place.address in (None, "auto") else _parsed(str(place.address))

@@ -1,7 +1,7 @@
 """The local Ray cluster: started for the first job of this process, and reused by later ones.
 
-Its workers are forks of a `ForkServer`. Starting Ray takes two seconds, and importing torch and transformers three, so
-a second job opens much faster than the first. The cluster ends with this process, or with `ray.shutdown()`.
+Its workers are forks of a `ForkServer`, which saves two seconds of starting Ray and three of importing torch and
+transformers. The cluster ends with this process, or with `ray.shutdown()`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 @dataclass
 class _Cluster:
-    """The cluster that this process started.
-
-    Args:
-        node: Ray's processes on this machine.
-        hosts: the server that forks its workers.
-        cpus: logical CPUs.
-        jobs: how many jobs use it now.
-    """
+    """The cluster that this process started."""
 
     node: Any
     hosts: HostServer
@@ -78,11 +71,8 @@ def use_cluster() -> Iterator[None]:
 
 
 def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
-    """Shut down the cluster if it is idle and cannot serve the next job.
-
-    Args:
-        cpus: that the job needs.
-        hosts: the fork server of its workers; None if it runs on another cluster.
+    """Shut down the cluster if it is idle and cannot serve the next job; `hosts` is None if that runs on another
+    cluster.
     """
     if _cluster is None or _cluster.jobs:
         return

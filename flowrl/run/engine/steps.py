@@ -1,7 +1,4 @@
-"""`Steps`: runs the steps of a plan: draws batches, runs their nodes, and restarts steps when a process is lost.
-
-`InFlightSteps` schedules the steps in flight. The runner runs nodes in this process, on Ray, or on a virtual clock.
-"""
+"""`Steps`: runs the steps of a plan: draws batches, runs their nodes, and restarts steps when a process is lost."""
 
 from __future__ import annotations
 
@@ -38,12 +35,8 @@ class Steps:
     """Runs the steps of a plan.
 
     Args:
-        plan: what to run.
-        runner: where.
-        seed: root of the keys.
         weights: of the job, shared with forks. If a process is lost, all trained roles are restored to the snapshot
-            after the last step, and the steps in flight restart with the same batches and keys. So no row is lost or
-            trained on twice.
+            after the last step, and the steps in flight restart with the same batches and keys.
     """
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
@@ -74,10 +67,8 @@ class Steps:
 
         Args:
             batch: columns of the graph's inputs; if these have different rows, the batch of each by its name.
-            step: the number of the step, from which keys are derived.
             now: the step that scheduled parameters use, if it differs, as in a validation.
             return_nodes: nodes whose outputs the result includes, in addition to the sinks.
-            on_node: called with the name of each node as it starts, including repetitions.
         """
         [result] = self.run(
             lambda step: batch, range(step, step + 1), now=now, return_nodes=return_nodes, on_node=on_node
@@ -102,9 +93,6 @@ class Steps:
 
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
-            steps: their numbers.
-            lag: see `ExecutionGraph`.
-            now, return_nodes, on_node: see `step`.
             more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
             tell: further columns that the result of a step includes, those of all rounds.
         """
@@ -218,8 +206,6 @@ class Steps:
     def load(self, folder: Path, lag: int = 0) -> None:
         """Restore each trained role from what `save` wrote, and sync.
 
-        Args:
-            folder: where.
             lag: of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
         """
         self._weights.load(folder)
