@@ -1,6 +1,5 @@
 """Base of all rollout engines: the receipt that sampling requires, the request loop behind `generate`, live weight
-updates, prompt checks, and one rule for where a response ends.
-"""
+updates, prompt checks, and one rule for where a response ends."""
 
 from __future__ import annotations
 
@@ -22,11 +21,7 @@ from flowrl.records import Receipt
 
 
 class RolloutEngine(ABC):
-    """Base of live rollout engines; `sync` sets `_receipt`.
-
-    Args:
-        tokenizer: of the model's folder.
-    """
+    """Base of live rollout engines; `sync` sets `_receipt`."""
 
     name: ClassVar[str]
     """The name in errors."""
@@ -60,11 +55,7 @@ class RolloutEngine(ABC):
         that was sampled: after temperature, top-k and top-p, renormalized; at temperature 0, under temperature 1.
 
         Args:
-            prompts: int64 ``[batch prompt]``, padded on the left.
-            prompt_mask: bool ``[batch prompt]``.
             row_ids: one per row; a row's random numbers depend on its id and on no other row.
-            sampling: the sampling parameters.
-            key: the source of random numbers.
 
         Returns:
             responses, mask, log-probs and versions ``[batch response]``, as wide as the longest response, on the
@@ -119,10 +110,7 @@ class RolloutEngine(ABC):
 
 
 class FairLock:
-    """A fair lock: ``with alone:``. A waiting thread comes before one that releases it and acquires it again.
-
-    A plain lock is not fair: the thread that releases and reacquires it is faster than one that must wake up.
-    """
+    """A fair lock: ``with alone:``. A waiting thread comes before one that releases and reacquires."""
 
     def __init__(self) -> None:
         self._next, self._now = threading.Lock(), threading.Lock()
@@ -390,11 +378,8 @@ def _check_length(mask: Tensor, row_ids: Sequence[str], sampling: Sampling, posi
 
 
 class StopRule:
-    """Where a response ends: at a token that ends a turn (`ChatTokenizer.ends`), at a stop token, or at the token that
-    completes a stop string.
-
-    `token_ids` are the tokens that end a response.
-    """
+    """Where a response ends: at a token of `token_ids` (stop tokens, and `ChatTokenizer.ends`, which end a turn), or at
+    the token that completes a stop string."""
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
         self.token_ids = sorted({*(() if sampling.ignore_eos else tokenizer.ends), *sampling.stop_token_ids})
@@ -418,8 +403,8 @@ class StopRule:
 class StopDetector:
     """Detects the token that completes a stop string.
 
-    Decodes only the last tokens: as many as the longest string has bytes, since a token that is not special is at
-    least one byte, plus one, whose text may depend on the token before it.
+    It decodes only as many last tokens as the longest string has bytes, plus one: a token that is not special is at
+    least one byte, and its text may depend on the token before it.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]) -> None:

@@ -115,11 +115,6 @@ class SGLangEngine(HostedRollout):
     `Sampling` that may keep more is a `DataError`.
 
     The weights travel to its process in buckets; it hashes what it receives, which must equal what the trainer sent.
-
-    Args:
-        spec: the settings.
-        tokenizer: of the model's folder.
-        seed: of its generator.
     """
 
     name = "SGLang"

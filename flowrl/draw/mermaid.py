@@ -1,8 +1,8 @@
 """Graphs and diffs as Mermaid text, made offline.
 
-Boxes have the color of their role, which the legend names; those that write weights are hexagons; inputs are rounded.
-What a box writes stands in it, so an arrow has a label only where it carries a part of that. A thin grey arrow is a
-state edge, the dotted one the back-edge across steps. See `flowrl.draw.picture` for what is drawn.
+Boxes have the color of their role, which the legend names; those that write weights are hexagons; inputs are rounded. A
+box lists what it writes, and an arrow has a label only if it carries a part of that. A thin gray arrow is a state edge,
+the dotted one the back-edge across steps. See `flowrl.draw.picture`.
 """
 
 from __future__ import annotations

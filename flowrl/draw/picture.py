@@ -1,8 +1,8 @@
-"""`Picture`: what is drawn of a graph or of a diff, whatever draws it.
+"""`Picture`: the contents of a drawing of a graph or of a diff, independent of the format.
 
-Boxes are nodes, grouped by the role whose weights they use; a box that uses several stands between them. Arrows are
-data (labeled by the record or the columns that flow), state ("reads the weights before they are written", only where
-no data says so already) and the back-edge across steps, with its lag.
+Boxes are nodes, grouped by the role whose weights they use; a box that uses several is placed between them. Arrows are
+data (labeled by the record or the columns that flow), state ("reads the weights before they are written", only if no
+data arrow implies it) and the back-edge across steps, with its lag.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ All verbs resolve against the original graph, which does not change. Nodes that 
 - ``lag=Lag(2, spans=True)``: weights change while requests are in flight; see `flowrl.core.graphs.lag`.
 - ``allow={"FR007": "greedy is the baseline only"}``: allows breaking a rule, for this reason; None revokes that.
 
-Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it stays as a sink.
+Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it remains as a sink.
 """
 
 from __future__ import annotations

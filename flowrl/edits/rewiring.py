@@ -25,14 +25,7 @@ class Rewiring:
     """The original graph, and how its edges map to the changed one.
 
     Args:
-        graph: the original.
-        replace: operators by the node that they replace.
-        drop: names of nodes.
-        insert: new operators by name.
         anchors: the node that each of `insert` comes after.
-        rename: new names by old.
-        wire: explicit edges, as for `edit`.
-
     Attributes:
         operators: the operator of each node that the changed graph may have, by new name, in order.
     """
@@ -90,8 +83,7 @@ class Rewiring:
     # ---- inserted nodes
 
     def _rewritten(self, name: str) -> dict[Edge, Edge]:
-        """The outputs of its anchor that an inserted node reads and writes again, with the same kind, dtype and axes.
-        """
+        """The outputs of its anchor that an inserted node reads and rewrites, with the same kind, dtype and axes."""
         anchor, outputs = self.anchors[name], self.operators[name].signature.outputs
         theirs, read = self.graph[anchor].signature.outputs, self._read(name)
         matches = {old: [new for new, other in outputs.items() if same(type, other)] for old, type in theirs.items()}

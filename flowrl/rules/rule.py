@@ -62,11 +62,7 @@ RETIRED = {
 
 
 def rule(id: str, reason: str, source: str = "", everywhere: bool = False) -> Callable[[Check], Check]:
-    """Register a function as a rule; it then checks every graph.
-
-    Args:
-        id, reason, source, everywhere: as those of `Rule`.
-    """
+    """Register a function as a rule, with the fields of `Rule`; it then checks every graph."""
 
     def register(check: Check) -> Check:
         for other in [other for other in RULES if other.id == id]:

@@ -26,11 +26,11 @@ class Interrupted(SyncError):
 class TransferGroup:
     """One rank of a gloo group, independent of other groups of its process.
 
-        store: the rendezvous; see `connect`.
-        name: of the group; several groups may share a store.
-        rank: of this process in the group; rank 0 sends.
-        host: of the store, at an address that all ranks can reach.
-        timeout: seconds that a rank waits for the others.
+    store: the rendezvous; see `connect`.
+    name: of the group; several groups may share a store.
+    rank: of this process in the group; rank 0 sends.
+    host: of the store, at an address that all ranks can reach.
+    timeout: seconds that a rank waits for the others.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> None:

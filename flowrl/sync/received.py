@@ -185,9 +185,7 @@ class Manifest:
         return Weight(name, tensor, sent)
 
     def finish(self, sent: Mapping[str, str]) -> str:
-        """The digest of all weights, once all have arrived; `sent` has the digest of every tensor that left the
-        trainer.
-        """
+        """The digest of all weights, once all have arrived; `sent` are the digests at the trainer."""
         if missing := sorted(sent.keys() - self._arrived.keys()):
             raise SyncError(
                 f"{self._origin} are incomplete: {', '.join(missing[:5])} did not arrive. Sync again.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Seat:
     """Where a process is.
 
-        devices: the CUDA devices that it may use, numbered as on the node.
+    devices: the CUDA devices that it may use, numbered as on the node.
     """
 
     node: str

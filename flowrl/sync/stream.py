@@ -75,9 +75,7 @@ class Ticket:
 def send(
     ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: int = 0
 ) -> int:
-    """Send weights to all receivers of a rank of the trainer, which have them all when this returns; returns their
-    bytes.
-    """
+    """Send weights to all receivers of a rank of the trainer, which then have them all; returns their bytes."""
     with ticket.join(sender, 0) as (group, carrier):
         group.tell(asdict(origin))
         digests: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """The process of a `ForkServer`: it imports once, then forks a worker for each request.
 
-It runs by its path with a socket as stdin, and needs only the standard library. It runs no user code beyond the imports
-that it is given, starts no thread and never initializes a GPU, so that a fork of it is as clean as a new process. It
-ends when the other end of its socket is closed.
+It runs by its path with a socket as stdin, and needs only the standard library. It runs no user code beyond the given
+imports, starts no thread and never initializes a GPU, so its forks are as clean as new processes. It ends when the
+other end of its socket is closed.
 
 Some libraries read the environment while they are imported. A request may therefore name a *layer*: an environment and
 further imports, for which this process forks a server of the same kind, once.
@@ -100,12 +100,7 @@ def _module(name: str) -> Any:
 
 
 class _Server:
-    """Forks workers for requests of its owner, and of other processes of this user that connect to it.
-
-    Args:
-        owner: the socket to the owner.
-        listener: accepts connections of one request each; None accepts none.
-    """
+    """Forks workers for requests of its owner, and of other processes of this user that connect."""
 
     def __init__(self, owner: socket.socket, listener: socket.socket | None) -> None:
         self._owner, self._listener = owner, listener

@@ -81,8 +81,7 @@ def _next_sums(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
 
 
 def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
-    """``y_t = x_t + discount * y_{t+1}`` along each row of float32 ``[rows tokens]``, padded to full blocks by zeros.
-    """
+    """``y_t = x_t + discount * y_{t+1}`` along each row, float32 ``[rows tokens]``, padded to full blocks by 0."""
     rows, width = x.shape
     blocks = -(-width // _BLOCK)
     y = F.pad(x, (0, blocks * _BLOCK - width)).view(rows, blocks, _BLOCK)

@@ -166,9 +166,6 @@ class TorchRolloutEngine(RequestEngine, Resident):
     """A live `TorchRollout`.
 
     Args:
-        model: a causal LM.
-        tokenizer: the tokenizer of its folder.
-        max_rows: the most rows in one forward pass.
         shares: the trainer that owns `model`, or None.
         adapter: of an own model, if `sync` copies only the adapter.
         adapter_of: the base weights and scaling of the adapter; see `Adapted`.
@@ -393,10 +390,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode in the block; restores training mode afterwards.
-
-    Switching takes as long as several layers, so a model in evaluation mode is left alone.
-    """
+    """Evaluation mode in the block; restores training mode afterwards. A switch takes as long as several layers."""
     if not any(module.training for module in model.modules()):
         yield
         return

@@ -22,7 +22,6 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
     Args:
         logits: ``[rows vocab]`` of any float dtype; computed in float32.
         uniforms: float64 ``[rows]`` in [0, 1).
-        sampling: temperature, top_k and top_p.
 
     Returns:
         tokens (int64 ``[rows]``) and log-probs (float32 ``[rows]``), NaN where a logit of the row is NaN or +inf.

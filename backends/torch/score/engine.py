@@ -32,13 +32,10 @@ _Score = Callable[[SequenceInputs], Sequence[Tensor]]
 
 
 class Residence:
-    """Moves modules and the state of their optimizer off `device` and back; on a CPU it only sets `asleep`.
+    """Moves modules and the state of their optimizer to `device` and off it; on a CPU it only sets `asleep`.
 
     Args:
-        device: where the modules compute.
-        modules: moved with parameters and buffers; parameters stay the same objects.
-        optimizer: its state moves with them.
-        offload: the weights are in CPU memory anyway, and stay there.
+        offload: the weights are in CPU memory anyway, and remain there.
     """
 
     def __init__(
@@ -154,15 +151,7 @@ class TrainedEngine(Resident):
 
 
 class TorchScorerEngine(Resident):
-    """A live `Scorer`; made by `TorchScorer.build`.
-
-    Args:
-        folder: the model's folder.
-        scorer: the model.
-        budget: the size of micro-batches.
-        logprob_chunk: as in the spec.
-        residence: the device of the weights.
-    """
+    """A live `Scorer`; made by `TorchScorer.build`."""
 
     def __init__(
         self, folder: str, scorer: TorchModel, budget: Budget, logprob_chunk: int, residence: Residence
@@ -272,13 +261,7 @@ class FrozenEngine(TorchScorerEngine):
 
 
 class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
-    """A live `Trainer`; made by `TorchTrainer.build`.
-
-    Args:
-        folder, scorer, budget, logprob_chunk, residence: as in `TorchScorerEngine`.
-        learner: trains the weights of `scorer`.
-        tokenizer: saved with the weights.
-    """
+    """A live `Trainer`; made by `TorchTrainer.build`."""
 
     def __init__(
         self,

@@ -57,11 +57,7 @@ class TorchRewardModel(FolderBackend):
     offload: bool = False
 
     def refuse_missing(self) -> None:
-        """Refuse a folder without a reward model or without such a label; reads no weights.
-
-        Raises:
-            BindError: see `classifier_of`.
-        """
+        """Refuse a folder without a reward model or without such a label; reads no weights. See `classifier_of`."""
         refuse_no_model(self.model)
         classifier_of(self.model, self.label)
 
@@ -153,13 +149,7 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
 class TorchRewardModelEngine(Resident):
     """A live `RewardScorer` and `TextRewardScorer`; made by `TorchRewardModel.build`.
 
-    Args:
-        folder: the model's folder.
-        body: the model below the head.
-        head: ``[labels width]``, unsharded.
-        label: the one whose logit is the score.
-        budget: the size of micro-batches.
-        residence: the device of the weights.
+    `head` is ``[labels width]``, unsharded; `label` is the one whose logit is the score.
     """
 
     def __init__(
@@ -185,8 +175,7 @@ class TorchRewardModelEngine(Resident):
 
     @torch.no_grad()
     def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
-        """The score of each conversation by the model's own template, without truncation: float32 ``[conversations]``.
-        """
+        """The score of each conversation by the model's template, without truncation: float32 ``[conversations]``."""
         with self._body.mesh.all_or_none("rewards_of"):
             ids, mask = self.tokenizer.pad_left([self.tokenizer.conversation_ids(each) for each in conversations])
         if not conversations:

@@ -79,16 +79,7 @@ def _value_head(folder: str, width: int) -> nn.Linear:
 
 
 class TorchCriticEngine(TrainedEngine):
-    """A live `Critic`; made by `TorchCritic.build`.
-
-    Args:
-        body: the model below the LM head.
-        head, gathered_head: the value head; its weights may be sharded.
-        budget: the size of micro-batches.
-        residence: the device of the weights.
-        tokenizer: saved with the weights.
-        learner: trains body and head.
-    """
+    """A live `Critic`; made by `TorchCritic.build`."""
 
     def __init__(
         self,

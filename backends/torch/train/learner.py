@@ -134,10 +134,6 @@ class Learner:
 
     Args:
         module: trained are its parameters that require gradients.
-        spec: the settings; its schedule counts optimizer steps.
-        prefix: of the metrics, ``"actor"`` or ``"critic"``.
-        mesh: the placement of the weights.
-        budget: the size of micro-batches.
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
     """
 
@@ -175,8 +171,7 @@ class Learner:
         that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly. Raises
         `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
-        Args:
-            forward: output and entropy, as `objective` needs them, of a micro-batch on the module's device.
+        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
         """
         metrics, mesh = Metrics(), self.mesh
         columns: Any = batch

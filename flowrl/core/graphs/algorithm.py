@@ -131,8 +131,8 @@ class Algorithm(Generic[P, R, GraphT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the function into a graph.
 
-        Called with its inputs (symbols or tensors) inside another algorithm, it is part of that algorithm: its nodes
-        join the graph of the caller, and it returns what the function returns.
+        Called with symbols or tensors inside another algorithm, it joins that algorithm's graph and returns what the
+        function returns.
         """
         name = self.function.__name__
         if any(map(is_column, (*args, *kwargs.values()))):

@@ -143,10 +143,7 @@ def _check_open_ports(
 
 
 def candidates(expected: FieldType, binding: Binding, available: Available) -> list[Edge]:
-    """The outputs that may be wired to a field, given the axes that other fields have bound.
-
-    Outputs of exactly the expected kind if there are any, else those of an acceptable kind.
-    """
+    """The outputs that may be wired to a field: of exactly the expected kind if there are any, else acceptable."""
     fitting = [edge for edge, typed in available.items() if fits(expected, binding, typed)]
     exact = [edge for edge in fitting if _kind(available[edge].type) == _kind(expected)]
     return exact or fitting

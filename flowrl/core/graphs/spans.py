@@ -1,8 +1,7 @@
 """The graph that runs if a `Lag` has spans.
 
-`Graph.lag` is the only setting; `spanned` derives from it the graph that runs. In that graph every sync swaps weights
-while requests are in flight, and a node that reads `policy_version` and has an optional port `token_version` reads the
-version of each token, too.
+In it every sync swaps weights while requests are in flight, and a node that reads `policy_version` and has an optional
+port `token_version` reads the version of each token, too.
 """
 
 from __future__ import annotations

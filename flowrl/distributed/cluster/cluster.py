@@ -27,8 +27,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 def connected(place: RayPlace) -> Iterator[None]:
     """Connect to Ray within the block: use an existing connection, else join the place's address, else start Ray here.
     A cluster that was started here remains for the next job, see `local_cluster`; one that was joined is disconnected
-    after the block.
-    """
+    after the block."""
     expected = None if place.address in (None, "auto") else _parsed(str(place.address))
     cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
     local = place.address is None and (is_connected() or not ray.is_initialized())

@@ -71,9 +71,7 @@ def use_cluster() -> Iterator[None]:
 
 
 def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
-    """Shut down the cluster if it is idle and cannot serve the next job; `hosts` is None if that runs on another
-    cluster.
-    """
+    """Shut down the cluster if it is idle and cannot serve the next job, which may run on another cluster."""
     if _cluster is None or _cluster.jobs:
         return
     if cpus > _cluster.cpus or hosts is not _cluster.hosts or not _is_alive():

@@ -285,8 +285,7 @@ class Job(Generic[GraphT]):
 
 def ends_of_responses(graph: Graph) -> str | None:
     """The tokens that end a response, and the file that lists them, as text; None if the model or its tokenizer is not
-    on this machine.
-    """
+    on this machine."""
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
             return tokenizer.said_ends
