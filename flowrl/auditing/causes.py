@@ -28,7 +28,8 @@ _WIDEST = {"clip_low": 1 - 1e-9, "clip_high": _WIDE, "clip": 19.0, "dual_clip": 
 class Without:
     """An audit without a cause.
 
-    by_spread: whether each prompt's gradient is multiplied by the spread of its rewards.
+    Args:
+        by_spread: whether each prompt's gradient is multiplied by the spread of its rewards.
     """
 
     name: str

@@ -23,13 +23,13 @@ ROW_GAP = 26.0
 
 @dataclass(eq=False)
 class Cell:
-    """A place in a row: a box, or where an arrow passes by (with its label in one of them)."""
+    """A cell of a row: a box, or one that an arrow passes through (with its label in one of them)."""
 
     width: float
     height: float
     above: list[Cell] = field(default_factory=list)
     below: list[Cell] = field(default_factory=list)
-    x: float = 0.0  # centre
+    x: float = 0.0  # center
     top: float = 0.0  # of the row
     bottom: float = 0.0
 
@@ -81,7 +81,7 @@ def _rows(
 
 
 def _order(rows: list[list[Cell]]) -> None:
-    """Sort rows by their neighbors above, then by those below, and so on; keep the order that crosses least."""
+    """Sort rows by their neighbors above, then by those below, and so on; use the order with the fewest crossings."""
     best, fewest = [list(row) for row in rows], _crossings(rows)
     for _ in range(12):
         for fixed, row in pairwise(rows):
@@ -94,7 +94,7 @@ def _order(rows: list[list[Cell]]) -> None:
 
 
 def _sort(row: list[Cell], fixed: list[Cell], neighbors: list[list[Cell]]) -> None:
-    """Sort by the mean place of the neighbors in the fixed row; a cell without neighbors keeps its own place."""
+    """Sort by the mean place of the neighbors in the fixed row; a cell without neighbors does not move."""
     place = {cell: float(k) for k, cell in enumerate(fixed)}
     means = {
         cell: sum(place[n] for n in near) / len(near) if near else float(k)

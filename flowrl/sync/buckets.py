@@ -1,4 +1,4 @@
-"""Weights in buckets: some tensors at a time, so that nobody has to hold a second copy of all of them."""
+"""Weights in buckets: some tensors at a time, so that no process needs a second copy of all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from flowrl.sync.digest import tensor_digest
 
 BUCKET_BYTES = 256 << 20
-"""The bytes of a bucket, at most, unless said otherwise (a larger tensor is a bucket of its own)."""
+"""The default maximum bytes of a bucket (a larger tensor gets its own bucket)."""
 
-_ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be seen as any dtype
+_ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be viewed as any dtype
 
 Entry = tuple[str, str, list[int], str]
-"""What is said of a packed tensor: name, dtype, shape, digest."""
+"""The header of a packed tensor: name, dtype, shape, digest."""
 
 
 def _nbytes(tensor: Tensor) -> int:

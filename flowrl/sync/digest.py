@@ -44,11 +44,11 @@ def combine(digests: Mapping[str, str]) -> str:
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 of a set of named weights, in whatever order they come, as 32 hex digits."""
+    """xxh3-128 of a set of named weights, in any order, as 32 hex digits."""
     return combine({name: tensor_digest(name, tensor) for name, tensor in weights})
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits; unlike `torch.equal`, NaN equals itself."""
+    """Whether two tensors of one dtype and shape have the same bits; unlike `torch.equal`, NaN equals itself."""
     flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*flat)

@@ -25,13 +25,13 @@ QUESTIONS = (
     "Write a Python function that reverses a list.",
 )
 ANSWER = 16
-"""Tokens of an answer, at most; every one counts."""
+"""Maximum tokens of a response; all of them are scored."""
 RESERVED_TOKENS = 5
-"""Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang five."""
+"""Tokens of a sequence that engines reserve when they score a prompt: vLLM one, SGLang five."""
 
 CONCURRENCY_NOISE = 0.1
-"""Of what a trainer's scores have moved by: an engine that computes other answers beside moves by less for no reason
-but rounding, and by about as much where it has the new weights."""
+"""Fraction of the change of a trainer's scores below which the change of an engine that computes other responses
+concurrently is rounding; with the new weights it changes by about as much as the trainer."""
 
 
 class ProbeBatch(NamedTuple):
@@ -53,12 +53,12 @@ class Probe:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Each prompt with its answer."""
+        """Each prompt with its response."""
         return [[*prompt, *answer] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     @property
     def width(self) -> int:
-        """Tokens of an answer."""
+        """Tokens of a response."""
         return len(self.answers[0])
 
     def batch(self) -> ProbeBatch:
@@ -71,7 +71,7 @@ class Probe:
         return ProbeBatch(*assemble(prompts, mask, answers, counted), counted, torch.ones(len(prompts)))
 
     def score(self, source: Scorer) -> tuple[float, ...]:
-        """The log-probs of all answers by a trainer, row by row; a collective where it has ranks."""
+        """The log-probs of all responses by a trainer, row by row; a collective if it has ranks."""
         return tuple(source.log_probs(self.batch()).float().flatten().tolist())
 
 
@@ -88,7 +88,7 @@ def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], 
 def _prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
     try:
         return tokenizer.prompt_ids([{"role": "user", "content": question}])
-    except DataError:  # a model without a template, or with one for other roles: it goes on with any text
+    except DataError:  # a model without a template, or with one for other roles: it continues any text
         return tokenizer.encode(question) or [tokenizer.eos_id]
 
 
@@ -107,13 +107,12 @@ class Scores(NamedTuple):
 
 
 def arithmetic(scorer: object) -> torch.dtype:
-    """What a trainer computes in, float32 unless it says."""
+    """A trainer's compute dtype; float32 unless it declares another."""
     return scorer.arithmetic if isinstance(scorer, HasComputeDtype) else torch.float32
 
 
 def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
-    """What `refuse_other_weights` accepts unless told, by what both sides compute in: 1e-3 where both are float32,
-    otherwise 0.05."""
+    """The default tolerance of `refuse_other_weights`: 1e-3 if both sides compute in float32, else 0.05."""
     return 1e-3 if {engine, trainer} == {torch.float32} else 0.05
 
 
@@ -160,8 +159,8 @@ def refuse_other_weights(
 
 
 def resolution(dtype: torch.dtype, trainer: torch.dtype, tolerance: float | None) -> float:
-    """By how much a trainer's scores must move, in nats on the mean, to show in an engine's; for
-    `refuse_old_weights`. Weights in float32 show any update; in bfloat16 one that moves scores by less may round
+    """The mean change of a trainer's scores, in nats, that must change an engine's; for
+    `refuse_old_weights`. Weights in float32 show any update; in bfloat16 a smaller change may round
     away."""
     tolerance = tolerance or default_tolerance(dtype, trainer)
     return max(1e-5, tolerance / 100) if {dtype, trainer} == {torch.float32} else max(0.02, tolerance / 5)

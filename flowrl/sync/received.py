@@ -1,4 +1,4 @@
-"""`ReceivedWeights`: what stands in for a trainer where its weights arrive, whichever way they come."""
+"""`ReceivedWeights`: the stand-in for a trainer in the process where its weights arrive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Origin:
 
     @staticmethod
     def of(message: Mapping[str, Any]) -> Origin:
-        """An origin that crossed to this process as JSON."""
+        """An origin that was sent to this process as JSON."""
         probe = message["probe"]
         return Origin(**{**message, "probe": probe and Probe(**probe), "scores": tuple(message["scores"])})
 
@@ -62,11 +62,11 @@ class Weight(NamedTuple):
 
 
 class Shipment(Protocol):
-    """Weights that can be taken as they come in, once."""
+    """Weights that can be iterated once, as they arrive."""
 
     @property
     def transport(self) -> str:
-        """The way by which they come, as the receipt names it."""
+        """Their transport, as the receipt names it."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Shipment(Protocol):
         ...
 
     def weights(self) -> Iterator[Weight]:
-        """The weights, in memory that is the receiver's to keep; nothing is hashed here."""
+        """The weights, in memory that the receiver owns; nothing is hashed here."""
         ...
 
 
@@ -91,29 +91,28 @@ class ReceivedWeights:
         return self._origin.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, each of which is checked as it comes; see `checked`."""
+        """Names and tensors, each checked as it arrives; see `checked`."""
         return ((name, tensor) for name, tensor, _ in self.checked())
 
     def checked(self) -> Iterator[Weight]:
-        """The weights, each hashed as it comes."""
+        """The weights, each hashed as it arrives."""
         for weight in self.unchecked():
             if tensor_digest(weight.name, weight.tensor) != weight.digest:
                 raise self._origin.damaged(f"{weight.name} is not what was sent")
             yield weight
 
     def unchecked(self) -> Iterator[Weight]:
-        """The weights as they come, for an engine that hashes each where it ends, and compares digests there; see
-        `Shipment.weights`."""
+        """The weights without hashes, for an engine that hashes them itself; see `Shipment.weights`."""
         return self._shipment.weights()
 
     @property
     def transport(self) -> str:
-        """The way by which they come."""
+        """Their transport."""
         return self._shipment.transport
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """What the trainer computes in."""
+        """The trainer's compute dtype."""
         dtype: torch.dtype = getattr(torch, self._origin.arithmetic)
         return dtype
 
@@ -123,7 +122,7 @@ class ReceivedWeights:
         return self._origin.probe
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """The trainer's log-probs of `probe`, which it took before it sent its weights."""
+        """The trainer's log-probs of `probe`, computed before it sent its weights."""
         probe = self._origin.probe
         if probe is None or not torch.equal(batch.input_ids, probe.batch().input_ids):
             raise SyncError(
@@ -136,7 +135,7 @@ class ReceivedWeights:
         return torch.tensor(self._origin.scores).view(-1, probe.width)
 
     def check(self, receipt: Receipt) -> Receipt:
-        """The receipt of an engine that took these weights over, with the transport by which they came."""
+        """The receipt of an engine that loaded these weights, with their transport."""
         if (receipt.version, receipt.digest) != (self.version, self._shipment.digest):
             raise SyncError(
                 f"{self._origin} have the digest {self._shipment.digest}, but the engine's receipt is for version "
@@ -152,7 +151,7 @@ class ReceivedWeights:
 
 
 class ReceivedAdapter(ReceivedWeights):
-    """The weights of an adapter alone; it is `flowrl.protocols.protocols.Adapted`."""
+    """The weights of an adapter only; it is `flowrl.protocols.protocols.Adapted`."""
 
     @property
     def adapter_of(self) -> str:
@@ -166,7 +165,7 @@ class ReceivedAdapter(ReceivedWeights):
 
 
 def received(origin: Origin, shipment: Shipment) -> ReceivedWeights:
-    """Whole weights, or an adapter, as `origin` says."""
+    """Full weights, or an adapter, depending on `origin`."""
     return ReceivedWeights(origin, shipment) if origin.adapter_of is None else ReceivedAdapter(origin, shipment)
 
 
@@ -178,7 +177,7 @@ class Manifest:
         self._arrived: dict[str, str] = {}
 
     def enter(self, name: str, tensor: Tensor, sent: str | None) -> Weight:
-        """Enter a tensor that was sent with this digest; None says that none of this name was."""
+        """Register a tensor that was sent with this digest; None if no tensor of this name was sent."""
         if sent is None or name in self._arrived:
             raise self._origin.damaged(f"{name} was not sent, or arrived twice")
         self._arrived[name] = sent

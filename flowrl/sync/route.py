@@ -1,4 +1,4 @@
-"""Which way weights take from a trainer to an engine, by where the processes of both are."""
+"""Choose the transport from a trainer to an engine by the locations of their processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a process is.
-
-    devices: the CUDA devices that it may use, numbered as on the node.
-    """
+    """Where a process is; `devices` are the CUDA devices that it may use, numbered as on the node."""
 
     node: str
     process: int

@@ -42,7 +42,7 @@ class Ticket:
 
     @contextmanager
     def open(self, rank: int) -> Iterator[ReceivedWeights]:
-        """The weights for a rank of the engine, which takes them within the block while `send` runs elsewhere."""
+        """The weights for a rank of the engine, which receives them in the block while `send` runs elsewhere."""
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
             origin = Origin.of(group.hear())
@@ -84,7 +84,7 @@ def send(
             group.tell({"version": origin.version, "tensors": entries, "size": len(flat)})
             carrier.send(flat)
             group.meet()
-            del flat  # the next one may have to be larger
+            del flat  # the next one may be larger
             digests |= {name: digest for name, _, _, digest in entries}
             total += nbytes
         group.tell({"version": origin.version, "digests": digests})
@@ -113,7 +113,7 @@ class Stream:
         return self._digest
 
     def weights(self) -> Iterator[Weight]:
-        """The weights as they come, each in memory of its own; see `flowrl.sync.received.Shipment`."""
+        """The weights as they arrive, each in separate memory; see `flowrl.sync.received.Shipment`."""
         manifest = Manifest(self._origin)
         bucket = torch.empty(0, dtype=torch.uint8)
         while "tensors" in (head := self._head()):

@@ -47,7 +47,8 @@ class HostDiedError(NodeError):
 class Failure:
     """An exception of a node in a form that can be sent: Ray would lose its cause.
 
-    lost: whether an input of the node is lost, for example because the process that wrote it died.
+    Args:
+        lost: whether an input of the node is lost, for example because the process that wrote it died.
     """
 
     message: str

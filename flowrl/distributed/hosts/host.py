@@ -77,8 +77,9 @@ class HostTask:
 class Report:
     """The results of an instance on one host: pieces of its columns (in the object store), values, metrics and state.
 
-    lengths: of the rows that it wrote, if it wrote tokens.
-    started, fetched, ended: Unix seconds of the call, of the arrival of its inputs, and of its end.
+    Args:
+        lengths: of the rows that it wrote, if it wrote tokens.
+        started, fetched, ended: Unix seconds of the call, of the arrival of its inputs, and of its end.
     """
 
     columns: Mapping[str, ColumnPart]

@@ -206,7 +206,7 @@ class Steps:
     def load(self, folder: Path, lag: int = 0) -> None:
         """Restore each trained role from what `save` wrote, and sync.
 
-        lag: of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
+        `lag` is that of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
         """
         self._weights.load(folder)
         self._weights.snapshot()

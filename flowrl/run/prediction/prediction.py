@@ -70,8 +70,9 @@ def predict(
 ) -> Prediction:
     """Predict a step; no model is loaded.
 
-    place: where it would run; None is one process.
-    optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
+    Args:
+        place: where it would run; None is one process.
+        optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
     """
     refuse_no_costs(costs)
     graph, lag = spanned(graph), graph.lag.versions
