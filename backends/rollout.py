@@ -1,4 +1,4 @@
-"""Base of all rollout engines: the receipt that sampling requires, the request loop behind `generate`, live weight
+"""Base of all rollout engines: the receipt that sampling requires, the request loop of `generate`, live weight
 updates, prompt checks, and one rule for where a response ends."""
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class RolloutEngine(ABC):
         that was sampled: after temperature, top-k and top-p, renormalized; at temperature 0, under temperature 1.
 
         Args:
+            prompts: int64 ``[batch prompt]``, padded on the left.
+            prompt_mask: bool ``[batch prompt]``.
             row_ids: one per row; a row's random numbers depend on its id and on no other row.
 
         Returns:

@@ -271,7 +271,7 @@ class SGLangEngine(HostedRollout):
 
 
 def _longest(spec: SGLang) -> int:
-    """The most tokens of a sequence; with scaled positions, as many as the spec says."""
+    """The most tokens of a sequence; with scaled positions, as many as in the spec."""
     from transformers import AutoConfig
 
     with loading(spec.model):

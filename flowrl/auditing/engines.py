@@ -190,7 +190,7 @@ class TabularRollout:
         return cast(ChatTokenizer, _Alphabet())
 
     def sync(self, source: Trainer) -> Receipt:
-        """Copy the version only: the table of an engine with a mismatch keeps it."""
+        """Copy the version only, so that the table of the engine retains its mismatch."""
         self.receipt = Receipt(source.version, "table", bytes=0, seconds=0.0, transport="table")
         return self.receipt
 

@@ -1,6 +1,6 @@
 """`EnvironmentSource`: what the source code of an environment reveals about rewards and tool calls; nothing is run.
 
-Every result is certain, or there is none: a name refers to a module, or to a member of one, only if an import says so.
+Every result is certain, or there is none: a name refers to a module, or to a member of one, only if an import defines it.
 """
 
 from __future__ import annotations

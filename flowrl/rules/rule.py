@@ -21,7 +21,7 @@ Check = Callable[[Graph, int | None], Findings]
 
 @dataclass(frozen=True)
 class Finding:
-    """A violation: the rule's id, the node, and a message that says how to fix it."""
+    """A violation: the rule's id, the node, and a message with the fix."""
 
     rule: str
     node: str

@@ -132,7 +132,7 @@ class _Server:
         return None
 
     def _handle(self, request: Any, fds: list[int]) -> None:
-        """Fork for a request. Where that fails, whoever made it sees its descriptors closed."""
+        """Fork for a request. If that fails, the requesting process sees its descriptors closed."""
         try:
             if layer := request.pop("layer", None):
                 send(self._layer(layer, fds), request, fds)
@@ -185,7 +185,7 @@ def main() -> None:
     listener = None
     if setup["address"]:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind("\0" + setup["address"])  # in Linux's abstract namespace, so that no file is left behind
+        listener.bind("\0" + setup["address"])  # in Linux's abstract namespace, so that no file remains
         listener.listen(socket.SOMAXCONN)
     sys.path[:] = setup["path"]
     try:

@@ -74,7 +74,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Slots:
-    """The memory of a decoder over a model that `suits`; see `flowrl.backends.torch.generate.decoder.Memory`."""
+    """A `flowrl.backends.torch.generate.decoder.Memory` of a model that `suits`, in evaluation mode during all calls."""
 
     worth = 1 / 8
 

@@ -35,7 +35,7 @@ class Residence:
     """Moves modules and the state of their optimizer to `device` and off it; on a CPU it only sets `asleep`.
 
     Args:
-        offload: the weights are in CPU memory anyway, and remain there.
+        offload: the weights are always in CPU memory.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ The dependencies of an instance are a pure function of the plan and the lag:
   previous weights; a node with state follows itself; batches are sampled in order.
 - Generation of step s follows the sync of step s - 1 - lag and uses exactly its weights: the sync of step s waits for
   generation up to step s + lag, so the version that samples a row does not depend on timing. A live weight update
-  (`flowrl.core.graphs.lag`) does not wait: a token of step s is sampled with the weights after step s - 1 - lag, or
-  later ones up to those after step s - 1.
+  (`flowrl.core.graphs.lag`) that may run concurrently does not wait: a token of step s is sampled with the weights
+  after step s - 1 - lag, or later ones up to those after step s - 1.
 - At most lag + 1 steps are in flight, because the batch of a step is sampled when step s - lag - 1 is done.
 - Training follows all nodes of the previous step, so the weights after a step can be saved whatever ran later.
 - Nodes that run in rounds follow all rounds of the previous step; their readers follow all rounds of their own step.
@@ -128,7 +128,7 @@ class ExecutionGraph:
     def _in_rounds(self) -> Iterator[tuple[str, str, int]]:
         if self.plan.collector is not None:
             for node in self.plan.region:
-                if not self.plan.graph[node].is_input:  # drawn when the step is opened
+                if not self.plan.graph[node].is_input:  # sampled when the step is opened
                     yield node, self.plan.collector, 1
 
     def _with_state(self) -> Iterator[tuple[str, str, int]]:

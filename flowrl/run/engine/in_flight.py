@@ -151,8 +151,8 @@ class InFlightSteps:
             self._collect()
 
     def draw_before(self, step: int) -> None:
-        """Run until all further prompts of earlier steps are drawn, so that data are drawn in one order, whatever the
-        timing. Without spans they are drawn already, because a sync waits for their generation."""
+        """Run until all further prompts of earlier steps are sampled, so that the order of the data does not depend on
+        timing. Without spans they are sampled already, because a sync waits for their generation."""
         if step > self.lag and self._runner.swaps and self._region.collector is not None:
             while self._collecting(step):
                 self._launch()
@@ -376,7 +376,7 @@ class InFlightSteps:
         )
 
     def _start_round(self, step: int, one: _Step, missing: int) -> None:
-        """Start another round on so many further prompts; a restarted step has drawn them already."""
+        """Start another round on so many further prompts; a restarted step has sampled them already."""
         some = {name for name, columns in self._wanted(step).items() if columns is not None}
         one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
         one.round = Round(len(one.round_results), missing)

@@ -37,7 +37,7 @@ _TOKENS = {"prompt_mask", "attention_mask"}  # nodes that write these write toke
 
 
 class Rows(NamedTuple):
-    """Stands for a column: its number of rows."""
+    """A placeholder for a column: its number of rows."""
 
     number: int
 

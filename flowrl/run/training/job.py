@@ -65,7 +65,7 @@ class Job(Generic[GraphT]):
 
     @cached_property
     def runs(self) -> GraphT:
-        """The graph that runs: `graph` with its lag applied, optimized if the job says so.
+        """The graph that runs: `graph` with its lag applied, optimized if `optimize`.
 
         Raises:
             GraphError: the order of updates and syncs is ambiguous.
