@@ -1,6 +1,6 @@
 """`EnvironmentSource`: what the source code of an environment reveals about rewards and tool calls; nothing is run.
 
-Every result is certain, or there is none: a name refers to a module, or to a member of one, only if an import defines it.
+Every result is certain, or there is none: a name refers to a module, or a member of one, only by an import.
 """
 
 from __future__ import annotations

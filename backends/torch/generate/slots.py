@@ -74,7 +74,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Slots:
-    """A `flowrl.backends.torch.generate.decoder.Memory` of a model that `suits`, in evaluation mode during all calls."""
+    """A `flowrl.backends.torch.generate.decoder.Memory` of a model that `suits`, in evaluation mode in all calls."""
 
     worth = 1 / 8
 
