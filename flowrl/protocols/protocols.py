@@ -100,7 +100,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
-        stop_token_ids: further tokens that end a row, as the tokenizer's `ends` do; the stop token is part of the response.
+        stop_token_ids: tokens that end a row, as the tokenizer's `ends` do; the stop token is part of the response.
         stop: strings that end a row once its text (special tokens skipped) contains one. The response includes the
             full token that completes the string, so its text may extend past the string.
         ignore_eos: the tokenizer's `ends` do not end a row; stop tokens and strings still do.
