@@ -1,6 +1,5 @@
-"""Base of all rollout engines: the receipt that sampling requires, the request loop behind `generate`, live weight
-updates, prompt checks, and one rule for where a response ends.
-"""
+"""Base of all rollout engines: the receipt that sampling requires, the request loop of `generate`, live weight
+updates, prompt checks, and one rule for where a response ends."""
 
 from __future__ import annotations
 
@@ -22,11 +21,7 @@ from flowrl.records import Receipt
 
 
 class RolloutEngine(ABC):
-    """Base of live rollout engines; `sync` sets `_receipt`.
-
-    Args:
-        tokenizer: of the model's folder.
-    """
+    """Base of live rollout engines; `sync` sets `_receipt`."""
 
     name: ClassVar[str]
     """The name in errors."""
@@ -63,19 +58,10 @@ class RolloutEngine(ABC):
             prompts: int64 ``[batch prompt]``, padded on the left.
             prompt_mask: bool ``[batch prompt]``.
             row_ids: one per row; a row's random numbers depend on its id and on no other row.
-            sampling: the sampling parameters.
-            key: the source of random numbers.
 
         Returns:
             responses, mask, log-probs and versions ``[batch response]``, as wide as the longest response, on the
             prompts' device.
-
-        Raises:
-            SyncError: the engine has no receipt, or its weights are not those of its receipt.
-            DataError: the model cannot take the prompts (shapes, padding, vocabulary, length), the engine refuses the
-                sampling parameters, or log-probs are not finite.
-            AsleepError: the engine sleeps.
-            EngineError: the engine or one of its processes failed.
         """
         self._require_awake("generate")
         self._require_receipt()
@@ -126,10 +112,7 @@ class RolloutEngine(ABC):
 
 
 class FairLock:
-    """A fair lock: ``with alone:``. A waiting thread comes before one that releases it and acquires it again.
-
-    A plain lock is not fair: the thread that releases and reacquires it is faster than one that must wake up.
-    """
+    """A fair lock: ``with alone:``. A waiting thread comes before one that releases and reacquires."""
 
     def __init__(self) -> None:
         self._next, self._now = threading.Lock(), threading.Lock()
@@ -156,21 +139,13 @@ class RequestEngine(RolloutEngine):
         self._swap_error: BaseException | None = None  # of the last swap, until it is reported
 
     def sync(self, source: Trainer) -> Receipt:
-        """Load the weights of `source`; see `Synced.sync`, and `_sync`.
-
-        Raises:
-            SyncError: requests are in flight, which continue; or the weights did not arrive, and there is no receipt.
-        """
+        """Load the weights of `source`; see `Synced.sync`, and `_sync`."""
         with self._alone:
             self._swap_error = None
             return self._sync(source)
 
     def swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """Load the weights of `source` with requests in flight; see `LiveWeightUpdate.swap`, and `_swap`.
-
-        Raises:
-            SyncError: the weights did not arrive. There is no receipt then, and the next step fails.
-        """
+        """Load the weights of `source` with requests in flight; see `LiveWeightUpdate.swap`, and `_swap`."""
         with self._alone:
             self._swap_error = None
             try:
@@ -405,11 +380,8 @@ def _check_length(mask: Tensor, row_ids: Sequence[str], sampling: Sampling, posi
 
 
 class StopRule:
-    """Where a response ends: at a token that ends a turn (`ChatTokenizer.ends`), at a stop token, or at the token that
-    completes a stop string.
-
-    `token_ids` are the tokens that end a response.
-    """
+    """Where a response ends: at a token of `token_ids` (stop tokens, and `ChatTokenizer.ends`, which end a turn), or at
+    the token that completes a stop string."""
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
         self.token_ids = sorted({*(() if sampling.ignore_eos else tokenizer.ends), *sampling.stop_token_ids})
@@ -433,8 +405,8 @@ class StopRule:
 class StopDetector:
     """Detects the token that completes a stop string.
 
-    Decodes only the last tokens: as many as the longest string has bytes, since a token that is not special is at
-    least one byte, plus one, whose text may depend on the token before it.
+    It decodes only as many last tokens as the longest string has bytes, plus one: a token that is not special is at
+    least one byte, and its text may depend on the token before it.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]) -> None:

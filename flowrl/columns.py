@@ -1,8 +1,8 @@
 """Every column, defined once: an annotated tensor with its name in the `DataProto` and the *kind* of its numbers.
 
 A column type is ``Annotated[<jaxtyping array>, Column(name, kind, ...)]``: jaxtyping gives dtype and axes, `Column`
-gives the name, the kind and the pad value. The kind says what the numbers mean, so that `values` fed where
-`token_level_rewards` is wanted is an error although both are float32 ``[batch response]``.
+gives the name, the kind and the pad value. The kind is the meaning of the numbers, so passing `values` to a port of
+`token_level_rewards` is an error although both are float32 ``[batch response]``.
 
 Names follow verl. Prompts are padded on the left, responses on the right, and a sequence is a prompt followed by its
 response, so response token ``t`` is sequence token ``sequence - response + t``.
@@ -25,13 +25,13 @@ Side = Literal["left", "right", "sequence"]
 # How the axes of a padded column are padded. "sequence" is a left-padded prompt followed by a right-padded response.
 PAD_SIDE: dict[str, Side] = {"prompt": "left", "response": "right", "sequence": "sequence"}
 
-# A reward without KL is a score; so a score may stand where a reward is wanted (and nowhere else may kinds mix).
+# A reward without KL is a score, so a port of rewards accepts scores; no other kinds mix.
 ACCEPTED_KINDS: dict[str, frozenset[str]] = {"reward": frozenset({"reward", "score"})}
 
 
 @dataclass(frozen=True)
 class Column:
-    """What an annotation says of a column besides dtype and axes.
+    """The annotation of a column, in addition to dtype and axes.
 
     Raises:
         DefinitionError: a name that is no identifier, no kind, or a pad that is no number.
@@ -39,7 +39,7 @@ class Column:
     Args:
         name: the column's name in a `DataProto`.
         kind: what the numbers mean; ports are matched by kind, dtype and axes, not by name.
-        pad: the value that fills padding when rows of unequal width meet.
+        pad: the value that fills padding when rows of unequal width are joined.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Own:
-    """What `Rows` and `Widths` say of a port: its axes are not those of the other ports.
+    """The annotation of a port by `Rows` and `Widths`: its axes are not those of the other ports.
 
     Args:
         name: of these axes within the operator.
-        rows: whether its rows are its own, too.
+        rows: whether its rows are separate, too.
     """
 
     name: str
@@ -90,15 +90,15 @@ if TYPE_CHECKING:
 else:
 
     class Rows:
-        """``demos: Rows[RolloutBatch, "demo"]``: a port whose rows are others than those of the operator's other ports,
-        and so are all its axes; ports of one name share them. Each rank is given all of these rows."""
+        """``demos: Rows[RolloutBatch, "demo"]``: a port with other rows than the operator's other ports,
+        and so with other axes; ports of one name share them. Each rank gets all of these rows."""
 
         def __class_getitem__(cls, given: Any) -> Any:
             return Annotated[given[0], _own("Rows", given, rows=True)]
 
     class Widths:
-        """``second: Widths[RolloutBatch, "second"]``: a port on the same rows, whose prompts and responses are as wide
-        as they are: those of another `Generate`, say."""
+        """``second: Widths[RolloutBatch, "second"]``: a port on the same rows, whose prompts and responses may have
+        other widths: for example, those of another `Generate`."""
 
         def __class_getitem__(cls, given: Any) -> Any:
             return Annotated[given[0], _own("Widths", given, rows=False)]
@@ -117,7 +117,7 @@ def _own(said: str, given: Any, rows: bool) -> Own:
 
 
 def apart(annotation: Any) -> tuple[Any, Own | None]:
-    """An annotation without what `Rows` or `Widths` say, and that."""
+    """An annotation without that of `Rows` or `Widths`, and the latter."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     if not (own := [extra for extra in extras if isinstance(extra, Own)]):
         return annotation, None
@@ -149,7 +149,7 @@ class ColumnType:
 
     @property
     def here(self) -> tuple[str, ...]:
-        """The axes by their names within an operator: ``demo`` and ``demo.response`` are of a port's own."""
+        """The axes by their names within an operator: ``demo`` and ``demo.response`` are a separate port's."""
         if self.own is None:
             return self.axes
         rows = self.own.name if self.own.rows else self.axes[0]
@@ -157,11 +157,11 @@ class ColumnType:
 
     @property
     def on_batch(self) -> bool:
-        """Whether it stands on the rows that an operator works on."""
+        """Whether its rows are those that the operator processes."""
         return self.own is None or not self.own.rows
 
     def accepts(self, other: ColumnType) -> bool:
-        """Whether a column of type `other` may be read where this one is wanted (axis *identity* aside)."""
+        """Whether a column of type `other` may be read in place of this one (regardless of axis *identity*)."""
         kinds = ACCEPTED_KINDS.get(self.kind, frozenset({self.kind}))
         return other.kind in kinds and self.dtype == other.dtype and self.axes == other.axes
 
@@ -256,7 +256,7 @@ OldLogProbs = Annotated[Float32[Tensor, "batch response"], Column("old_log_probs
 LogProbs = Annotated[
     Float32[Tensor, "batch response"], Column("log_probs", "log-prob of the policy that is trained", 0.0)
 ]
-"""What the model says now, with a gradient: for losses. No operator writes it."""
+"""The model's current log-probs, with a gradient: for losses. No operator writes it."""
 Entropies = Annotated[
     Float32[Tensor, "batch response"], Column("entropies", "entropy of the policy that is trained", 0.0)
 ]
@@ -275,14 +275,14 @@ TeacherRest = Annotated[
 TeacherHiddenStates = Annotated[
     Float32[Tensor, "batch response hidden"], Column("teacher_states", "last hidden state of a teacher")
 ]
-"""A teacher's head makes distributions over the whole vocabulary of it; see `flowrl.protocols.heads`."""
+"""A teacher's head turns it into distributions over the whole vocabulary; see `flowrl.protocols.heads`."""
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
-"""What the critic says now, with a gradient: for losses."""
+"""The critic's current values, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
 LogitNorms = Annotated[
     Float32[Tensor, "batch response"], Column("logit_norms", "squared norm in the logits of the old policy", 0.0)
 ]
-"""``||d log p(token) / d logits||**2`` of each token, between 0 and 2: how far the policy was from sure of it."""
+"""``||d log p(token) / d logits||**2`` of each token, between 0 and 2: the uncertainty of the policy about it."""
 Values = Annotated[Float32[Tensor, "batch response"], Column("values", "value", 0.0)]
 Returns = Annotated[Float32[Tensor, "batch response"], Column("returns", "return", 0.0)]
 Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "advantage", 0.0)]
@@ -290,22 +290,22 @@ TokenLevelScores = Annotated[Float32[Tensor, "batch response"], Column("token_le
 TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_level_rewards", "reward", 0.0)]
 
 RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a row")]
-"""What a whole response is worth: such as that of another answer to the same prompt, as its baseline."""
+"""The score of a whole response, such as that of another response to the same prompt, as its baseline."""
 
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
-"""The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
+"""The temperature that a row was sampled at; all later log-probs of the row use it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
-"""Which version of the policy sampled a row: the oldest of its tokens'; -1 where none did."""
+"""Which version of the policy sampled a row: the oldest of its tokens'; -1 if none did."""
 TokenVersion = Annotated[Int64[Tensor, "batch response"], Column("token_version", "version of a token", pad=-1)]
-"""Which version of the policy sampled a token; -1 where none did."""
+"""Which version of the policy sampled a token; -1 if none did."""
 
 Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
-"""How often the policy answered in an episode."""
+"""The number of responses of the policy in an episode."""
 TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
-"""Which answer of its episode a token is of, from 0; -1 where the policy did not sample it."""
+"""The turn of a token in its episode, from 0; -1 if the policy did not sample it."""
 
 Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
-"""Whether a row is let through a `Filter` or a `Collect`."""
+"""Whether a row passes a `Filter` or a `Collect`."""
 
 Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]
 RowId = Annotated[Shaped[np.ndarray, "batch"], Column("row_id", "row id")]
@@ -315,7 +315,7 @@ ExtraInfo = Annotated[Shaped[np.ndarray, "batch"], Column("extra_info", "record"
 RawPrompt = Annotated[Shaped[np.ndarray, "batch"], Column("raw_prompt", "messages")]
 Conversation = Annotated[Shaped[np.ndarray, "batch"], Column("conversation", "messages of an episode")]
 Episode = Annotated[Shaped[np.ndarray, "batch"], Column("episode", "how an episode went")]
-"""What was said by whom, and what came of it, as plain data; see `flowrl.episodes.summary`."""
+"""The messages of an episode and its outcome, as plain data; see `flowrl.episodes.summary`."""
 
 ResponseText = Annotated[Shaped[np.ndarray, "batch"], Column("response_text", "text")]
 

@@ -1,6 +1,6 @@
 """The errors of flowrl.
 
-A message says what happened, where, what was expected, and how to fix it. Each refused situation has a stable code,
+A message states what happened, where, what was expected, and how to fix it. Each refused situation has a stable code,
 such as ``graph.unknown-node``; `docs/errors.md` lists all of them, each with an example and its fix. Each class
 derives from `FlowrlError` and from the builtin that it refines.
 """
@@ -49,7 +49,7 @@ def _plain(value: object) -> object:
 
 
 def offer(name: object, known: Iterable[str], has: str = "it has") -> str:
-    """The end of a message about a name that is not there: all that are, and the one that it resembles, if any.
+    """The end of a message about an unknown name: all known names, and the most similar one, if any.
 
     ``"it has reward, gae; did you mean 'gae'?"``, or ``"it has reward, gae."``.
     """
@@ -64,7 +64,7 @@ def article(noun: str) -> str:
 
 
 def type_of(value: object) -> str:
-    """What a value is, by its type, with the article: ``"an int"`` for 3."""
+    """The type of a value, with the article: ``"an int"`` for 3."""
     return article(type(value).__name__)
 
 
@@ -77,11 +77,11 @@ class ParameterError(FlowrlError, ValueError):
 
 
 class FrozenError(FlowrlError, FrozenInstanceError):
-    """A parameter of something frozen was assigned to."""
+    """A parameter of a frozen object was assigned to."""
 
 
 class PortError(FlowrlError, TypeError):
-    """What was connected to a port is not what the port wants."""
+    """The output that was connected to a port does not fit it."""
 
 
 class GraphError(FlowrlError, ValueError):
@@ -89,7 +89,7 @@ class GraphError(FlowrlError, ValueError):
 
 
 class RuleError(GraphError):
-    """`graph.check()` found something that must not be launched."""
+    """`graph.check()` found a violation of a rule."""
 
 
 class BindError(FlowrlError, ValueError):
@@ -97,43 +97,43 @@ class BindError(FlowrlError, ValueError):
 
 
 class DataError(FlowrlError, ValueError):
-    """Data (columns, a file, a prompt) is not what it should be."""
+    """Data (columns, a file, a prompt) is malformed or invalid."""
 
 
 class ColumnNotFoundError(DataError, KeyError, AttributeError):
-    """A column that was asked for, by index or as an attribute of a record, is not there."""
+    """A requested column (by index, or as an attribute of a record) does not exist."""
 
 
 class MethodError(FlowrlError, AttributeError):
-    """A method that another library has under this name is not there; the message names what replaces it."""
+    """A method of another library does not exist here under this name; the message names its replacement."""
 
 
 class InPlaceError(FlowrlError, RuntimeError):
-    """An operator wrote into a column that it was given, and that others read."""
+    """An operator wrote into an input column, which other nodes read, too."""
 
 
 class StorageError(FlowrlError, OSError):
-    """Something could not be written to the disk, which may be full."""
+    """A file cannot be written, for example because the disk is full."""
 
 
 class SyncError(FlowrlError, RuntimeError):
-    """Weights did not arrive as they were sent, or an engine holds no valid receipt."""
+    """The received weights differ from those sent, or an engine holds no valid receipt."""
 
 
 class SwapError(SyncError):
-    """Weights that were to change under answers that are under way did not arrive."""
+    """A live weight update, with requests in flight, failed."""
 
 
 class StalePolicyError(FlowrlError, RuntimeError):
-    """Rows were sampled by another version of the policy than the one that would be trained on them."""
+    """Rows were sampled by another version of the policy than the one to be trained on them."""
 
 
 class RewardError(FlowrlError, RuntimeError):
-    """A reward function raised, hung, or returned something that is not a score."""
+    """A reward function raised, timed out, or returned a value that is not a score."""
 
 
 class EpisodeError(FlowrlError, RuntimeError):
-    """An episode cannot go on: its environment failed, or its template writes earlier turns otherwise."""
+    """An episode cannot continue: its environment failed, or its template rewrites earlier turns."""
 
 
 class NodeError(FlowrlError, RuntimeError):
@@ -141,19 +141,19 @@ class NodeError(FlowrlError, RuntimeError):
 
 
 class AuditError(FlowrlError, ValueError):
-    """A graph cannot be audited: what it does, or what it should maximize, is not known on an `AuditTask`."""
+    """A graph cannot be audited: its behavior or its objective is not defined on an `AuditTask`."""
 
 
 class AsleepError(FlowrlError, RuntimeError):
-    """An engine was asked to compute while it sleeps."""
+    """An engine was called while it sleeps."""
 
 
 class EngineError(FlowrlError, RuntimeError):
-    """An engine that runs code of others (vLLM, SGLang) died, or failed; the next sync starts it anew."""
+    """An engine of an external library (vLLM, SGLang) died or failed; the next sync restarts it."""
 
 
 class RankError(FlowrlError, RuntimeError):
-    """Another rank of the same engine failed, so this one cannot go on."""
+    """Another rank of the same engine failed, so this one cannot continue."""
 
 
 STALENESS = ("max_staleness", "staleness_threshold", "max_head_offpolicyness")

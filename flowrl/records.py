@@ -42,7 +42,7 @@ class RolloutBatch(NamedTuple):
 
 
 class DemoBatch(NamedTuple):
-    """Demonstrations: prompts with the responses that are to be imitated, which no policy has sampled: their
+    """Demonstrations: prompts with responses to imitate, which no policy has sampled: their
     `policy_version` is -1, and their temperature 1."""
 
     prompts: c.Prompts
@@ -60,7 +60,7 @@ class DemoBatch(NamedTuple):
 
 
 class PreferenceBatch(NamedTuple):
-    """Pairs of responses: of each, the chosen one in a row that scores 1, and behind it the rejected one, that scores
+    """Pairs of responses: of each, the chosen one in a row that scores 1, followed by the rejected one, which scores
     0. The two rows of a pair share their `uid`; no policy has sampled them: their `policy_version` is -1."""
 
     prompts: c.Prompts
@@ -79,13 +79,13 @@ class PreferenceBatch(NamedTuple):
 
     @staticmethod
     def rows_of_draw() -> int:
-        """How many rows a draw is."""
+        """How many rows a draw has."""
         return 2
 
 
 class EpisodeBatch(NamedTuple):
-    """What was said in episodes: the columns of `RolloutBatch`, whose responses go from the first answer to the last,
-    what the environment said in between included (off `response_mask`); and what it was worth."""
+    """The transcripts of episodes: the columns of `RolloutBatch`, whose responses go from the first turn to the last,
+    including the replies of the environment (off `response_mask`); and the rewards."""
 
     prompts: c.Prompts
     responses: c.Responses
@@ -126,7 +126,7 @@ class Sequences(Tokens, Protocol):
 
 
 class VersionedSequences(Sequences, Protocol):
-    """Sequences that say which version of the policy sampled them."""
+    """Sequences with the version of the policy that sampled them."""
 
     @property
     def policy_version(self) -> c.PolicyVersion: ...
@@ -147,8 +147,8 @@ class CriticUpdated(NamedTuple):
 class Receipt(NamedTuple):
     """Weights arrived at an engine.
 
-    `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` is what
-    was moved (0 for an alias), `seconds` how long that took, `transport` how.
+    `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` were
+    moved (0 for an alias), in `seconds`, by `transport`.
     """
 
     version: int
@@ -159,6 +159,6 @@ class Receipt(NamedTuple):
 
 
 def rows_of_draw(record: type) -> int:
-    """How many rows a draw from a source of this record is: what its own `rows_of_draw` says, or 1."""
+    """How many rows a draw from a source of this record has: its own `rows_of_draw`, or 1."""
     said: int = getattr(record, "rows_of_draw", lambda: 1)()
     return said

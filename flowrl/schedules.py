@@ -1,8 +1,8 @@
 """Schedules: numbers over time, given where an operator takes a number: ``KLShape(coef=Linear(0.1, 0.01, steps=100))``.
 
-The number is taken anew for each step, before the operator runs. `at` is a pure function of the number of steps that
-were done before, so a resumed run needs nothing but that number. A learning rate is multiplied by one, too, and there
-the steps are the optimizer's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
+The number is computed for each step, before the operator runs. `at` is a pure function of the number of steps done
+before, so a resumed run needs only that number. A learning rate is multiplied by one, too, which counts optimizer
+steps: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
 warm-up the very first step has learning rate 0, as in transformers and verl.
 """
 
@@ -39,7 +39,7 @@ class Constant(Schedule):
 
 
 class _Between(Schedule):
-    """From one number to another, which is reached at `steps` and stays."""
+    """From one number to another, which is reached at `steps` and remains."""
 
     start: float
     end: float
@@ -59,12 +59,12 @@ class _Between(Schedule):
     def at(self, step: int) -> float:
         """The number in a step, `step` of which were done before."""
         left = self._left(1.0 - min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup)))
-        # at the start exactly; rounding may take the sum off it
+        # exactly the start, which rounding of the sum may miss
         number = self.start if left == 1 else self.end + (self.start - self.end) * left
         return _warm(step, self.warmup) * number
 
     def _left(self, time: float) -> float:
-        """How much of the change is still to come, from 1 to 0, when `time` of the time is."""
+        """The remaining fraction of the change, from 1 to 0, with a fraction `time` of the time remaining."""
         raise NotImplementedError
 
 
@@ -73,8 +73,8 @@ class Linear(_Between):
 
     Args:
         start, end: the numbers.
-        steps: after which it is at the end, and stays there.
-        warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
+        steps: after which it remains at `end`.
+        warmup: steps of a linear warm-up from 0 to `start`, the first of `steps`.
     """
 
     def _left(self, time: float) -> float:
@@ -86,8 +86,8 @@ class Cosine(_Between):
 
     Args:
         start, end: the numbers.
-        steps: after which it is at the end, and stays there.
-        warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
+        steps: after which it remains at `end`.
+        warmup: steps of a linear warm-up from 0 to `start`, the first of `steps`.
     """
 
     def _left(self, time: float) -> float:
@@ -95,11 +95,11 @@ class Cosine(_Between):
 
 
 class WSD(Schedule):
-    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, §4): a number that holds, and falls in the last steps.
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, §4): a constant number, which falls in the last steps.
 
     Args:
-        start, end: the number that holds, and the one that it goes to in a straight line.
-        steps: after which it is at the end, and stays there.
+        start, end: the constant number, and the one that it changes to in a straight line.
+        steps: after which it remains at `end`.
         decay: the last of these steps, in which it changes.
         warmup: the first of these steps, a linear warm-up from 0.
     """

@@ -30,7 +30,7 @@ _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_defa
 # pydantic's `Field` is not a specifier: type checkers read a default by keyword only, so `Field(1.0)` would have none.
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Spec:
-    """Base of everything that is declared by its parameters.
+    """Base of all classes that are declared by their parameters.
 
     Raises:
         DefinitionError: where the subclass is defined, for a field without annotation or with a mutable default.

@@ -62,10 +62,6 @@ def edit_of(
         neighbor: the algorithm that it calls.
         without: settings of `neighbor` that the algorithm does not support.
         defaults: defaults that differ from those of `neighbor`.
-
-    Raises:
-        GraphError: the algorithm is called with an unknown setting, or without a required one.
-        ParameterError: the algorithm is called with one of `without`.
     """
 
     def decorate(function: Callable[P, Graph]) -> Callable[P, Graph]:

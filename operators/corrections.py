@@ -69,9 +69,6 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     Returns:
         float32, ``[batch response]`` for ``token`` and ``[batch 1]`` otherwise; 1 off the mask and in fully masked rows
         (0 for k2 and k3).
-
-    Raises:
-        DataError: a log-prob on the mask is NaN, both are infinite, or shapes differ.
     """
     d = select(old_log_probs, response_mask) - select(rollout_log_probs, response_mask)
     if d.isnan().any():

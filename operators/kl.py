@@ -35,9 +35,6 @@ def kl_shape(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
-
-    Raises:
-        DataError: a score is off the mask, or shapes differ.
     """
     kl = kl_penalty(select(old, mask), select(ref, mask), estimator)
     return select_rewards(scores, mask, "token_level_scores") - coef * kl
@@ -68,9 +65,6 @@ def adapt_kl_coef(coef: float, kl: float, rows: int, controller: AdaptiveKL) -> 
         kl: mean KL per token of this step, in nats.
         rows: number of rows in this step.
         controller: target and horizon.
-
-    Raises:
-        ParameterError: there are more rows than the horizon, so the coefficient could oscillate or turn negative.
     """
     if rows > controller.horizon:
         raise ParameterError(

@@ -28,12 +28,7 @@ def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]
 
 
 def refuse_other_base(adapter_of: str | None, source: Trainer) -> None:
-    """Raise `SyncError` if a trainer has no adapter over the engine's base weights.
-
-    Args:
-        adapter_of: the engine's base weights, if it syncs only an adapter; see `flowrl.protocols.protocols.Adapted`.
-        source: the trainer.
-    """
+    """Raise `SyncError` if a trainer has no adapter over the engine's base weights `adapter_of` (`Adapted`)."""
     if adapter_of is None or (isinstance(source, Adapted) and source.adapter_of == adapter_of):
         return
     found = source.adapter_of if isinstance(source, Adapted) else None
@@ -53,16 +48,11 @@ def weights_for(
 ) -> Iterator[Weight]:
     """The weights that `source` sends to an engine, with the digests that they had at the trainer.
 
-    Args:
-        adapter_of: see `refuse_other_base`.
-        source: a trainer, whose weights are hashed here, or a proxy of one in another process.
-        checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
-            and compares the digests.
-        dtype: to which matrices of a trainer in this process are rounded before.
-
-    Raises:
-        SyncError: see `refuse_other_base`; or a tensor is sent twice.
-    """
+        Args:
+            checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
+                and compares the digests.
+                dtype: that matrices of a trainer in this process are rounded to (`flowrl.sync.weight_selection.rounded`).
+        """
     refuse_other_base(adapter_of, source)
     if isinstance(source, ReceivedWeights):
         return source.checked() if checked else source.unchecked()
@@ -89,12 +79,7 @@ def _hashed(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator[
 class IncomingWeights:
     """The weights of one version: checks them against those expected, and counts their bytes.
 
-    Args:
-        source: the trainer.
-        adapter_of: see `refuse_other_base`.
-        due: the weights that must arrive; see `expected_weights`.
-        dtype: the engine's compute dtype.
-        folder: of the engine's model, for errors.
+    `due` are the weights that must arrive; see `expected_weights`.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 """Base of the engines that run external libraries (vLLM, SGLang): a sync loads their weights, a fault stops them, and
-the next sync restarts them.
-"""
+the next sync restarts them."""
 
 from __future__ import annotations
 
@@ -39,9 +38,8 @@ class RawResponse(NamedTuple):
     """A response as an engine returned it.
 
     Args:
-        ids: its tokens.
         log_probs: one per token.
-        versions: the version of the weights that each token was sampled from, as the engine reports it.
+        versions: the version of the weights that each token was sampled from.
         ended: the engine's reason; ``"stop"`` is a rule of the request.
         cached: prompt tokens that the engine had cached.
     """
@@ -54,14 +52,7 @@ class RawResponse(NamedTuple):
 
 
 class PendingRequest(NamedTuple):
-    """A request in flight.
-
-    Args:
-        request: as submitted.
-        ending: where its response ends.
-        settings: the sampling parameters in the engine's format.
-        versions: the versions of the engine's weights since the request began.
-    """
+    """A request in flight; `versions` are those of the engine's weights since it began."""
 
     request: Request
     ending: StopRule
@@ -72,14 +63,8 @@ class PendingRequest(NamedTuple):
 class HostedRollout(RequestEngine):
     """A live engine of an external library.
 
-    Requests wait in a queue until a `step` has room for them. The engine gets no more than it computes at a time, so a
-    probe never waits. An error while the engine generates or loads weights leaves it in an unknown state, so it is
-    stopped with all requests, and the next sync restarts it.
-
-    Args:
-        spec: the settings.
-        tokenizer: of the model's folder.
-        seed: of the engine.
+    Requests wait in a queue until a `step` has room for them, so a probe never waits for the engine's own queue. An
+    error in generation or a weight update stops the engine with all requests; the next sync restarts it.
     """
 
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
@@ -344,20 +329,15 @@ class HostedRollout(RequestEngine):
     def _begin(self, name: str, ids: Sequence[int], settings: Any, seed: int) -> None:
         """Start a response; none of that name is in flight. The engine may compute nothing before `_advance`.
 
-        Args:
-            name: as in `_advance` and `_abort`.
-            ids: the prompt.
-            settings: from `_settings`; concurrent requests have their own.
-            seed: of this response, from 0 to 2^63 - 1.
+        `settings` are from `_settings`, for this request only; `seed` is from 0 to 2^63 - 1.
         """
 
     @abstractmethod
     def _advance(self) -> dict[str, RawResponse]:
         """Compute one turn of the engine, such as a token of each response. Called only with requests in flight.
 
-        Returns:
-            the responses that ended, by name: each once, and none that was aborted. It may be empty, but must not
-            return at once again and again without progress.
+        The result has the ended responses by name: each once, none that was aborted. It may be empty, but must not be
+        empty again and again without progress.
         """
 
     @abstractmethod
@@ -368,22 +348,13 @@ class HostedRollout(RequestEngine):
     def _halt(self, caches: Caches | None) -> Sequence[str]:
         """Stop sampling until `_take_over` is done.
 
-        Args:
-            caches: whether to reuse or recompute the caches of responses in flight; None if there are none.
-
-        Returns:
-            with ``"reuse"``, at least the responses in flight without a token.
+        `caches` is None if no responses are in flight; with ``"reuse"``, returns at least those without a token.
         """
 
     @abstractmethod
     def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         """Load weights under their version; returns the transport. Later responses reuse no older cache, and with
-        ``"recompute"`` neither do those in flight.
-
-        Args:
-            arrival: the weights.
-            caches: as in `_halt`.
-        """
+        ``"recompute"`` neither do those in flight."""
 
     @abstractmethod
     def _score(self, probe: Probe) -> list[float]:

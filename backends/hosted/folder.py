@@ -16,11 +16,7 @@ from flowrl.sync.digest import named_weights
 class FolderWeights:
     """The weights of a folder as transformers reads them, in float32 on the CPU; to an engine, a trainer at version 0.
 
-    So a frozen engine is checked against transformers as every sync is checked against the trainer: names, shapes,
-    digests and log-probs.
-
-    Args:
-        folder: a Hugging Face folder.
+    So a frozen engine is checked against transformers as every sync against the trainer.
     """
 
     version: ClassVar[int] = 0

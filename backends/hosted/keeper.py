@@ -1,7 +1,7 @@
 """The keeper: a process that outlives an engine's processes and the process that started them, and cleans up.
 
-It is no child of another process, since whatever kills the engine's parent (such as Ray) may kill its children too. It
-imports only the standard library, so it is cheap.
+It is not a child process, since whatever kills the engine's parent (such as Ray) may kill its children too. It imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ NOTE = "shared-memory.txt"
 
 
 def launch(life: int, folder: Path, group: int | None = None) -> None:
-    """Start a keeper that works when the process at the other end of a pipe ends.
+    """Start a keeper that cleans up when every writing end of the pipe `life` (its reading end) is closed.
 
-    Args:
-        life: the reading end of the pipe; once every writing end is closed, the keeper cleans up.
-        folder: the engine's folder, removed after the shared memory that is noted in it.
-        group: the processes to kill first.
+    It kills the process `group`, and removes `folder` after the shared memory that is noted in it.
     """
     arguments = [str(life), str(folder), *([] if group is None else [str(group)])]
     command = [sys.executable, "-I", __file__, *arguments]
@@ -56,10 +53,9 @@ def main(life: int, folder: Path, group: int | None) -> None:
 def end_group(group: int, folder: Path) -> None:
     """Kill every process of a group, and remove its shared memory.
 
-    No process gets a signal to terminate by itself: engines that do so kill the process that tracks their shared memory
-    before it has cleaned up, and wait for requests that no longer matter. Mappings can only be read while a process
-    lives; the group is stopped before, so that it maps nothing between the scan and the kill. `folder` may note shared
-    memory of processes that died earlier.
+    SIGKILL only: engines that terminate by themselves kill the process that tracks their shared memory before it has
+    cleaned up. The group is stopped first, so that it maps nothing between the scan and the kill. `folder` may note
+    shared memory of processes that died earlier.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGSTOP)

@@ -37,11 +37,9 @@ class EngineProcess:
     this process, even if it is killed.
 
     Args:
-        name: for errors.
         main: the function that it runs, ``"package.module:function"``; called with two connections: requests to
             receive, and replies to send.
-        environment: variables besides those of this process; None removes one.
-        folder: for its temporary files; removed at the end.
+        environment: variables in addition to those of this process; None removes one.
     """
 
     def __init__(

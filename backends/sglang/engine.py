@@ -115,11 +115,6 @@ class SGLangEngine(HostedRollout):
     `Sampling` that may keep more is a `DataError`.
 
     The weights travel to its process in buckets; it hashes what it receives, which must equal what the trainer sent.
-
-    Args:
-        spec: the settings.
-        tokenizer: of the model's folder.
-        seed: of its generator.
     """
 
     name = "SGLang"
@@ -276,7 +271,7 @@ class SGLangEngine(HostedRollout):
 
 
 def _longest(spec: SGLang) -> int:
-    """The most tokens of a sequence; with scaled positions, as many as the spec says."""
+    """The most tokens of a sequence; with scaled positions, as many as in the spec."""
     from transformers import AutoConfig
 
     with loading(spec.model):

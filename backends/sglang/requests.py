@@ -17,10 +17,6 @@ class ResponseRequest(NamedTuple):
     """A response to start.
 
     Args:
-        name: unique among those in flight.
-        ids: the prompt.
-        seed: of its sampling.
-        sampling: SGLang's sampling parameters.
         stop: strings that end it, soon after they are complete.
         support: whether log-probs are of the distribution after top-k and top-p.
     """
@@ -41,13 +37,7 @@ class ResponseRequest(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of a response so far; copies, since SGLang appends to the lists that it returns.
-
-    Args:
-        ids: the tokens.
-        log_probs: one per token.
-        cached: prompt tokens that SGLang had cached.
-    """
+    """The tokens of a response so far; copies, since SGLang appends to the lists that it returns."""
 
     ids: list[int]
     log_probs: list[float]
@@ -64,15 +54,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Row:
-    """A response in the scheduler.
-
-    Args:
-        request: its request.
-        watch: the detector of its stop strings.
-        seen: the number of tokens that `watch` has read.
-        stopped: the response up to a complete stop string.
-        has_token: whether a token was sampled.
-    """
+    """A response in the scheduler; `watch`, the detector of stop strings, has read `seen` tokens."""
 
     request: ResponseRequest
     watch: StopDetector
@@ -83,12 +65,7 @@ class Row:
 
 class RequestPool:
     """All requests; runs on the event loop of SGLang's tokenizer manager, which advances only while `some` or `settled`
-    run. Its scheduler, another process, always runs.
-
-    Args:
-        manager: SGLang's tokenizer manager.
-        tokenizer: decodes text for stop strings.
-    """
+    run. Its scheduler, another process, always runs."""
 
     def __init__(self, manager: Any, tokenizer: ChatTokenizer) -> None:
         self._manager, self._tokenizer = manager, tokenizer
@@ -103,10 +80,7 @@ class RequestPool:
     async def some(self, new: Sequence[ResponseRequest], seconds: float, **alike: Any) -> dict[str, dict[str, Any]]:
         """Start requests, and wait until any response has ended, for at most `seconds`; those that ended, by name.
 
-        Args:
-            new: the requests to start.
-            seconds: the longest wait.
-            alike: SGLang's further arguments of each new request.
+        `alike` are SGLang's further arguments of each new request.
         """
         if new:
             await self._begin(new, alike)

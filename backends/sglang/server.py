@@ -1,6 +1,6 @@
 """The process of an `SGLang` engine: runs `sglang.Engine` and serves the requests of its parent.
 
-On a fault in its scheduler, SGLang kills the process of the engine, so that is never the trainer's. This process and
+On a fault in its scheduler, SGLang kills the process of the engine, so that must not be the trainer's. This process and
 all that SGLang starts are one group, which ends with the parent; see `EngineProcess`.
 """
 
@@ -25,11 +25,7 @@ from flowrl.sync.ipc import open_handles
 
 
 class Server:
-    """Serves one request after another; the ``call`` of a request names a method.
-
-    Args:
-        arguments: of `sglang.Engine`.
-    """
+    """Serves one request after another; the ``call`` of a request names a method."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import sglang
@@ -81,8 +77,7 @@ class Server:
     def begin(self, body: bytes, caches: Caches | None = None) -> dict[str, Any]:
         """Prepare for new weights; with `caches`, requests in flight pause until `end`.
 
-        Returns:
-            with ``"reuse"``, the requests without a token.
+        ``"reuse"`` returns those without a token.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 

@@ -33,8 +33,7 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 class FolderBackend(Backend):
     """Base of backends whose engines start with the weights of a Hugging Face folder.
 
-    Args:
-        model: the folder; None uses the weights of the role ``actor``.
+    `model` is the folder; None uses the weights of the role ``actor``.
     """
 
     imports: ClassVar[tuple[str, ...]] = (
@@ -68,14 +67,7 @@ class FolderBackend(Backend):
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
     """The causal LM of a Hugging Face folder, in float32 on the CPU.
 
-    Args:
-        folder: a Hugging Face folder.
-        with_head: whether to load its head; without, the folder may lack it.
-        attention: see `skeleton`.
-
-    Raises:
-        BindError: there is no such folder, it does not load, it lacks weights or has unexpected ones, or a weight is
-            NaN or infinite.
+    Without `with_head`, the folder may lack the head; for `attention` see `skeleton`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -125,7 +117,6 @@ def skeleton(folder: str, attention: Attention | None = None, auto: Any = None) 
     """The model of a Hugging Face folder without its weights: on the meta device, buffers included.
 
     Args:
-        folder: a Hugging Face folder.
         attention: the attention implementation; None is transformers' choice (fused if the architecture declares
             support), but plain if an architecture is built for only one, so that they cannot be compared.
         auto: transformers' class that selects the architecture; None is that of causal LMs.

@@ -74,12 +74,8 @@ def require_peft() -> None:
 class Adapter:
     """The adapter of a causal LM, injected into it here; the LM stays the same object, and its weights are frozen.
 
-    The adapter's own weights are on the meta device until `fill`, or until the caller gives them storage.
-
-    Args:
-        lm: with all weights or on the meta device, not sharded yet.
-        lora: the settings.
-        folder: where the LM came from.
+    The LM must not be sharded yet. The adapter's own weights are on the meta device until `fill`, or until the caller
+    gives them storage.
     """
 
     def __init__(self, lm: PreTrainedModel, lora: LoRA, folder: str) -> None:
@@ -137,9 +133,7 @@ class Adapter:
     def merge(self, base: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Weights of the LM under its own names, in the order of `base`: ``W + (alpha / r) B A`` for adapted layers.
 
-        Args:
-            base: the frozen weights, unsharded.
-            adapter: what `weights` returns, unsharded.
+        Both arguments are unsharded; `adapter` is what `weights` returns.
         """
         from transformers.pytorch_utils import Conv1D
 
@@ -180,13 +174,7 @@ def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
 
 
 def save_adapter(folder: str, weights: Mapping[str, Tensor], lora: LoRA) -> None:
-    """Write an adapter in PEFT's format.
-
-    Args:
-        folder: an empty one.
-        weights: what `Adapter.weights` returns, unsharded.
-        lora: the settings.
-    """
+    """Write an adapter in PEFT's format to an empty folder; `weights` are from `Adapter.weights`, unsharded."""
     Path(folder, "adapter_config.json").write_text(json.dumps(adapter_config(weights, lora)))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, Path(folder, "adapter_model.safetensors"))

@@ -74,16 +74,11 @@ def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None
     """Set the attention of `lm` to an implementation that computes what its architecture defines.
 
     Fused attention ignores arguments that it does not have, such as the soft cap of Gemma 2, which may show only once
-    weights have grown. So fused attention must have every argument of the architecture's plain attention, and both must
-    give the same numbers.
+    weights have grown. So it must have every argument of the architecture's plain attention, and give the same numbers.
 
     Args:
-        probe: see `probe_inputs`.
-        lm: the model, loaded with the named attention, or with transformers' choice.
         named: the setting; None is fused attention if it is correct, else plain. If it is fused attention and that is
             not correct, raises `BindError`.
-        folder: the model's folder.
-        bound: see `tolerance`.
     """
     fused = lm.config._attn_implementation
     if fused == "eager":
@@ -133,12 +128,7 @@ def _ignored_by(fused: str) -> Iterator[set[str]]:
 
 
 def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, bound: float) -> None:
-    """Raise `BindError` if padding changes a row's outputs, or they are NaN or infinite without padding.
-
-    Args:
-        probe, folder, bound: as in `settle_attention`.
-        model: a causal LM, or its body.
-    """
+    """Raise `BindError` if padding changes a row's outputs, or they are NaN or infinite without padding."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise BindError(
             f"{type(model).__name__} in {folder!r} has no parameter attention_mask, so it cannot distinguish padding "
@@ -264,11 +254,7 @@ def refuse_other_cache(
     padded, repeated, and continued token by token.
 
     Args:
-        probe: of two rows.
-        model: a causal LM.
         step: logits of the token after the last column, given ids, attention mask, position ids and cache.
-        cache: a new one.
-        folder, bound: as in `settle_attention`.
     """
     try:
         found, truth = _with_and_without(probe, model, step, cache)

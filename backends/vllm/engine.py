@@ -118,8 +118,6 @@ class VLLMEngine(HostedRollout):
     workers; see `flowrl.backends.vllm.worker`. An adapter is sent through a temporary folder.
 
     Args:
-        spec: the settings.
-        tokenizer: of the model's folder.
         seed: of vLLM; samples do not depend on it.
     """
 

@@ -85,8 +85,8 @@ class Receiver(WeightTransferEngine[Rendezvous, Bucket]):  # type: ignore[misc]
     def receive_weights(self, update_info: Bucket) -> None:
         """Receive the tensors of a bucket one by one, and load this worker's shard of each.
 
-        A worker that fails to load one still receives the rest: the other workers wait for it in each broadcast, and
-        the sender should get its error, not theirs.
+        A worker that fails to load one still receives the rest, because the other workers wait for it in each
+        broadcast.
         """
         assert self._group is not None, "it is not connected"
         shared = open_handles(update_info.handles) if update_info.handles else None
@@ -123,8 +123,8 @@ WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 def forget_expert_kernels(model: nn.Module) -> None:
     """Reset the kernels of experts before a reload.
 
-    On a CPU vLLM packs the weights of experts when it creates their kernel. On a reload with an existing kernel, it
-    copies unpacked weights to where it expects packed ones.
+    On a CPU vLLM packs the weights of experts when it creates their kernel; a reload would copy unpacked weights over
+    them.
     """
     if current_platform.is_cpu():
         for module in model.modules():

@@ -60,11 +60,7 @@ Import = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; always ends in `SystemExit`, except for an error under ``--debug``.
-
-    Args:
-        arguments: the command line without the program's name; by default that of this process.
-    """
+    """The console script; always ends in `SystemExit`, except for an error under ``--debug``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # anywhere: users add it to the end of a failed command
     try:

@@ -36,10 +36,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 class LoggedEpisode:
     """An episode that a run wrote.
 
-    Args:
-        of: the name of the validation, or `TRAINING`.
-        step: steps done before a validation; for a rollout, its own step.
-        record: the line in the file.
+    `of` is the name of the validation, or `TRAINING`; `step` the steps done before it, or the rollout's own step.
     """
 
     of: str

@@ -16,12 +16,7 @@ from flowrl.errors import GraphError, ParameterError, offer, type_of
 
 
 def load_target(target: str, imports: bool = True) -> Any:
-    """The object that a target names; for an algorithm or a function, its result.
-
-    Args:
-        target: a file or module with a name in it, a graph file, or an algorithm.
-        imports: import what a graph file names; see `flowrl.load`.
-    """
+    """The object that a target names; for an algorithm or a function, its result. For `imports` see `flowrl.load`."""
     from flowrl.core.graphs.algorithm import Algorithm
     from flowrl.core.operators.references import load_object
     from flowrl.graph import load

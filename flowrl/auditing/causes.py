@@ -29,9 +29,6 @@ class Without:
     """An audit without a cause.
 
     Args:
-        name: of the cause.
-        task: the task without it.
-        graph: the graph without it.
         by_spread: whether each prompt's gradient is multiplied by the spread of its rewards.
     """
 

@@ -1,8 +1,7 @@
 """`Draws`: the random choices in a run of a graph, so that all possible runs can be enumerated.
 
 Engines sample with `Draws.one`, given the probabilities. Random numbers decide, or a script: the choices of the
-previous run, changed at the last choice that had another option. So every run has a probability, even if the number of
-choices depends on earlier ones.
+previous run, changed at the last choice that had another option. So every run has a probability.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ import numpy as np
 
 
 class Draws:
-    """The choices of one run after another.
-
-    Args:
-        seed: of the random numbers, in sampled runs.
-    """
+    """The choices of one run after another."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)

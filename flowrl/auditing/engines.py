@@ -25,12 +25,7 @@ from flowrl.records import Receipt, Sequences, Tokens
 
 
 class _Rows:
-    """The rows of a batch in the task: which prompt and response each has, and the state of each token.
-
-    Args:
-        task: the task.
-        batch: tokens, as in `flowrl.records.Tokens`.
-    """
+    """The prompt and response of each row of a batch (`flowrl.records.Tokens`), and the state of each token."""
 
     def __init__(self, task: AuditTask, batch: Any) -> None:
         prompt = batch.input_ids.shape[1] - batch.response_mask.shape[1]
@@ -55,12 +50,7 @@ def _log_softmax(logits: Tensor, batch: Any) -> Tensor:
 
 
 class TabularScorer:
-    """A frozen policy that scores.
-
-    Args:
-        task: which.
-        policy: its table.
-    """
+    """A frozen policy that scores."""
 
     def __init__(self, task: AuditTask, policy: Policy) -> None:
         self.task, self.policy = task, policy
@@ -99,13 +89,7 @@ class RecordedUpdate:
 
 
 class TabularTrainer(TabularScorer):
-    """A trained policy: it scores as it was when rows were sampled, and updates as it is now.
-
-    Args:
-        task: the task.
-        policy: at the time of sampling.
-        now: at the time of the update.
-    """
+    """A trained policy: it scores with `policy`, as it was when rows were sampled, and updates as `now`."""
 
     def __init__(self, task: AuditTask, policy: Policy, now: Policy) -> None:
         super().__init__(task, policy)
@@ -166,12 +150,7 @@ def _rows_of(batch: Any, rows: Tensor) -> Any:
 
 
 class TabularCritic:
-    """Values from a fixed table.
-
-    Args:
-        task: which.
-        values: float64 ``[prompts states]``.
-    """
+    """Values from a fixed table: float64 ``[prompts states]``."""
 
     def __init__(self, task: AuditTask, values: Tensor) -> None:
         self.task, self.table, self.version = task, values, 0
@@ -198,13 +177,7 @@ class _Alphabet:
 
 
 class TabularRollout:
-    """Samples from a table.
-
-    Args:
-        task: which.
-        policy: of the engine.
-        draws: make the random choices.
-    """
+    """Samples from a table."""
 
     def __init__(self, task: AuditTask, policy: Policy, draws: Draws) -> None:
         self.task, self.policy, self.draws = task, policy, draws
@@ -217,7 +190,7 @@ class TabularRollout:
         return cast(ChatTokenizer, _Alphabet())
 
     def sync(self, source: Trainer) -> Receipt:
-        """Copy the version only: the table of an engine with a mismatch keeps it."""
+        """Copy the version only, so that the table of the engine retains its mismatch."""
         self.receipt = Receipt(source.version, "table", bytes=0, seconds=0.0, transport="table")
         return self.receipt
 

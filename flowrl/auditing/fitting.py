@@ -1,7 +1,4 @@
-"""Fit a graph to a task: rewards from tables, and the rows of the task.
-
-All else stays unchanged. The audit lists the changes as notes.
-"""
+"""Fit a graph to a task: rewards from tables, and the rows of the task. The audit lists the changes as notes."""
 
 from __future__ import annotations
 
@@ -25,13 +22,7 @@ _ROUNDS = 1000
 
 
 def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTask, list[str]]:
-    """The fitted graph and task, and a note for each change.
-
-    Args:
-        graph: to be audited.
-        task: to audit it in.
-        n: responses per prompt, in place of the graph's own; None leaves them.
-    """
+    """The fitted graph and task, and a note for each change. With `n`, it replaces the graph's responses per prompt."""
     _refuse_other_data(graph)
     notes: list[str] = []
     fitting = _tabled(graph.bound({}), notes)

@@ -83,12 +83,7 @@ def percent(x: Interval) -> str:
 
 
 def judge(expected: Tensor, true: Tensor, radius: float = 0.0) -> Judged:
-    """Compare `expected` with `true`.
-
-    Args:
-        expected, true: of one shape.
-        radius: the largest distance of `expected` from what it estimates.
-    """
+    """Compare `expected` with `true`, of one shape; `radius` bounds the error of `expected`."""
     length, unit = float(true.norm()), float(expected.norm())
     along = float((expected * true).sum()) / length**2 if length else 0.0
     across = float((expected - along * true).norm())
@@ -118,12 +113,8 @@ def _tangents(angle: float, low: float, high: float) -> Interval:
 
 
 def radius_of(samples: Tensor, seed: int) -> float:
-    """The 95 % bound on the distance of the samples' mean from the expectation, by the bootstrap (Efron 1979).
-
-    Args:
-        samples: float64 ``[runs ...]``, equally likely.
-        seed: of the resampling.
-    """
+    """The 95 % bound on the distance of the mean of `samples` (float64 ``[runs ...]``, equally likely) from the
+    expectation, by the bootstrap (Efron 1979)."""
     flat = samples.flatten(1)
     generator = torch.Generator().manual_seed(seed)
     resampled = torch.randint(len(flat), (_RESAMPLES, len(flat)), generator=generator)

@@ -1,7 +1,7 @@
 """The stated objective of a graph: expected scores, minus KL to a reference, plus entropy.
 
-It is derived from the graph: the scores are those of the update's own responses by the last node that writes scores; KL
-terms are those of nodes with the effect ``"kl"`` upstream of the update, and of the update; so is entropy.
+The scores are those of the update's own responses by the last node that writes scores; KL and entropy terms are those
+of the update, KL terms also those of nodes with the effect ``"kl"`` upstream of it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,8 @@ class StatedObjective:
     """The objective and its nodes.
 
     Args:
-        role: the trained role.
-        updates: the nodes that train it.
-        generator: the node that generates the responses.
-        temperature: of the generator.
-        scores: the columns of the scores.
         kl: all KL terms.
-        entropy: the weight of entropy.
         step: the first step in which all updates run; schedules have their value in this step.
-        notes: uncertainties, each in a sentence.
     """
 
     role: str
@@ -148,10 +141,7 @@ def without_gates(graph: Graph, sinks: Sequence[str]) -> Graph:
 
 
 def _scores(graph: Graph, generator: str, nodes: set[str]) -> tuple[Edge, ...]:
-    """The last scores, on each path, of responses of `generator` that a node turns into something other than scores.
-
-    A gate passes scores on; it counts only if no other node reads them, since then they select the trained rows.
-    """
+    """The last scores, on each path, of responses of `generator` that a node turns into something other than scores."""
 
     def is_score(edge: Edge) -> bool:
         typed = graph.types[edge]

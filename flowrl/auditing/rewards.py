@@ -50,12 +50,7 @@ class HasResponses(Protocol):
 
 
 class TableReward(Operator):
-    """A score for each response, from a table, on its last token.
-
-    Args:
-        table: its name; equal scorers share a table.
-        task: the tables.
-    """
+    """A score for each response, from a table, on its last token."""
 
     granularity: ClassVar[Granularity] = "row"
 

@@ -1,8 +1,8 @@
 """`AuditTask`: a task so small that every response to every prompt can be enumerated.
 
 It has a few tokens and one that ends a response, a few prompts, and tables: a logit for every token in every state (a
-prompt and the tokens so far), a reward for every response. So expectations over a policy are sums, and the gradient of
-an objective is known.
+prompt and the tokens so far), a reward for every response. So expectations are sums, and the gradient of an objective
+is known.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class AuditTask(Spec):
     def batch(self, rows: int | None = None, draw: int = 0) -> DataProto:
         """Prompts: each once, or `rows` of them in turn. A prompt is one token, numbered after those of responses.
 
-        Args:
-            rows: their number; None is each prompt once.
-            draw: the number of the draw in the step; the groups of each draw have separate ids.
+        `draw` is the number of the draw in the step; the groups of each draw have separate ids.
         """
         rows = self.prompts if rows is None else rows
         tokens = torch.arange(rows)[:, None] % self.prompts + self.vocabulary
@@ -130,8 +128,6 @@ class Responses:
         tokens: int64 ``[responses, steps]``.
         mask: bool ``[responses, steps]``.
         states: int64 ``[responses, steps]``, the state in which each token was sampled.
-        number: of states.
-        index: the number of a response by its tokens.
     """
 
     tokens: Tensor
@@ -168,9 +164,7 @@ class Responses:
     def number_of(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """The number of each row's response: int64 ``[rows]``.
 
-        Args:
-            tokens: int64 ``[rows response]``.
-            mask: bool ``[rows response]``, the sampled tokens.
+        `tokens` are int64 ``[rows response]``; `mask` marks the sampled tokens.
         """
         rows = zip(tokens.tolist(), mask.tolist(), strict=True)
         return torch.tensor([self.index[tuple(itertools.compress(*row))] for row in rows], dtype=torch.int64)
@@ -181,12 +175,7 @@ class Responses:
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A table of logits.
-
-    Args:
-        logits: float64 ``[prompts, states, tokens]``.
-        responses: of the task.
-    """
+    """A table of logits: float64 ``[prompts, states, tokens]``."""
 
     logits: Tensor
     responses: Responses

@@ -57,14 +57,7 @@ class Runs:
 
 
 class Trial:
-    """A graph in a task.
-
-    Args:
-        graph: fitted to the task.
-        stated: its objective.
-        task: the task.
-        critic: the table of each critic: ``"exact"``, ``"zero"``, or values by prompt and prefix.
-    """
+    """A graph in a task, both fitted; `critic` has the table of each critic, as in `audit`."""
 
     def __init__(self, graph: Graph, stated: StatedObjective, task: AuditTask, critic: Values) -> None:
         self.graph, self.stated, self.task, self._critic = graph, stated, task, critic

@@ -25,10 +25,8 @@ def gradient(of: Callable[[Policy], Tensor], policy: Policy) -> Tensor:
 class TrueGradient:
     """The stated objective, over the responses of a task.
 
-    Args:
-        stated: the objective.
-        rewards: float64 ``[prompts responses steps]``, the scores of the tokens of each response.
-        references: the reference policies of all KL terms, by role.
+    `rewards` are float64 ``[prompts responses steps]``, the scores of the tokens of each response; `references` are the
+    reference policies of all KL terms, by role.
     """
 
     stated: StatedObjective

@@ -12,7 +12,7 @@ from torch import Tensor
 def deal(weights: Sequence[int], ranks: int) -> list[int]:
     """The rank of each item: the heaviest first, each to the rank with the smallest load (Graham 1969).
 
-    No rank's load exceeds the mean by more than the heaviest item. Ties go to the earlier item and the lower rank.
+    No load exceeds the mean by more than the heaviest item. Ties go to the earlier item and the lower rank.
     """
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(weights)
@@ -47,14 +47,9 @@ def weights_of(tokens: Tensor) -> Tensor:
 
 
 def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
-    """Distribute rows over ranks by tokens, then by rows.
+    """Distribute rows over ranks by tokens (int64 ``[rows]``), then by rows; per rank the int64 row numbers, ascending.
 
-    Args:
-        tokens: int64 ``[rows]``.
-        ranks: number of shares.
-
-    Returns:
-        per rank the int64 row numbers, ascending; empty for some if there are fewer rows than ranks.
+    Some are empty if there are fewer rows than ranks.
     """
     rank_of = torch.tensor(deal(weights_of(tokens).tolist(), ranks), dtype=torch.int64)
     return [(rank_of == rank).nonzero().flatten() for rank in range(ranks)]

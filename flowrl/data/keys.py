@@ -1,7 +1,7 @@
 """Keys: the source of all randomness.
 
-A key is derived from names and numbers (seed, step, node, row id), never from a global generator, so that the random
-numbers of a row do not depend on process, batch or order.
+Keys derive from names and numbers (seed, step, node, row id), never from a global generator, so that the random numbers
+of a row do not depend on process, batch or order.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class Key:
         return torch.Generator().manual_seed(self.bits & (2**63 - 1))
 
     def answer(self, row_id: str, turn: int = 0) -> Key:
-        """The key of what a row draws in a turn of its episode, counted from 0; a row without turns has turn 0 alone.
+        """The key of the random numbers of a row in a turn of its episode, counted from 0; a row without turns has turn
+        0 alone.
 
-        So the first answer of an episode draws what `uniforms` of this key gives the row, and each further one draws
-        numbers that are independent of all others, however long the answers before it were.
+        Turn 0 uses what `uniforms` of this key gives the row; later turns use independent numbers, whatever the lengths
+        of the responses before them.
         """
         return self.derive(row_id, "turn", turn) if turn else self.derive(row_id)
 

@@ -1,7 +1,7 @@
 """Metrics that merge exactly: a numerator with a denominator, or a number with the name of its reduction.
 
-Ranks and micro-batches each report their part. Merging the parts gives the number that one process would report over
-all rows, unlike a mean of means.
+Ranks and micro-batches report parts, which merge to the number that one process would report over all rows, unlike a
+mean of means.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Metric:
 class GroupScores(Metric):
     """The scores of groups; logged as the fraction of groups whose responses do not all have the same score.
 
-    Args:
-        scores: the scores of each group's responses, by `uid`; parts merge by concatenation.
+    Parts merge by concatenation.
     """
 
     reduction: Reduction = "groups"
@@ -150,10 +149,7 @@ class Metrics(Mapping[str, Metric]):
 def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
     """The metrics of a node that several ranks ran.
 
-    Args:
-        reports: one per rank, at least one.
-        replicated: every rank processed all rows, so the operator's own reports are the same on all ranks; otherwise
-            each rank processed its own rows.
+    With `replicated`, every rank processed all rows, so the operator's own reports are the same on all ranks.
     """
     merged = Metrics(reports[0])
     for report in reports[1:]:

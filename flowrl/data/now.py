@@ -14,7 +14,6 @@ class Round(NamedTuple):
     """A round of a step.
 
     Args:
-        number: 0 is the first; each has other keys.
         wanted: how many groups are still missing; None if nothing counts them, as in a call by hand.
         sizes: rows of each collected group, if all rounds are over and groups are missing; else empty.
     """
@@ -54,12 +53,7 @@ class Now:
 
 
 class NowByHand(Now):
-    """`Now` of a call outside a job, on all rows; its step is unknown.
-
-    Args:
-        node: the operator.
-        parameter: the name of its parameter of this type.
-    """
+    """`Now` of a call outside a job, on all rows; its step is unknown."""
 
     def __init__(self, node: str, parameter: str) -> None:
         super().__init__(step=-1)

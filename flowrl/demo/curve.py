@@ -12,7 +12,7 @@ Points = Sequence[tuple[int, float]]
 
 _WIDTH, _HEIGHT = 640, 260  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 40, 44  # margins around the axes
-_BAR = 40  # characters that stand for a share of 1
+_BAR = 40  # characters per share of 1
 _FONT = "system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif"
 
 

@@ -232,11 +232,7 @@ def build(
     A complete folder of an earlier call with the same arguments and code is reused if its files have not changed.
 
     Args:
-        folder: the folder to write.
-        seed: seed of the weights and the batches.
-        on_step: called after each step of the warm start.
         steps: steps of the warm start; with fewer steps, worked answers are wrong more often.
-        digits: digits of the numbers.
         direct: share of direct answers in the last 30 % of the steps.
     """
     folder = Path(folder)

@@ -84,19 +84,10 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
 
 
 def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
-    """Build the model, train it by GRPO and PPO, and print the results.
+    """Build the model, train it by GRPO and PPO, and print the results; returns the run of each algorithm, by name.
 
-    Args:
-        out: the console.
-        folder: folder of data, warm-started model, runs and plot.
-        steps: maximum steps of each algorithm; a run ends when the task is solved.
-        seed: seed of warm start and training.
-
-    Returns:
-        The run of each algorithm, by name.
-
-    Raises:
-        ParameterError: `folder` cannot be written.
+    `folder` holds data, warm-started model, runs and plot. `steps` is the maximum for each algorithm; a run ends when
+    the task is solved.
     """
     torch.set_num_threads(1)  # more threads are slower at this size
     started = time.perf_counter()
@@ -137,8 +128,7 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
 def run_quick(out: Console, folder: Path, steps: int, seed: int) -> Run:
     """Build the demo's model, train it by GRPO for a few steps, and print the learning curve.
 
-    Model and data are those of `run_demo`, in the same folders. The run and ``curve.svg`` are in ``quick/001``,
-    ``quick/002``, … of `folder`. Arguments and errors are those of `run_demo`.
+    The run and ``curve.svg`` are in ``quick/001``, ``quick/002``, … of `folder`; all else is as in `run_demo`.
     """
     torch.set_num_threads(1)  # as in `run_demo`
     started = time.perf_counter()
@@ -243,11 +233,7 @@ def _show_table(out: Console, runs: Mapping[str, Run]) -> None:
 
 
 def plot(runs: Mapping[str, Run], path: Path) -> None:
-    """Draw the curves of `CURVES` for every run into a PNG.
-
-    Raises:
-        ParameterError: matplotlib is not installed.
-    """
+    """Draw the curves of `CURVES` for every run into a PNG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

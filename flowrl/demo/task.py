@@ -62,9 +62,6 @@ def split(digits: int = 2) -> Holdout:
 
     With two digits there are 7,110 training problems, all others; with more digits, 19,000 sampled ones. The split does
     not depend on a seed, so no warm start has seen held-out problems of any dataset.
-
-    Args:
-        digits: digits of both numbers.
     """
     key = Key(0).derive(DATA_SOURCE, "split")
     numbers = range(10 ** (digits - 1), 10**digits)

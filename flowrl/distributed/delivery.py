@@ -23,15 +23,8 @@ _PATIENT = 0.8  # share of the deadline: a side that waits for the other times o
 class Delivery:
     """Transfers a trainer's weights to the hosts of an engine.
 
-    A stream needs both sides at the same time: the driver starts senders and receivers, whose rendezvous is a store of
-    the driver. If one fails before, the driver closes the store, and the others fail too.
-
-    Args:
-        hosts: of the job.
-        trainer: the role that the sync reads.
-        engine: the role that it writes.
-        what: the sync and its step, for errors.
-        swapping: whether the engine generates during the sync.
+    Both sides run at the same time; their rendezvous is a store of the driver. If one fails before, the driver closes
+    the store, and the others fail too.
     """
 
     def __init__(self, hosts: Hosts, trainer: str, engine: str, what: str, swapping: bool = False) -> None:

@@ -25,13 +25,11 @@ class Export:
     261 MiB (`benchmarks/ray_sync.py`).
 
     It needs additional memory for one bucket in the trainer's process (CPU memory for weights on a GPU; plus that of
-    gathering sharded weights, see the backend), for all weights in the object store until they are received, and for
-    one tensor in the receiving process.
+    gathering sharded weights, see the backend), for all weights in the object store until received, and for one tensor
+    in the receiving process.
 
     Args:
-        origin: the trainer and version.
         digests: the `tensor_digest` of each sent tensor.
-        nbytes: of all tensors.
         buckets: references to lists of tensors: name, dtype, shape and bytes of each.
     """
 

@@ -98,11 +98,7 @@ class Traffic:
 
 
 class RayRunner:
-    """Runs instances on the hosts of a job; a `flowrl.run.engine.runner.Runner`.
-
-    Args:
-        hosts: the processes of the job.
-    """
+    """Runs instances on the hosts of a job; a `flowrl.run.engine.runner.Runner`."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts

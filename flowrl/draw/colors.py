@@ -13,11 +13,10 @@ _PLAIN = "#f6f8fa", "#57606a"
 
 
 def colors(role: int | None, mark: str = "") -> tuple[str, str]:
-    """Fill and line of a box, as ``#rrggbb``: those of its role, but what is marked is filled with the mark's color.
+    """Fill and line of a box, as ``#rrggbb``: those of its role, with the mark's color as the fill if it is marked.
 
-    Args:
-        role: its place among the roles of the picture, after six of which colors come again; None is no role.
-        mark: of a diff; ``""`` is none.
+    `role` is its index among the roles of the picture (colors repeat after six), or None; `mark` is of a diff, or
+    ``""``.
     """
     fill, line = _PLAIN
     if mark:

@@ -1,8 +1,8 @@
-"""Where the boxes and arrows of a drawing go: in layers (Sugiyama et al. 1981, doi:10.1109/TSMC.1981.4308636).
+"""The positions of the boxes and arrows of a drawing: in layers (Sugiyama et al. 1981, doi:10.1109/TSMC.1981.4308636).
 
-Boxes stand in rows by their longest path from the inputs. Every arrow passes through a cell of its own in each row
-between, one as wide as its label in the last of them, so that nothing overlaps. Rows are ordered by barycentres; x is
-as near to the neighbors' as that order leaves room for.
+Boxes are in rows by their longest path from the inputs. Every arrow passes through its own cell in each row between,
+which is as wide as its label in the last of them, so nothing overlaps. Rows are ordered by barycenters; x is as near to
+the neighbors' as that order permits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ROW_GAP = 26.0
 
 @dataclass(eq=False)
 class Cell:
-    """A place in a row: a box, or where an arrow passes by (with its label in one of them)."""
+    """A cell of a row: a box, or one that an arrow passes through (with its label in one of them)."""
 
     width: float
     height: float
     above: list[Cell] = field(default_factory=list)
     below: list[Cell] = field(default_factory=list)
-    x: float = 0.0  # centre
+    x: float = 0.0  # center
     top: float = 0.0  # of the row
     bottom: float = 0.0
 
@@ -41,14 +41,9 @@ class Cell:
 def layout(
     cells: Mapping[str, Cell], arrows: Sequence[Arrow], label_width: Callable[[str], float], left: float, top: float
 ) -> list[list[Cell]]:
-    """Give every cell its place; returns the cells of every arrow, from the upper of its boxes to the lower.
+    """Place every cell; returns the cells of every arrow, from its upper box to its lower one.
 
-    Args:
-        cells: by box, with their sizes.
-        arrows: what connects them. One that would close a cycle, which only the two graphs of a diff can, runs upwards.
-        label_width: of a label, in pixels.
-        left: x of the left edge.
-        top: y of the upper edge.
+    An arrow that would close a cycle, which only the two graphs of a diff can, points upwards. Widths are in pixels.
     """
     rows, routes = _rows(cells, arrows, label_width)
     _order(rows)
@@ -86,7 +81,7 @@ def _rows(
 
 
 def _order(rows: list[list[Cell]]) -> None:
-    """Sort rows by their neighbors above, then by those below, and so on; keep the order that crosses least."""
+    """Sort rows by their neighbors above, then by those below, and so on; use the order with the fewest crossings."""
     best, fewest = [list(row) for row in rows], _crossings(rows)
     for _ in range(12):
         for fixed, row in pairwise(rows):
@@ -99,7 +94,7 @@ def _order(rows: list[list[Cell]]) -> None:
 
 
 def _sort(row: list[Cell], fixed: list[Cell], neighbors: list[list[Cell]]) -> None:
-    """Sort by the mean place of the neighbors in the fixed row; a cell without neighbors keeps its own place."""
+    """Sort by the mean place of the neighbors in the fixed row; a cell without neighbors does not move."""
     place = {cell: float(k) for k, cell in enumerate(fixed)}
     means = {
         cell: sum(place[n] for n in near) / len(near) if near else float(k)
@@ -154,11 +149,9 @@ def _spread(row: list[Cell], wanted: list[float]) -> None:
 
 
 def attachment_points(cells: Mapping[str, Cell], narrow: float) -> dict[tuple[Cell, Cell], float]:
-    """The x at which arrows leave and enter a box, by the box and the arrow's next cell: side by side, in their order.
+    """The x at which arrows leave and enter a box, by the box and the arrow's next cell: in their order.
 
-    Args:
-        cells: by box, placed.
-        narrow: pixels of a box's width to which no arrow is attached.
+    `narrow` is the number of pixels of a box's width without arrows.
     """
     found: dict[tuple[Cell, Cell], float] = {}
     for box in cells.values():

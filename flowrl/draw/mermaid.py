@@ -1,8 +1,8 @@
 """Graphs and diffs as Mermaid text, made offline.
 
-Boxes have the color of their role, which the legend names; those that write weights are hexagons; inputs are rounded.
-What a box writes stands in it, so an arrow has a label only where it carries a part of that. A thin grey arrow is a
-state edge, the dotted one the back-edge across steps. See `flowrl.draw.picture` for what is drawn.
+Boxes have the color of their role, which the legend names; those that write weights are hexagons; inputs are rounded. A
+box lists what it writes, and an arrow has a label only if it carries a part of that. A thin gray arrow is a state edge,
+the dotted one the back-edge across steps. See `flowrl.draw.picture`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STYLES = {  # a later one wins
 }
 _SHAPES = {"input": ('(["', '"])'), "reads": ('["', '"]'), "writes": ('{{"', '"}}')}
 
-# Words that Mermaid's grammar reserves where an identifier stands, and members that its plain objects have.
+# Words that Mermaid's grammar reserves among identifiers, and members that its plain objects have.
 _RESERVED = {"end", "graph", "subgraph", "class", "classdef", "click", "style", "linkstyle", "default", "flowchart"}
 _RESERVED |= {"direction", "href", "call", "interpolate", "_self", "_blank", "_parent", "_top"}
 _RESERVED |= {"constructor", "tostring", "tolocalestring", "valueof", "hasownproperty", "isprototypeof"}
@@ -36,7 +36,7 @@ def draw(subject: Graph | Change) -> str:
 
 
 def _flowchart(drawn: Picture) -> str:
-    # The legend goes first: what no arrow leads to stands in a line with the inputs.
+    # The legend goes first: boxes without an incoming arrow are in a line with the inputs.
     lines = ["flowchart TD"]
     lines += [f'    legend-{i}("{_escape(text)}")' for i, text in enumerate(drawn.legend.values(), 1)]
     lines += [f"    {_box(box)}" for box in drawn.boxes]

@@ -1,8 +1,8 @@
-"""`Picture`: what is drawn of a graph or of a diff, whatever draws it.
+"""`Picture`: the contents of a drawing of a graph or of a diff, independent of the format.
 
-Boxes are nodes, grouped by the role whose weights they use; a box that uses several stands between them. Arrows are
-data (labeled by the record or the columns that flow), state ("reads the weights before they are written", only where
-no data says so already) and the back-edge across steps, with its lag.
+Boxes are nodes, grouped by the role whose weights they use; a box that uses several is placed between them. Arrows are
+data (labeled by the record or the columns that flow), state ("reads the weights before they are written", only if no
+data arrow implies it) and the back-edge across steps, with its lag.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST = 4 * WIDTH
 
 @dataclass(frozen=True)
 class Box:
-    """A node: its name, the lines below it (what differs from the defaults), what it writes, and how it is drawn."""
+    """A node: its name, the lines below it (what differs from the defaults), what it writes, and its style."""
 
     name: str
     lines: tuple[str, ...]
@@ -45,7 +45,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A line from `source` to `target`; `whole` says that all that the source writes flows, and not some of it."""
+    """A line from `source` to `target`; `whole` if all outputs of the source flow, not some of them."""
 
     source: str
     target: str
@@ -123,7 +123,7 @@ def picture(subject: Graph | Change) -> Picture:
 
 
 def _with_allowances(graph: Graph, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
-    """Boxes that also say which rule their node may break, and why."""
+    """Boxes that also name the rule that their node may break, and why."""
     said: dict[str, list[str]] = {}
     for allowance in allowances(graph):
         for name in dict.fromkeys(finding.node for finding in allowance.findings):
@@ -211,7 +211,7 @@ def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:
 
 
 def _details(node: Node) -> list[str]:
-    """The operator's class, where the node's name does not tell it, and its parameters that are not the defaults."""
+    """The operator's class, if it differs from the node's name, and its parameters that are not the defaults."""
     values = {k: v for k, v in non_default(node.operator).items() if k not in node.operator.role_uses}
     shown = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     cls = type(node.operator).__name__

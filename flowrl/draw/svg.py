@@ -1,7 +1,7 @@
-"""Graphs and diffs as one SVG, drawn here: it needs neither a network nor a browser's scripts.
+"""Graphs and diffs as one SVG, without a network or a browser's scripts.
 
-Boxes have the color of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
-drawn and `flowrl.draw.layout` for where.
+Boxes have the color of their role; those that write weights are hexagons. See `flowrl.draw.picture` and
+`flowrl.draw.layout`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ All verbs resolve against the original graph, which does not change. Nodes that 
 - ``lag=Lag(2, spans=True)``: weights change while requests are in flight; see `flowrl.core.graphs.lag`.
 - ``allow={"FR007": "greedy is the baseline only"}``: allows breaking a rule, for this reason; None revokes that.
 
-Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it stays as a sink.
+Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it remains as a sink.
 """
 
 from __future__ import annotations
@@ -87,14 +87,7 @@ def edit(
     name: str | None = None,
     allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
-    """A changed copy of `graph`; see the module's docstring.
-
-    Raises:
-        GraphError: an unknown node or rule, a node named twice, or a port whose source is ambiguous; the message has
-            the `wire=` that fixes it.
-        PortError: an edge of the changed graph does not fit its port.
-        BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
-    """
+    """A changed copy of `graph`; see the module's docstring."""
     drop, before = _names(drop), expose_columns(graph)
     replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
     wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
@@ -225,10 +218,7 @@ def _timed(
 
 
 def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
-    """`spec` with other parameters, also of specs that are its parameters: ``{"loss.clip_high": 0.3}``.
-
-    All change at once, since one may be valid only with another.
-    """
+    """`spec` with other parameters, also of specs that are its parameters: ``{"loss.clip_high": 0.3}``."""
     known = parameters(spec)
     changed: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}

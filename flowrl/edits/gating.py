@@ -109,12 +109,8 @@ def _named(graph: Graph, edge: Edge) -> str:
 def anchor_of(name: str, anchor: str, inserted: Mapping[str, str], rewriting: Sequence[str], new_name: str) -> str:
     """The node of the changed graph that a gate comes after: its anchor, or the last node inserted there before it.
 
-    Args:
-        name: the gate's name.
-        anchor: its anchor in the original graph.
-        inserted: the anchors of all inserted nodes, in order.
-        rewriting: the inserted gates, and the inserted nodes that rewrite columns of their anchor.
-        new_name: the anchor's name in the changed graph.
+    `inserted` has the anchors of all inserted nodes, in order; `rewriting` are the inserted gates, and the inserted
+    nodes that rewrite columns of their anchor. `new_name` is the anchor's name in the changed graph.
     """
     order = list(inserted)
     between = [other for other in order[: order.index(name)] if inserted[other] == anchor and other in rewriting]

@@ -25,14 +25,7 @@ class Rewiring:
     """The original graph, and how its edges map to the changed one.
 
     Args:
-        graph: the original.
-        replace: operators by the node that they replace.
-        drop: names of nodes.
-        insert: new operators by name.
         anchors: the node that each of `insert` comes after.
-        rename: new names by old.
-        wire: explicit edges, as for `edit`.
-
     Attributes:
         operators: the operator of each node that the changed graph may have, by new name, in order.
     """
@@ -90,10 +83,7 @@ class Rewiring:
     # ---- inserted nodes
 
     def _rewritten(self, name: str) -> dict[Edge, Edge]:
-        """The outputs of its anchor that an inserted node reads and writes again, with the same kind, dtype and axes.
-
-        If it reads a part of a record, it also rewrites the columns whose type none of its inputs has.
-        """
+        """The outputs of its anchor that an inserted node reads and rewrites, with the same kind, dtype and axes."""
         anchor, outputs = self.anchors[name], self.operators[name].signature.outputs
         theirs, read = self.graph[anchor].signature.outputs, self._read(name)
         matches = {old: [new for new, other in outputs.items() if same(type, other)] for old, type in theirs.items()}
@@ -131,10 +121,7 @@ class Rewiring:
     # ---- explicit edges
 
     def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[PortField, Edge]]:
-        """``wire=`` as edges by new node name and field; nodes may have their old or new names.
-
-        The name of a node is the source of a record: ``wire={"value.rollout": "generate"}``.
-        """
+        """``wire=`` as edges by new node name and field; nodes may have their old or new names."""
         wires: dict[str, dict[PortField, Edge]] = {}
         for end, source in wire.items():
             node, _, port = end.partition(".")
@@ -185,10 +172,7 @@ class Rewiring:
         return Node(name, operator.named(name), {**carried, **by_hand})
 
     def _edges_as_it_was(self, name: str) -> Mapping[PortField, Edge]:
-        """The edges of a node of the changed graph, in terms of the original; explicit ones may be included.
-
-        A replacement inherits the edges of its predecessor; an inserted node prefers outputs of its anchor.
-        """
+        """The edges of a node of the changed graph, in terms of the original; explicit ones may be included."""
         operator, types = self.operators[name], self.graph.types
         by_hand = {field: self._as_it_was(edge) for field, edge in self.wires.get(name, {}).items()}
         if name in self.anchors:
@@ -201,10 +185,7 @@ class Rewiring:
         return old.inputs
 
     def _written_before(self, node: str) -> list[Available]:
-        """The outputs that an operator in the place of a node may read, the preferred ones first.
-
-        First those of its ancestors, then those of other nodes that do not depend on it; none of dropped nodes.
-        """
+        """The outputs that an operator in the place of a node may read, the preferred ones first."""
         remaining = set(self.graph.nodes).difference(self.drop, [node])
         ancestors = remaining & self.graph.ancestors(node)
         others = remaining - ancestors - self.graph.descendants(node)

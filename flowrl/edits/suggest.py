@@ -19,11 +19,7 @@ from flowrl.record_types import FieldType, accepts
 def suggest_insert(end: str, expected: FieldType, binding: Binding, outputs: Available) -> str | None:
     """The edit that inserts the only installed operator that writes what `end` reads; None if none type-checks.
 
-    Args:
-        end: the port without a source, as ``node.field``.
-        expected: its type.
-        binding: the axes that the other ports of its node have bound.
-        outputs: the outputs that it may read, in the order of the graph.
+    `end` is the port without a source, as ``node.field``; `binding` has the axes of the node's other ports.
     """
     makers = list(_makers(expected))
     if len(makers) != 1:

@@ -40,12 +40,10 @@ def wire_by_type(
     A port of a record reads all of it from one node, if one writes it.
 
     Args:
-        name: the node's name.
         operator: its operator. An optional port stays open unless the operator needs it or inherits its edge.
         inherited: edges to keep if they fit; the other fields of their port read the same node.
         pools: the outputs that it may read; the first pool with a fitting output counts.
         types: the type of every output.
-        by_hand: explicit edges.
     """
     wiring, wants = _Wiring(name, types), operator.in_step(0).wants()
     still_open: list[list[End]] = []

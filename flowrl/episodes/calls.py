@@ -18,10 +18,7 @@ _OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 
 
 async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
-    """What a function of the environment returns; one that blocks runs in its own thread.
-
-    A thread cannot be terminated: after a timeout it continues until it returns, or until the program exits.
-    """
+    """What a function of the environment returns; one that blocks runs in a thread, which cannot be terminated."""
     if not blocks:
         result = function()
         return await result if inspect.isawaitable(result) else result

@@ -48,14 +48,8 @@ class Limits:
 class RequestBroker:
     """Submits the requests of all episodes, coroutines of one event loop, to an engine that computes in that thread.
 
-    Between two steps of the engine, every coroutine that can continue does: it takes its answer, and its next request
-    is part of the engine's next step.
-
-    Args:
-        engine: takes requests.
-        tokenizer: of its model.
-        sampling: how answers are sampled.
-        key: the source of their random numbers.
+    Between two steps of the engine, every coroutine that can continue takes its response, and its next request is part
+    of the engine's next step.
     """
 
     def __init__(self, engine: StreamingRollout, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
@@ -113,13 +107,8 @@ class Chat:
     """An agent's conversation with the policy: ``answer = await chat.answer()``, then ``await chat.answer("Sure?")``.
 
     Args:
-        broker: takes its requests.
-        row: the start of the episode.
-        limits: of the episode.
         check: how to compare the chat template with the tokens of the episode; see `Transcript`.
-        toolbox: the tools that the policy may call.
         clock: ends the episode; every answer moves its deadline.
-        template_kwargs: arguments of the chat template.
     """
 
     def __init__(

@@ -15,9 +15,7 @@ class Row(NamedTuple):
     """A row of the prompts, from which an episode starts.
 
     Args:
-        row_id: unique to the row.
         uid: of its group, the episodes of one prompt.
-        messages: the prompt.
         ground_truth, extra_info, data_source: from the data, unchanged.
         attempt: how many earlier tries of this episode failed; 0 in the first.
     """
@@ -41,9 +39,7 @@ class Row(NamedTuple):
 class ToolCall(NamedTuple):
     """A tool call that the policy wrote.
 
-    Args:
-        name: of the tool.
-        arguments: by name, as written.
+    Its `arguments` are by name, as written.
     """
 
     name: str

@@ -28,11 +28,7 @@ Ended = Literal["done", "turns", "context", "failed"]
 class EpisodeResult(NamedTuple):
     """An episode that is over.
 
-    Args:
-        chat: its tokens, rewards and counts.
-        ended: by its environment, by its limits, or by a fault of its environment.
-        tries: how often it was started.
-        fault: of the last try, if that failed.
+    `ended` is by its environment, by its limits, or by a fault of its environment; `fault` is that of the last try.
     """
 
     chat: Chat
@@ -48,12 +44,9 @@ class EpisodeSetup:
     Args:
         environment: an environment class, of which each episode has an instance, or an agent; None ends an episode with
             the first answer that calls no tool.
-        limits: of each episode.
         check: see `flowrl.data.text.transcript`.
-        toolbox: the tools that the policy may call.
         tries: how often to start an episode whose environment fails.
         concurrency: maximum number of episodes in flight; None is all.
-        template_kwargs: arguments of the chat template.
         server: forks the processes of environments; None runs them in this process.
     """
 

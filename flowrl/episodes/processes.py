@@ -1,8 +1,7 @@
 """Environments and tools in separate processes, which are killed after a timeout; a thread cannot be.
 
-Each episode's environment has its own process, and so has each call of a tool. They are forked from a `ForkServer` that
-has imported the environment and lives as long as the program. Nothing that they start outlives them: see
-`flowrl.workers.supervisor`.
+Each episode's environment has its own process, and so has each call of a tool, forked from a `ForkServer` that has
+imported the environment and lives as long as the program. `flowrl.workers.supervisor` terminates all that they start.
 """
 
 # Why not `concurrent.futures` or `multiprocessing`? See `flowrl.operators.reward.pool`. Workers there import what a
@@ -39,11 +38,7 @@ _servers: dict[tuple[str, ...], ForkServer] = {}
 
 
 def environment_server(names: tuple[str, ...]) -> ForkServer:
-    """The server whose workers have imported these environments and tools; starts one if there is none.
-
-    Args:
-        names: references, such as ``"triage.py:Triage"``.
-    """
+    """The server whose workers have imported these environments and tools (references); starts one if there is none."""
     if names in _servers and not _servers[names].alive:
         _servers.pop(names).close()
     if names not in _servers:
@@ -100,11 +95,7 @@ def reference_of(thing: Callable[..., Any] | str) -> str:
 
 
 class Process:
-    """One forked process, which serves one call at a time.
-
-    Args:
-        server: forks it.
-    """
+    """One forked process, which serves one call at a time."""
 
     def __init__(self, server: ForkServer) -> None:
         ours, theirs = socket.socketpair()

@@ -27,17 +27,9 @@ def rehearse(
 ) -> None:
     """Test a chat template on a conversation such as episodes have.
 
-    The policy calls tools, first one and then two at once, in the format of the toolbox's parser; then a user replies.
-    It thinks in each answer, since a template may strip the thinking of earlier turns. If the template fails only after
-    thinking, that is a warning and not an error, since a policy need not think; an answer that does is an error in its
-    row.
-
-    Args:
-        tokenizer: with the template.
-        check: how to compare the texts; ``"off"`` tests nothing.
-        toolbox: the tools that the policy may call.
-        replies: whether an environment replies to answers.
-        template_kwargs: arguments of the template.
+    The policy calls tools, first one and then two at once; then, with `replies`, a user replies. It thinks in each
+    answer, since a template may strip the thinking of earlier turns. A template that fails only after thinking is a
+    warning, not an error.
     """
     if check == "off":
         return

@@ -25,10 +25,8 @@ async def play(env: Any, chat: Chat, row: Row) -> float:
 
     ``async def agent(chat, row): return await play(ENV, chat, row)`` is an agent for ``Interact``.
 
-    Args:
-        env: of verifiers, as ``verifiers.v1.load_environment(config)`` returns it.
-        chat: the conversation with the policy.
-        row: its ``extra_info["index"]`` is the index of the task; see `prompts`.
+    The index of the task is the row's ``extra_info["index"]``; see `prompts`. `env` is from
+    ``verifiers.v1.load_environment(config)``.
     """
     task = next(itertools.islice(env.taskset, int(row.extra_info["index"]), None), None)
     if task is None:

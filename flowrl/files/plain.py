@@ -60,12 +60,7 @@ def is_json(path: Path) -> bool:
 
 
 def check(data: Any, source: object) -> None:
-    """Refuse data that is not plain, nests too deeply, or has too many values.
-
-    Args:
-        data: the data to check.
-        source: its origin, for messages.
-    """
+    """Refuse data that is not plain, nests too deeply, or has too many values; messages name its `source`."""
     pending: list[tuple[Any, str, int]] = [(data, "", 0)]
     seen = 0
     while pending:

@@ -24,13 +24,8 @@ from flowrl.spec import Spec, parameters
 
 @dataclass(frozen=True)
 class NotImported:
-    """A function named by data that was not imported: it can be shown and compared, but not called.
-
-    Args:
-        path: its name in the data.
-        source: the hash of its source in the data.
-        key: ``"$function"``, or ``"$named"`` if it is a string in Python.
-    """
+    """A function named by data (``"$function"``, or ``"$named"`` if it is a string in Python) that was not imported: it
+    can be shown and compared, but not called."""
 
     path: str
     source: str | None
@@ -54,12 +49,9 @@ class NotImported:
 
 
 def encode(value: Any, where: str, portable: bool = True) -> Any:
-    """A parameter as JSON-able data.
+    """A parameter as JSON-able data; `where` is ``node.field``, for messages.
 
-    Args:
-        value: the parameter.
-        where: ``node.field`` for messages.
-        portable: False also accepts values that cannot be read back (a lambda), for fingerprints and diffs.
+    With ``portable=False`` also values that cannot be read back (a lambda), for fingerprints and diffs.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -110,13 +102,7 @@ def _reference(ref: str) -> dict[str, str]:
 
 
 def decode(data: Any, where: str, imports: bool) -> Any:
-    """The inverse of `encode`.
-
-    Args:
-        data: plain data.
-        where: ``node.field`` for messages.
-        imports: import what the data names. False leaves functions as `NotImported`.
-    """
+    """The inverse of `encode`. Without `imports`, functions remain `NotImported`."""
     if isinstance(data, list | tuple):
         return tuple(decode(item, where, imports) for item in data)
     if not isinstance(data, Mapping):

@@ -91,21 +91,10 @@ class Backend(Spec):
         return f"{type(self).__name__} does not declare that it trains and scores with the same bits"
 
     def refuse_missing(self) -> None:
-        """Refuse files that `build` would not find on this machine, such as a model folder, without loading any.
-
-        Raises:
-            BindError: a file is missing.
-        """
+        """Refuse files that `build` would not find on this machine, such as a model folder; reads none."""
 
     def refuse_swap(self, caches: Caches) -> None:
-        """Refuse a kind of live weight update that the engine, a `LiveWeightUpdate`, does not support.
-
-        Args:
-            caches: what happens to the KV of responses in flight.
-
-        Raises:
-            BindError: not supported; names what is.
-        """
+        """Refuse, with a `BindError`, a live weight update that the engine, a `LiveWeightUpdate`, does not support."""
 
     def build(self, context: BuildContext) -> Any:
         """Build the engine, which implements every Protocol in `serves`."""
@@ -140,13 +129,7 @@ def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
 
 
 def refuse_unsynced(role: str, backend: Backend, synced_by: str | None) -> None:
-    """Refuse an engine that no sync would give weights, or a frozen one that a sync writes to.
-
-    Args:
-        role: a role that generates.
-        backend: bound to it.
-        synced_by: the node that syncs weights to it, if any.
-    """
+    """Refuse an engine that generates and that no sync would update, or a frozen one that a sync writes to."""
     name = type(backend).__name__
     if synced_by is None and not backend.frozen:
         raise BindError(
@@ -171,11 +154,8 @@ def refuse_unsynced(role: str, backend: Backend, synced_by: str | None) -> None:
 def refuse_uncheckpointed(roles: Iterable[str], bindings: Mapping[str, Backend], asker: str, fix: str) -> None:
     """Refuse trained roles whose engines cannot be checkpointed, before anything is loaded.
 
-    Args:
-        roles: the trained roles; those that are not bound are skipped.
-        bindings: backends by role.
-        asker: the setting that needs checkpoints, such as ``"checkpoint_every=5"``.
-        fix: how to do without it.
+    Roles that are not bound are skipped. `asker` is the setting that needs checkpoints, such as
+    ``"checkpoint_every=5"``.
     """
     for role in roles:
         if role in bindings and Checkpointed not in bindings[role].serves:

@@ -21,15 +21,7 @@ class Head(Protocol):
     opens it once and reuses it."""
 
     def log_probs(self, states: Tensor, temperature: Tensor) -> Tensor:
-        """Log-probs of the whole vocabulary: float32 ``[tokens vocabulary]``.
-
-        Args:
-            states: last hidden states, float32 ``[tokens hidden]``.
-            temperature: ``[tokens]``.
-
-        Raises:
-            DataError: the weights found are not those of the model that computed `states`.
-        """
+        """Log-probs of the whole vocabulary, float32 ``[tokens vocabulary]``, of states ``[tokens hidden]``."""
         ...
 
     def opened(self, device: torch.device) -> Head:

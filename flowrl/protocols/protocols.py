@@ -1,7 +1,7 @@
 """The Protocols of live engines, through which operators and executors use weights.
 
-Operators know engines only by these Protocols, so one engine can replace another. A `flowrl.protocols.backend.Backend`
-builds an engine and lists the Protocols that it implements.
+Operators know engines only by them, so engines are interchangeable. A `flowrl.protocols.backend.Backend` builds an
+engine and lists the Protocols that it implements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class ReplicatedMiniBatch(NamedTuple):
     """All rows of a mini-batch, for an objective that compares rows.
 
     Args:
-        batch: the columns that the objective reads.
         weights: float32 ``[rows response]``.
         own: int64 ``[rows of this rank]``, the positions of this rank's rows.
     """
@@ -88,9 +87,7 @@ class Objective(Protocol[Batch_contra]):
             output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the current weights.
             entropy: float32 ``[rows response]`` of the next-token distribution, with a gradient only if
                 `wants_entropy`; None for values.
-            batch: the columns of these rows.
             weights: float32 ``[rows response]``.
-            metrics: collects its metrics; those of micro-batches are merged.
         """
         ...
 
@@ -103,8 +100,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
-        max_new_tokens: the most tokens per row.
-        stop_token_ids: tokens that end a row, besides the tokenizer's `ends`; the stop token is part of the response.
+        stop_token_ids: tokens that end a row, as the tokenizer's `ends` do; the stop token is part of the response.
         stop: strings that end a row once its text (special tokens skipped) contains one. The response includes the
             full token that completes the string, so its text may extend past the string.
         ignore_eos: the tokenizer's `ends` do not end a row; stop tokens and strings still do.
@@ -153,7 +149,6 @@ class Response(NamedTuple):
     """The response to a `Request`.
 
     Args:
-        ids: its tokens, at least one.
         log_probs: of each token, under the distribution that it was sampled from.
         versions: of each token, the version of the weights that sampled it; non-decreasing, and constant unless
             weights were updated during the response.

@@ -1,10 +1,9 @@
 """Rules: mistakes in graphs whose types are correct.
 
-`RULES` is the table. A rule is a small function that yields its findings in a graph, with an id, a reason in one line
-and the public issue that it was learned from. Rules see only what operators declare (roles, effects, kinds and axes of
-columns, row arithmetic), so they also cover custom operators. Rules about training follow the rows that an update
-reads (`flowrl.core.graphs.lineage`). Messages suggest flowrl's own operators (`Sync`, `Repeat`, `Value`), as examples
-to copy.
+`RULES` is the table of rules. A rule is a function that yields its findings in a graph, with an id, a reason in one
+line and the public issue that it was learned from. Rules see only what operators declare (roles, effects, kinds and
+axes of columns, row arithmetic), so they also cover custom operators. Rules about training follow the rows that an
+update reads (`flowrl.core.graphs.lineage`).
 
 A graph may allow a violation, with a reason: ``graph.edit(allow={"FR007": "greedy is the baseline only"})``.
 """
@@ -41,13 +40,7 @@ MODULES = (advantages, critics, episodes, losses, rows, updates, weights)
 
 @dataclass(frozen=True)
 class Allowance:
-    """A rule that a graph may violate.
-
-    Args:
-        rule: its id.
-        reason: why, as given to `allow`.
-        findings: the allowed findings; empty if the allowance is not needed.
-    """
+    """A rule that a graph may violate, the reason as given to `allow`, and the findings; none if it is not needed."""
 
     rule: str
     reason: str
@@ -104,12 +97,7 @@ def refuse_broken(graph: Graph, name: str, prompts: int | None = None) -> None:
 
 
 def refuse_unknown_rules(allow: Mapping[str, str | None], where: str) -> None:
-    """Refuse allowances of unknown rules, or without a reason.
-
-    Args:
-        allow: the reason by rule; None removes an allowance.
-        where: the place of the allowances, for messages.
-    """
+    """Refuse allowances of unknown rules, or without a reason; `where` is the place of the allowances, for messages."""
     ids = [rule.id for rule in RULES]
     for id, reason in allow.items():
         if id not in ids:

@@ -1,6 +1,6 @@
-"""`EnvironmentSource`: what the source code of an environment says about rewards and tool calls; nothing is run.
+"""`EnvironmentSource`: what the source code of an environment reveals about rewards and tool calls; nothing is run.
 
-Every answer is certain, or there is none: a name refers to a module, or to a member of one, only if an import says so.
+Every result is certain, or there is none: a name refers to a module, or a member of one, only by an import.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ Definition = Function | ast.ClassDef
 
 @dataclass(frozen=True)
 class Source:
-    """The source code of a function or class.
-
-    Args:
-        module: its file.
-        tree: the function or class.
-    """
+    """The source code of a function or class."""
 
     module: ast.Module
     tree: Definition
@@ -59,12 +54,7 @@ class Source:
 
 
 class EnvironmentSource:
-    """The source code of an environment.
-
-    Args:
-        parts: the class and its bases, or the agent; empty if their source cannot be read.
-        complete: whether `parts` is all of it.
-    """
+    """The source code of an environment: the class and its bases, or the agent; empty if unreadable."""
 
     def __init__(self, parts: Sequence[Source], complete: bool) -> None:
         self.parts, self._complete = parts, complete
@@ -143,7 +133,7 @@ def source_of(thing: Callable[..., Any] | str) -> Source | None:
 
 
 def _has_other_bases(part: Source) -> bool:
-    """Whether a class has bases besides flowrl's own."""
+    """Whether a class has bases other than flowrl's own."""
     bases = part.tree.bases if isinstance(part.tree, ast.ClassDef) else []
     return any(not part.is_flowrls(base, "Environment") for base in bases)
 

@@ -21,7 +21,7 @@ Check = Callable[[Graph, int | None], Findings]
 
 @dataclass(frozen=True)
 class Finding:
-    """A violation: the rule's id, the node, and a message that says how to fix it."""
+    """A violation: the rule's id, the node, and a message with the fix."""
 
     rule: str
     node: str
@@ -62,14 +62,7 @@ RETIRED = {
 
 
 def rule(id: str, reason: str, source: str = "", everywhere: bool = False) -> Callable[[Check], Check]:
-    """Register a function as a rule; it then checks every graph.
-
-    Args:
-        id, reason, source, everywhere: as those of `Rule`.
-
-    Raises:
-        DefinitionError: another rule has this id. A function that is defined again, as in a notebook, replaces itself.
-    """
+    """Register a function as a rule, with the fields of `Rule`; it then checks every graph."""
 
     def register(check: Check) -> Check:
         for other in [other for other in RULES if other.id == id]:

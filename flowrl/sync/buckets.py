@@ -1,4 +1,4 @@
-"""Weights in buckets: some tensors at a time, so that nobody has to hold a second copy of all of them."""
+"""Weights in buckets: some tensors at a time, so that no process needs a second copy of all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from flowrl.sync.digest import tensor_digest
 
 BUCKET_BYTES = 256 << 20
-"""The bytes of a bucket, at most, unless said otherwise (a larger tensor is a bucket of its own)."""
+"""The default maximum bytes of a bucket (a larger tensor gets its own bucket)."""
 
-_ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be seen as any dtype
+_ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be viewed as any dtype
 
 Entry = tuple[str, str, list[int], str]
-"""What is said of a packed tensor: name, dtype, shape, digest."""
+"""The header of a packed tensor: name, dtype, shape, digest."""
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -25,14 +25,10 @@ def _nbytes(tensor: Tensor) -> int:
 def in_buckets(
     weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, size: Callable[[Tensor], int] = _nbytes
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Weights in order, in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own.
+    """Weights in order, in buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
 
-    A bucket is read as its tensors come, and to its end before the next; one tensor is read ahead.
-
-    Args:
-        weights: names and tensors.
-        bucket_bytes: of a bucket.
-        size: the bytes that a tensor takes in a bucket.
+    `size` returns the bytes of a tensor in a bucket. Read each bucket completely before the next; one tensor is
+    prefetched.
     """
     coming = iter(weights)
     ahead = next(coming, None)
@@ -54,10 +50,9 @@ def in_buckets(
 def packed(
     weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device
 ) -> Iterator[tuple[list[Entry], int, Tensor]]:
-    """Weights side by side in buckets, all in the same memory, so that each is good for one turn of the loop.
+    """Pack weights into buckets that share one buffer, so each bucket is valid for one iteration of the loop.
 
-    Returns:
-        for each bucket what is in it, the bytes of its tensors, and uint8 ``[size]`` on the device.
+    Yields the contents of each bucket, the bytes of its tensors, and uint8 ``[size]`` on the device.
     """
     memory = torch.empty(0, dtype=torch.uint8)
     for bucket in in_buckets(weights, bucket_bytes, _room):

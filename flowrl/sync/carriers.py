@@ -1,4 +1,4 @@
-"""Three ways for the bytes of a bucket: by gloo, by NCCL, or as a handle to memory that both processes map."""
+"""Three transports for the bytes of a bucket: gloo, NCCL, or a handle to memory that both processes map."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ c10d: Any = dist  # whose annotations hide the groups that it documents
 
 
 class Carrier(Protocol):
-    """A way for the bytes of a bucket, uint8 ``[size]``, from rank 0 of a `TransferGroup` to all others."""
+    """A transport for the bytes of a bucket, uint8 ``[size]``, from rank 0 of a `TransferGroup` to all others."""
 
     device: torch.device
     """Where the bytes are, on both sides."""
@@ -26,7 +26,7 @@ class Carrier(Protocol):
         ...
 
     def receive(self, flat: Tensor) -> None:
-        """The others receive into memory of their own."""
+        """The others receive into newly allocated memory."""
         ...
 
 
@@ -46,7 +46,7 @@ class GlooCarrier:
 
 
 class NCCLCarrier:
-    """Between GPUs, by a group of NCCL's that meets at the same store."""
+    """Between GPUs, by an NCCL group with the same store."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -56,7 +56,7 @@ class NCCLCarrier:
         self._group = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
 
     def send(self, flat: Tensor) -> None:
-        with interrupting(self._timeout):  # and wait on the CPU, where silence is noticed
+        with interrupting(self._timeout):  # wait on the CPU, where a timeout is detected
             self._group.broadcast([flat], from_rank_0()).wait(timedelta(seconds=self._timeout))
 
     def receive(self, flat: Tensor) -> None:

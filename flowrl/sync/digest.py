@@ -1,8 +1,8 @@
-"""Digests of weights, by which a sender and a receiver find out whether they hold the same numbers.
+"""Digests of weights, to check that a sender and a receiver hold the same numbers.
 
 The digest of a tensor is xxh3-128 over its name, dtype, shape and bytes; that of a set of weights is xxh3-128 over the
-digests of its tensors, sorted by name. So tensors can be hashed one by one as they pass, in any order, and two sets
-that differ can say where. A sync hashes each tensor once on either side: as it leaves the trainer, and where it ends.
+digests of its tensors, sorted by name. So tensors can be hashed in any order, and a mismatch names the tensors. A sync
+hashes each tensor once per side: as it leaves the trainer, and where it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a Hugging Face model under the names that `save_pretrained` writes, sorted; tied ones come once.
+    """The weights of a Hugging Face model under the names that `save_pretrained` writes, sorted, tied ones once.
 
     The tensors are the live ones, or copies where the model stores several of them fused (experts).
     """
@@ -44,11 +44,11 @@ def combine(digests: Mapping[str, str]) -> str:
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 of a set of named weights, in whatever order they come, as 32 hex digits."""
+    """xxh3-128 of a set of named weights, in any order, as 32 hex digits."""
     return combine({name: tensor_digest(name, tensor) for name, tensor in weights})
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits; unlike `torch.equal`, NaN equals itself."""
+    """Whether two tensors of one dtype and shape have the same bits; unlike `torch.equal`, NaN equals itself."""
     flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*flat)

@@ -1,4 +1,4 @@
-"""`TransferGroup`: one process that sends and some that receive, in a gloo group of their own."""
+"""`TransferGroup`: one process that sends and some that receive, in a separate gloo group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _CONNECTED = timedelta(seconds=30)
 
 
 class Interrupted(SyncError):
-    """The other side of a transfer is gone, or silent; it may know why."""
+    """The other side of a transfer ended, or does not respond; its own error may name the cause."""
 
 
 class TransferGroup:
-    """One rank of a gloo group, apart from whatever other groups its process has.
+    """One rank of a gloo group, independent of other groups of its process.
 
     Args:
-        store: where the ranks meet; see `connect`.
-        name: of the group, which is not the only one to meet there.
+        store: the rendezvous; see `connect`.
+        name: of the group; several groups may share a store.
         rank: of this process in the group; rank 0 sends.
-        size: how many ranks there are.
-        host: of the store, so an address that all ranks can reach.
+        host: of the store, at an address that all ranks can reach.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -75,17 +74,13 @@ class TransferGroup:
         return raw.numpy().tobytes()
 
     def leave(self) -> None:
-        """Close all connections, so that the others no longer wait. gloo does so once nobody holds the group, and
-        therefore nothing else here does, not even the traceback of an error."""
+        """Close all connections, so that the others no longer wait. gloo does so once the group has no more
+        references, so nothing else here may hold one, not even the traceback of an error."""
         self._group = None
 
 
 def connect(host: str, port: int, timeout: float) -> Any:
-    """A client of the TCPStore at an address, which must be there already: if it is not, the transfer is over.
-
-    Raises:
-        Interrupted: nobody answers.
-    """
+    """A client of the TCPStore at an address, which must exist already; otherwise the transfer is over."""
     patience = timedelta(seconds=timeout)
     with interrupting(timeout):
         store = c10d.TCPStore(host, port, None, False, timeout=min(patience, _CONNECTED))
@@ -102,7 +97,7 @@ def from_rank_0() -> Any:
 
 @contextmanager
 def interrupting(timeout: float) -> Iterator[None]:
-    """Turn the errors of c10d, which say nothing of transfers, into `Interrupted`."""
+    """Turn the errors of c10d, which do not mention transfers, into `Interrupted`."""
     try:
         yield
     except RuntimeError as error:

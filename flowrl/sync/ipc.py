@@ -1,4 +1,4 @@
-"""Tensors that another process of this machine opens where they are, by a handle: CUDA IPC in place of bytes."""
+"""Tensors that another process of this machine opens in place, by a handle: CUDA IPC instead of bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def can_share(tensors: Collection[Tensor]) -> bool:
-    """Whether these go by handles: all are on GPUs. What is in CPU memory travels faster as bytes."""
+    """Whether to send these as handles: all are on GPUs. CPU memory is sent faster as bytes."""
     return all(tensor.is_cuda for tensor in tensors)
 
 
 def export_handles(tensors: Mapping[str, Tensor]) -> bytes:
-    """Handles of `tensors`, whose memory must live until the other process is done with it.
+    """Handles of `tensors`, whose memory must live until the other process has finished with it.
 
     For CPU memory both processes must share tensors by files (`torch.multiprocessing.set_sharing_strategy`).
     """
     if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.current_stream().synchronize()  # so that the memory is written when the handle is there
+        torch.cuda.current_stream().synchronize()  # so that the memory is written before the handle arrives
     return bytes(ForkingPickler.dumps(dict(tensors)))
 
 
@@ -33,5 +33,5 @@ def open_handles(handles: bytes) -> dict[str, Tensor]:
 
 
 def shared_device() -> torch.device:
-    """Where processes that pass each other handles have their memory."""
+    """The memory of processes that exchange handles."""
     return torch.device("cuda", torch.cuda.current_device())

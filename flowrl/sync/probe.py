@@ -1,8 +1,8 @@
-"""The probe: after a sync, the engine and the trainer must give the same answers the same log-probs.
+"""The probe: after a sync, the engine and the trainer must compute the same log-probs for the same responses.
 
-A digest proves that tensors arrived. What an engine made of them (fused, transposed, quantised or silently dropped)
-shows in its log-probs alone. The tokens are answers that the model itself gave to some questions: of these a rounded
-model is nearly as sure as an exact one, while other weights would have answered otherwise.
+A digest proves that tensors arrived; only log-probs show what an engine made of them (fused, transposed, quantized or
+silently dropped). The tokens are the model's own responses to some questions: a rounded model is nearly as certain of
+them as an exact one, while other weights would have produced other responses.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ QUESTIONS = (
     "Write a Python function that reverses a list.",
 )
 ANSWER = 16
-"""Tokens of an answer, at most; every one counts."""
+"""Maximum tokens of a response; all of them are scored."""
 RESERVED_TOKENS = 5
-"""Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang five."""
+"""Tokens of a sequence that engines reserve when they score a prompt: vLLM one, SGLang five."""
 
 CONCURRENCY_NOISE = 0.1
-"""Of what a trainer's scores have moved by: an engine that computes other answers beside moves by less for no reason
-but rounding, and by about as much where it has the new weights."""
+"""Fraction of the change of a trainer's scores below which the change of an engine that computes other responses
+concurrently is rounding; with the new weights it changes by about as much as the trainer."""
 
 
 class ProbeBatch(NamedTuple):
@@ -46,24 +46,19 @@ class ProbeBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts and answers to them, as token ids; all answers are of one length.
-
-    Args:
-        prompts: at least one token each.
-        answers: one for each.
-    """
+    """Prompts of at least one token and a response to each, as token ids; all responses are of one length."""
 
     prompts: Sequence[Sequence[int]]
     answers: Sequence[Sequence[int]]
 
     @property
     def rows(self) -> list[list[int]]:
-        """Each prompt with its answer."""
+        """Each prompt with its response."""
         return [[*prompt, *answer] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     @property
     def width(self) -> int:
-        """Tokens of an answer."""
+        """Tokens of a response."""
         return len(self.answers[0])
 
     def batch(self) -> ProbeBatch:
@@ -76,20 +71,14 @@ class Probe:
         return ProbeBatch(*assemble(prompts, mask, answers, counted), counted, torch.ones(len(prompts)))
 
     def score(self, source: Scorer) -> tuple[float, ...]:
-        """The log-probs of all answers by a trainer, row by row; a collective where it has ranks."""
+        """The log-probs of all responses by a trainer, row by row; a collective if it has ranks."""
         return tuple(source.log_probs(self.batch()).float().flatten().tolist())
 
 
 def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], Sampling]:
-    """What an engine is to answer, to make a probe of it.
+    """The prompts from `QUESTIONS` (their ends) and the sampling settings, to build an engine's probe.
 
-    Args:
-        tokenizer: of the model's folder.
-        longest: tokens that a sequence may have, at least 12.
-
-    Returns:
-        prompts, the ends of `QUESTIONS`, and how to answer them. A prompt with its answer and `RESERVED_TOKENS` more
-        tokens is no longer than `longest`.
+    A prompt with its response and `RESERVED_TOKENS` more tokens is no longer than `longest` tokens (at least 12).
     """
     width = min(ANSWER, longest // 2)
     prompts = [_prompt(tokenizer, question)[-(longest - width - RESERVED_TOKENS) :] for question in QUESTIONS]
@@ -99,17 +88,17 @@ def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], 
 def _prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
     try:
         return tokenizer.prompt_ids([{"role": "user", "content": question}])
-    except DataError:  # a model without a template, or with one for other roles: it goes on with any text
+    except DataError:  # a model without a template, or with one for other roles: it continues any text
         return tokenizer.encode(question) or [tokenizer.eos_id]
 
 
 class Scores(NamedTuple):
-    """Log-probs of a probe's answers, natural, at temperature 1, row by row.
+    """Log-probs of a probe's responses, natural, at temperature 1, row by row.
 
     Args:
         engine: the engine's, after a sync.
-        trainer: those of the trainer whose weights it took over.
-        concurrent: whether the engine computed other answers with them, so that its scores may differ by rounding.
+        trainer: those of the trainer whose weights it received.
+        concurrent: whether the engine computed other responses concurrently, so that its scores may differ by rounding.
     """
 
     engine: tuple[float, ...]
@@ -118,37 +107,30 @@ class Scores(NamedTuple):
 
 
 def arithmetic(scorer: object) -> torch.dtype:
-    """What a trainer computes in, float32 unless it says."""
+    """A trainer's compute dtype; float32 unless it declares another."""
     return scorer.arithmetic if isinstance(scorer, HasComputeDtype) else torch.float32
 
 
 def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
-    """What `refuse_other_weights` accepts unless told, by what both sides compute in: 1e-3 where both are float32,
-    otherwise 0.05."""
+    """The default tolerance of `refuse_other_weights`: 1e-3 if both sides compute in float32, else 0.05."""
     return 1e-3 if {engine, trainer} == {torch.float32} else 0.05
 
 
 def refuse_other_weights(
     engine: str, log_probs: Sequence[float], dtype: torch.dtype, probe: Probe, source: Scorer, tolerance: float | None
 ) -> Scores:
-    """Compare an engine's log-probs of a probe with those of the trainer whose weights it took over.
+    """Compare an engine's log-probs of a probe with those of the trainer whose weights it received.
 
-    What counts is the mean of ``|engine - trainer| / max(1, |trainer|)``: nats, but of a token that the trainer finds
-    less likely than 1/e the share of its log-prob, since rounding moves a log-prob in proportion to it.
+    The criterion is the mean of ``|engine - trainer| / max(1, |trainer|)``: nats, but relative for a token that the
+    trainer finds less likely than 1/e, because rounding moves a log-prob in proportion to it.
 
     Args:
-        engine: the engine's name, for the error.
-        log_probs: natural, at temperature 1, of all answers, row by row.
-        dtype: what the engine computes in.
-        probe: what was scored.
-        source: the trainer.
-        tolerance: the largest mean that is accepted; None is `default_tolerance`.
+        log_probs: natural, at temperature 1, of all responses, row by row.
+        dtype: the engine's compute dtype.
+        tolerance: the largest accepted mean; None is `default_tolerance`.
 
     Returns:
         the scores of both, for `refuse_old_weights`.
-
-    Raises:
-        SyncError: the mean is above `tolerance`, or not a number.
     """
     scores = Scores(tuple(log_probs), probe.score(source))
     found, expected = torch.tensor(scores.engine), torch.tensor(scores.trainer)
@@ -177,32 +159,26 @@ def refuse_other_weights(
 
 
 def resolution(dtype: torch.dtype, trainer: torch.dtype, tolerance: float | None) -> float:
-    """By how much a trainer's scores must move, in nats on the mean, to show in an engine's; for
-    `refuse_old_weights`. Weights in float32 show any update; in bfloat16 one that moves scores by less may round
+    """The mean change of a trainer's scores, in nats, that must change an engine's; for
+    `refuse_old_weights`. Weights in float32 show any update; in bfloat16 a smaller change may round
     away."""
     tolerance = tolerance or default_tolerance(dtype, trainer)
     return max(1e-5, tolerance / 100) if {dtype, trainer} == {torch.float32} else max(0.02, tolerance / 5)
 
 
 def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resolution: float) -> Scores:
-    """Refuse an engine whose scores are the same as before, bit by bit, although the trainer's have changed.
+    """Refuse an engine whose scores are bit for bit as before, although the trainer's have changed.
 
-    An update may be smaller than the tolerance of `refuse_other_weights`, and smaller than what weights in bfloat16
-    can show. The trainer's change is counted from when the engine's scores last changed, so small updates add up: an
-    engine that takes over none of them is found after some syncs. Where it computed other answers beside, what it moves
-    by less than a tenth of what the trainer does is rounding, and no change.
+    An update may be smaller than the tolerance of `refuse_other_weights`, and than what weights in bfloat16 can
+    represent. The trainer's change is counted from when the engine's scores last changed, so small updates add up. If
+    the engine computed other responses concurrently, a change of less than a tenth of the trainer's is rounding.
 
     Args:
-        engine: the engine's name, for the error.
-        scores: after this sync.
         before: what this returned after the last sync; None at first.
         resolution: in nats; a larger mean absolute change of the trainer's scores must change some of the engine's.
 
     Returns:
-        what to compare the next scores with.
-
-    Raises:
-        SyncError: the trainer's scores have moved by more than `resolution` since the engine's last changed.
+        the scores to compare the next ones with.
     """
     if before is None:
         return scores

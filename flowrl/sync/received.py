@@ -1,4 +1,4 @@
-"""`ReceivedWeights`: what stands in for a trainer where its weights arrive, whichever way they come."""
+"""`ReceivedWeights`: the stand-in for a trainer in the process where its weights arrive."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from flowrl.sync.probe import Probe
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of weights before any of them arrives.
+    """Metadata of weights, known before any of them arrives.
 
     Args:
-        role: the trainer's.
-        version: of the weights.
-        adapter_of: see `flowrl.protocols.protocols.Adapted`; None where whole weights come.
-        probe: what the trainer scored before it sent them; None where nobody probes.
+        adapter_of: see `flowrl.protocols.protocols.Adapted`; None for full weights.
+        probe: what the trainer scored before it sent them; None without a probe.
         scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
-        arithmetic: what it computes in, such as ``"float32"``.
+        arithmetic: its compute dtype, such as ``"float32"``.
     """
 
     role: str
@@ -37,7 +35,7 @@ class Origin:
 
     @staticmethod
     def of(message: Mapping[str, Any]) -> Origin:
-        """An origin that crossed to this process as JSON."""
+        """An origin that was sent to this process as JSON."""
         probe = message["probe"]
         return Origin(**{**message, "probe": probe and Probe(**probe), "scores": tuple(message["scores"])})
 
@@ -56,13 +54,7 @@ class Origin:
 
 
 class Weight(NamedTuple):
-    """One tensor of a set of weights.
-
-    Args:
-        name: its Hugging Face name.
-        tensor: as it came.
-        digest: its `tensor_digest` when it left the trainer.
-    """
+    """One tensor of a set of weights, with its Hugging Face name and its `tensor_digest` when it left the trainer."""
 
     name: str
     tensor: Tensor
@@ -70,11 +62,11 @@ class Weight(NamedTuple):
 
 
 class Shipment(Protocol):
-    """Weights that can be taken as they come in, once."""
+    """Weights that can be iterated once, as they arrive."""
 
     @property
     def transport(self) -> str:
-        """The way by which they come, as the receipt names it."""
+        """Their transport, as the receipt names it."""
         ...
 
     @property
@@ -83,17 +75,12 @@ class Shipment(Protocol):
         ...
 
     def weights(self) -> Iterator[Weight]:
-        """The weights, in memory that is the receiver's to keep; nothing is hashed here."""
+        """The weights, in memory that the receiver owns; nothing is hashed here."""
         ...
 
 
 class ReceivedWeights:
-    """Weights of one version: `flowrl.protocols.protocols.Rollout.sync` takes them in place of a trainer.
-
-    Args:
-        origin: whose they are.
-        shipment: the weights themselves.
-    """
+    """Weights of one version: `flowrl.protocols.protocols.Rollout.sync` accepts them in place of a trainer."""
 
     def __init__(self, origin: Origin, shipment: Shipment) -> None:
         self._origin, self._shipment = origin, shipment
@@ -104,33 +91,28 @@ class ReceivedWeights:
         return self._origin.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, each of which is checked as it comes; see `checked`."""
+        """Names and tensors, each checked as it arrives; see `checked`."""
         return ((name, tensor) for name, tensor, _ in self.checked())
 
     def checked(self) -> Iterator[Weight]:
-        """The weights, each hashed as it comes.
-
-        Raises:
-            SyncError: a tensor is not what was sent; or as of `Shipment.weights`.
-        """
+        """The weights, each hashed as it arrives."""
         for weight in self.unchecked():
             if tensor_digest(weight.name, weight.tensor) != weight.digest:
                 raise self._origin.damaged(f"{weight.name} is not what was sent")
             yield weight
 
     def unchecked(self) -> Iterator[Weight]:
-        """The weights as they come, for an engine that hashes each where it ends, and compares digests there; see
-        `Shipment.weights`."""
+        """The weights without hashes, for an engine that hashes them itself; see `Shipment.weights`."""
         return self._shipment.weights()
 
     @property
     def transport(self) -> str:
-        """The way by which they come."""
+        """Their transport."""
         return self._shipment.transport
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """What the trainer computes in."""
+        """The trainer's compute dtype."""
         dtype: torch.dtype = getattr(torch, self._origin.arithmetic)
         return dtype
 
@@ -140,11 +122,7 @@ class ReceivedWeights:
         return self._origin.probe
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """The trainer's log-probs of `probe`, which it took before it sent its weights.
-
-        Raises:
-            SyncError: it took none, or `batch` is another one.
-        """
+        """The trainer's log-probs of `probe`, computed before it sent its weights."""
         probe = self._origin.probe
         if probe is None or not torch.equal(batch.input_ids, probe.batch().input_ids):
             raise SyncError(
@@ -157,11 +135,7 @@ class ReceivedWeights:
         return torch.tensor(self._origin.scores).view(-1, probe.width)
 
     def check(self, receipt: Receipt) -> Receipt:
-        """The receipt of an engine that took these weights over, with the transport by which they came.
-
-        Raises:
-            SyncError: it is for other weights.
-        """
+        """The receipt of an engine that loaded these weights, with their transport."""
         if (receipt.version, receipt.digest) != (self.version, self._shipment.digest):
             raise SyncError(
                 f"{self._origin} have the digest {self._shipment.digest}, but the engine's receipt is for version "
@@ -177,7 +151,7 @@ class ReceivedWeights:
 
 
 class ReceivedAdapter(ReceivedWeights):
-    """The weights of an adapter alone; it is `flowrl.protocols.protocols.Adapted`."""
+    """The weights of an adapter only; it is `flowrl.protocols.protocols.Adapted`."""
 
     @property
     def adapter_of(self) -> str:
@@ -191,41 +165,26 @@ class ReceivedAdapter(ReceivedWeights):
 
 
 def received(origin: Origin, shipment: Shipment) -> ReceivedWeights:
-    """Whole weights, or an adapter, as `origin` says."""
+    """Full weights, or an adapter, depending on `origin`."""
     return ReceivedWeights(origin, shipment) if origin.adapter_of is None else ReceivedAdapter(origin, shipment)
 
 
 class Manifest:
-    """Which tensors of a shipment have come, to be held against those that were sent.
-
-    Args:
-        origin: whose weights they are.
-    """
+    """The tensors of a shipment that have arrived, to be checked against those that were sent."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._arrived: dict[str, str] = {}
 
     def enter(self, name: str, tensor: Tensor, sent: str | None) -> Weight:
-        """Enter a tensor that was sent with this digest; None says that none of this name was.
-
-        Raises:
-            SyncError: it was not sent, or comes twice.
-        """
+        """Register a tensor that was sent with this digest; None if no tensor of this name was sent."""
         if sent is None or name in self._arrived:
             raise self._origin.damaged(f"{name} was not sent, or arrived twice")
         self._arrived[name] = sent
         return Weight(name, tensor, sent)
 
     def finish(self, sent: Mapping[str, str]) -> str:
-        """The digest of all weights, once all have come.
-
-        Args:
-            sent: the digest of every tensor that left the trainer.
-
-        Raises:
-            SyncError: some did not come, or others than were sent.
-        """
+        """The digest of all weights, once all have arrived; `sent` are the digests at the trainer."""
         if missing := sorted(sent.keys() - self._arrived.keys()):
             raise SyncError(
                 f"{self._origin} are incomplete: {', '.join(missing[:5])} did not arrive. Sync again.",

@@ -1,4 +1,4 @@
-"""Which way weights take from a trainer to an engine, by where the processes of both are."""
+"""Choose the transport from a trainer to an engine by the locations of their processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a process is.
-
-    Args:
-        node: the name of its machine in the cluster.
-        process: its process id there.
-        devices: the CUDA devices that it may use, as they are called on the node.
-    """
+    """Where a process is; `devices` are the CUDA devices that it may use, numbered as on the node."""
 
     node: str
     process: int
@@ -22,17 +16,14 @@ class Seat:
 
 
 def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> tuple[str, tuple[int, ...]]:
-    """The nearest way from a trainer to an engine.
+    """The nearest transport from a trainer's ranks to an engine's, and for each rank of the engine the sending rank.
 
-    Args:
-        senders: the seats of the trainer's ranks.
-        receivers: the seats of the engine's ranks.
+    - ``"in process"``: every rank of the engine is in the process of a trainer's rank.
+    - ``"cuda ipc"``: every rank of the engine shares its first GPU with a rank of the trainer, which sends to it.
+    - ``"nccl"``: each has separate GPUs.
+    - ``"object store"`` on one machine and ``"gloo"`` across machines otherwise.
 
-    Returns:
-        the transport, and for each rank of the engine the rank of the trainer that sends to it. ``"in process"``: every
-        rank of the engine lives in the process of a trainer's rank. ``"cuda ipc"``: every rank of the engine shares its
-        first GPU with a rank of the trainer, which sends to it. ``"nccl"``: each has GPUs of its own. Otherwise
-        ``"object store"`` on one machine and ``"gloo"`` across machines. Rank 0 sends, except by CUDA IPC.
+    Rank 0 sends, except by CUDA IPC.
     """
     first = (0,) * len(receivers)
     if set(receivers) <= set(senders):

@@ -1,10 +1,10 @@
-"""Weights on their way to engines in other processes, bucket by bucket, while both sides work.
+"""Stream weights to engines in other processes, bucket by bucket, while both sides work.
 
-Rank 0 of the trainer sends and all ranks of the engine receive; or, where each rank of the engine shares a GPU with a
-rank of the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the head of
-every bucket: names, dtypes, shapes and digests. The bytes go by a `Carrier`. A side that gives up leaves the group; the
-others notice at once, and raise `Interrupted`. Either side holds one bucket and one tensor, besides what trainer and
-engine keep; the next bucket is gathered while the receivers load this one.
+Rank 0 of the trainer sends and all ranks of the engine receive; if each rank of the engine shares a GPU with a rank of
+the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the header of every
+bucket: names, dtypes, shapes and digests. A `Carrier` transfers the bytes. A side that aborts leaves the group, and the
+others raise `Interrupted` at once. Each side holds one bucket and one tensor in addition to its own weights; the next
+bucket is gathered while the receivers load this one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, rece
 
 @dataclass(frozen=True)
 class Ticket:
-    """What both sides of a transfer need to find each other.
+    """The rendezvous data that both sides of a transfer need.
 
     Args:
-        transport: ``"gloo"``, ``"nccl"`` or ``"cuda ipc"``.
-        host, port: of a TCPStore. Whoever holds it can end the wait of those who have come, by letting go of it.
+        host, port: of a TCPStore. Its owner can end the wait of those who have joined, by releasing it.
         senders: for each rank of the engine, the rank of the trainer that sends to it.
         timeout: seconds that a side waits for the other.
     """
@@ -43,7 +42,7 @@ class Ticket:
 
     @contextmanager
     def open(self, rank: int) -> Iterator[ReceivedWeights]:
-        """The weights for a rank of the engine, which takes them within the block while `send` runs elsewhere."""
+        """The weights for a rank of the engine, which receives them in the block while `send` runs elsewhere."""
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
             origin = Origin.of(group.hear())
@@ -51,11 +50,9 @@ class Ticket:
 
     @contextmanager
     def join(self, sender: int, rank: int) -> Iterator[tuple[TransferGroup, Carrier]]:
-        """Within the block this process is a rank of a sender's group; after it, others that still wait are told.
+        """Within the block this process is a rank of a sender's group; after it, ranks that still wait are notified.
 
-        Args:
-            sender: the sender's rank in the trainer.
-            rank: this process's rank in the group; 0 sends.
+        `sender` is the sender's rank in the trainer; `rank` is this process's rank in the group, where 0 sends.
         """
         store = connect(self.host, self.port, self.timeout)
         size = 1 + self.senders.count(sender)
@@ -78,11 +75,7 @@ class Ticket:
 def send(
     ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: int = 0
 ) -> int:
-    """Carry weights to all receivers of a rank of the trainer, which have them all when this returns.
-
-    Returns:
-        the bytes of all tensors.
-    """
+    """Send weights to all receivers of a rank of the trainer, which then have them all; returns their bytes."""
     with ticket.join(sender, 0) as (group, carrier):
         group.tell(asdict(origin))
         digests: dict[str, str] = {}
@@ -91,7 +84,7 @@ def send(
             group.tell({"version": origin.version, "tensors": entries, "size": len(flat)})
             carrier.send(flat)
             group.meet()
-            del flat  # the next one may have to be larger
+            del flat  # the next one may be larger
             digests |= {name: digest for name, _, _, digest in entries}
             total += nbytes
         group.tell({"version": origin.version, "digests": digests})
@@ -100,14 +93,7 @@ def send(
 
 
 class Stream:
-    """The weights as one receiver gets them; a `flowrl.sync.received.Shipment`.
-
-    Args:
-        transport: of the ticket.
-        group: of the sender.
-        carrier: of the bytes.
-        origin: whose weights they are.
-    """
+    """The weights as one receiver gets them; a `flowrl.sync.received.Shipment`."""
 
     def __init__(self, transport: str, group: TransferGroup, carrier: Carrier, origin: Origin) -> None:
         self.transport = transport
@@ -116,11 +102,7 @@ class Stream:
 
     @property
     def digest(self) -> str:
-        """The digest of all weights.
-
-        Raises:
-            SyncError: they were not taken to their end.
-        """
+        """The digest of all weights."""
         if self._digest is None:
             raise SyncError(
                 f"{self._origin} were not read to the end. The engine must iterate over all of them.",
@@ -131,12 +113,7 @@ class Stream:
         return self._digest
 
     def weights(self) -> Iterator[Weight]:
-        """The weights as they come, each in memory of its own; see `flowrl.sync.received.Shipment`.
-
-        Raises:
-            SyncError: a tensor was not sent, came twice, or has not arrived; or a bucket is of another version.
-            Interrupted: the sender is gone, or silent.
-        """
+        """The weights as they arrive, each in separate memory; see `flowrl.sync.received.Shipment`."""
         manifest = Manifest(self._origin)
         bucket = torch.empty(0, dtype=torch.uint8)
         while "tensors" in (head := self._head()):

@@ -1,4 +1,4 @@
-"""`WeightSelection`: which of a trainer's tensors an engine wants, and in which dtypes they travel."""
+"""`WeightSelection`: which of a trainer's tensors an engine needs, and the dtypes in which they are sent."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flowrl.sync.probe import Probe
 
 FLOAT32_PARTS = frozenset(
     {"A_log", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d"}  # state-space mixers, and linear attention (Kimi, Ling)
-    | {"gate", "router", "e_score_correction_bias"}  # what routes tokens to experts; Ernie's biases are a matrix
+    | {"gate", "router", "e_score_correction_bias"}  # routers of tokens to experts; Ernie's biases are a matrix
     | {"indexer", "ape", "position_bias"}  # sparse attention of DeepSeek
     | {"fn", "attn_hc", "ffn_hc", "hc_head", "hc_fn", "hc_attn_fn", "hc_ffn_fn", "hc_head_fn"}  # hyper-connections
 )
-"""Parts of names of matrices that engines keep in float32 whatever they compute in. They are small, and what is here
-without need costs bytes alone."""
+"""Parts of names of matrices that engines store in float32 in any compute dtype. They are small; an unnecessary entry
+costs only bytes."""
 
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """What an engine asks of a trainer in another process.
+    """What an engine requests from a trainer in another process.
 
     Args:
-        part: the method of the trainer that has the tensors.
-        rounds_to: the dtype that it computes in; None leaves matrices as they are.
-        probe: what the trainer is to score before it sends them; None where nobody probes.
+        part: the trainer's method that returns the tensors.
+        rounds_to: the engine's compute dtype; None leaves matrices unchanged.
+        probe: what the trainer scores before it sends them; None without a probe.
     """
 
     part: Literal["weights", "adapter_weights"] = "weights"
@@ -37,20 +37,20 @@ class WeightSelection:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of matrices on their way; None is as they are."""
+        """The dtype in which matrices are sent; None is unchanged."""
         return self.rounds_to if self.part == "weights" else None
 
 
 def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Weights on their way to an engine that holds matrices in `dtype`: those in float32 are rounded to it here and not
-    there, so that half of the bytes travel. Vectors and `FLOAT32_PARTS` go as they are."""
+    """Weights for an engine that stores matrices in `dtype`: float32 ones are rounded before they are sent, which
+    halves their bytes. Vectors and `FLOAT32_PARTS` are unchanged."""
     for name, tensor in weights:
         rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
         yield name, tensor.detach().to(dtype) if rounds and FLOAT32_PARTS.isdisjoint(name.split(".")) else tensor
 
 
 def dtype_mismatch(sent: torch.dtype, held: torch.dtype) -> str | None:
-    """What is wrong with a tensor of one dtype for an engine that holds another; None if nothing is."""
+    """Why a tensor of one dtype does not fit an engine of another; None if it does."""
     if sent == held or (sent.is_floating_point and held.is_floating_point and sent.itemsize >= held.itemsize):
         return None
     names = [str(dtype).removeprefix("torch.") for dtype in (sent, held)]

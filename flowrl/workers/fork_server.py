@@ -23,12 +23,7 @@ PROGRAM = str(Path(fork_server_process.__file__))
 
 
 class NotReadyError(Exception):
-    """The imports of a fork server raised, or ended its process.
-
-    Args:
-        what: what happened.
-        details: the traceback of the import, in lines; empty where there is none.
-    """
+    """The imports of a fork server raised, or ended its process; `details` has the lines of the traceback, if any."""
 
     def __init__(self, what: str, details: str = "") -> None:
         super().__init__(what)
@@ -36,13 +31,12 @@ class NotReadyError(Exception):
 
 
 class ForkServer:
-    """A process from which workers are forked. It lives until `close`, and no longer than this process.
+    """A process from which workers are forked. It lives until `close`, at most as long as this process.
 
     Args:
-        calls: what it calls first, which imports what workers need.
-        path: its `sys.path`; None is that of this process.
-        supervised: a supervisor terminates all that its workers have started, as soon as the server ends.
-        listens: other processes of this user may connect to `address`, and make requests.
+        calls: functions to call first, which import what workers need.
+        supervised: a supervisor terminates all processes that its workers started when the server ends.
+        listens: other processes of this user may connect to `address` and send requests.
     """
 
     def __init__(
@@ -84,13 +78,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, target: str, arguments: Any, fds: Sequence[int]) -> None:
-        """Fork a worker.
-
-        Args:
-            target: ``"module:function"`` that the worker calls with `arguments` and its copies of `fds`.
-            arguments: what JSON can say.
-            fds: file descriptors for the worker.
-        """
+        """Fork a worker, which calls `target` (``"module:function"``) with `arguments` (JSON) and copies of `fds`."""
         with self._lock:
             send(self._channel, {"target": target, "arguments": arguments}, fds)
 

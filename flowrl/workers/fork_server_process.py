@@ -1,8 +1,8 @@
 """The process of a `ForkServer`: it imports once, then forks a worker for each request.
 
-It runs by its path with a socket as stdin, and needs only the standard library. It runs no user code beyond the imports
-that it is given, starts no thread and never initializes a GPU, so that a fork of it is as clean as a new process. It
-ends when the other end of its socket is closed.
+It runs by its path with a socket as stdin, and needs only the standard library. It runs no user code beyond the given
+imports, starts no thread and never initializes a GPU, so its forks are as clean as new processes. It ends when the
+other end of its socket is closed.
 
 Some libraries read the environment while they are imported. A request may therefore name a *layer*: an environment and
 further imports, for which this process forks a server of the same kind, once.
@@ -100,12 +100,7 @@ def _module(name: str) -> Any:
 
 
 class _Server:
-    """Forks workers for requests of its owner, and of other processes of this user that connect to it.
-
-    Args:
-        owner: the socket to the owner.
-        listener: accepts connections of one request each; None accepts none.
-    """
+    """Forks workers for requests of its owner, and of other processes of this user that connect."""
 
     def __init__(self, owner: socket.socket, listener: socket.socket | None) -> None:
         self._owner, self._listener = owner, listener
@@ -137,7 +132,7 @@ class _Server:
         return None
 
     def _handle(self, request: Any, fds: list[int]) -> None:
-        """Fork for a request. Where that fails, whoever made it sees its descriptors closed."""
+        """Fork for a request. If that fails, the requesting process sees its descriptors closed."""
         try:
             if layer := request.pop("layer", None):
                 send(self._layer(layer, fds), request, fds)
@@ -190,7 +185,7 @@ def main() -> None:
     listener = None
     if setup["address"]:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind("\0" + setup["address"])  # in Linux's abstract namespace, so that no file is left behind
+        listener.bind("\0" + setup["address"])  # in Linux's abstract namespace, so that no file remains
         listener.listen(socket.SOMAXCONN)
     sys.path[:] = setup["path"]
     try:

@@ -1,12 +1,12 @@
-"""The process between this program and one that runs user code: it terminates that one with all that it has started.
+"""The process between this program and one that runs user code: it terminates that one and all its descendants.
 
 `start` runs this file by its path, with the program to run as the argument and a socket as stdin. It runs no user code
-and imports the standard library alone.
+and imports only the standard library.
 
-Killing a process group misses what has left it (``setsid``), and a killed process cannot clean up. So there are three
-processes. The first is our child, and its exit status is the worker's; whatever kills our process may kill this child
-too, as Ray does. The second is the supervisor. On Linux, processes that lose their parent become its children, so that
-it finds all that the worker has started; elsewhere it terminates the worker's group. The third runs the program.
+Killing a process group misses descendants that called ``setsid``, so there are three processes. The first is our child,
+and its exit status is the worker's; Ray, for example, may kill it with our process. The second is the supervisor: on
+Linux, orphaned descendants become its children, so it finds all of them; elsewhere it terminates the worker's group.
+The third runs the program.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def start(program: str, supervised: bool = True) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a file in a process of its own session; returns the process, and our end of the program's stdin.
+    """Run a file in a new process with its own session; returns the process, and our end of the program's stdin.
 
-    If it is `supervised`, that is the first of three processes. Once our end is closed or shut down, the supervisor
-    kills the program and all that it has started.
+    If `supervised`, that is the first of three processes. When our end is closed or shut down, the supervisor kills the
+    program and its descendants.
     """
     with ExitStack() as undo:
         ours, theirs = map(undo.enter_context, socket.socketpair())
@@ -62,13 +62,10 @@ def main(program: str) -> None:
 
 
 def supervise(run: Callable[[], None], status: int | None = None) -> None:
-    """Start a worker that calls `run`, wait for it, kill whatever is left of it, and exit as it did.
+    """Start a worker that calls `run`, wait for it, kill its remaining descendants, and exit with its status.
 
-    It returns in the worker alone. The worker and all else are killed once the other end of stdin is closed.
-
-    Args:
-        run: what the worker does.
-        status: a file descriptor to write the worker's status of `os.waitpid` to, in decimal; None writes it nowhere.
+    It returns in the worker only. Closing the other end of stdin kills the worker and its descendants. `status` is a
+    file descriptor for the worker's status of `os.waitpid`, in decimal.
     """
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

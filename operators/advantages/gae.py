@@ -52,9 +52,6 @@ def gae(
 
     Returns:
         advantages and ``returns = advantages + values``, both float32 ``[batch response]``, 0 off the mask.
-
-    Raises:
-        DataError: a reward is off the mask, or shapes differ.
     """
     rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     values = select(values, response_mask)
@@ -67,10 +64,7 @@ def gae(
 
 
 def _next_sums(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
-    """``W_{t+1}`` with ``W_t = w_t + discount * W_{t+1}`` over the tokens on the mask, 0 off it; overwrites `w`.
-
-    `w` is float32 ``[rows tokens]`` and 0 off the mask, `discount` float64 ``[rows 1]`` or ``[1 1]``.
-    """
+    """``W_{t+1}`` with ``W_t = w_t + discount * W_{t+1}`` over the tokens on the mask, 0 off it; overwrites `w`."""
     rows, width = w.shape
     if not has_holes(mask):
         sums = _discounted_sums(w, discount)
@@ -87,11 +81,7 @@ def _next_sums(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
 
 
 def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
-    """``y_t = x_t + discount * y_{t+1}`` along each row of float32 ``[rows tokens]``, padded to full blocks by zeros.
-
-    A blocked scan: sums within a block by doubling, then the same recursion over blocks. The result of a row does not
-    depend on its position in the batch, and no power overflows. `discount` is float64 ``[rows 1]`` or ``[1 1]``.
-    """
+    """``y_t = x_t + discount * y_{t+1}`` along each row, float32 ``[rows tokens]``, padded to full blocks by 0."""
     rows, width = x.shape
     blocks = -(-width // _BLOCK)
     y = F.pad(x, (0, blocks * _BLOCK - width)).view(rows, blocks, _BLOCK)
@@ -137,9 +127,6 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
-
-    Raises:
-        DataError: exactly one token is on the mask, so the variance is undefined; or shapes differ.
     """
     selected = select(x, mask)
     number = int(mask.count_nonzero())

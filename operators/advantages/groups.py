@@ -38,9 +38,6 @@ class Groups:
         lengths: float64 ``[batch]``, number of tokens on the mask.
         live: float64 ``[batch]``, 1 for rows with a token on the mask, else 0.
         size: float64 ``[batch]``, number of live rows in the row's group.
-
-    Raises:
-        DataError: a group has a single row, a uid is a list or dict, a reward is off the mask, or shapes differ.
     """
 
     def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> None:
@@ -134,9 +131,6 @@ def group_advantage(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
-
-    Raises:
-        DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     advantage = group.scores - group.mean(group.scores)
@@ -158,9 +152,6 @@ def rloo_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.n
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
-
-    Raises:
-        DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     advantage = (group.scores - group.mean(group.scores)) * group.size / (group.size - 1).clamp(min=1)
@@ -183,9 +174,6 @@ def opo_advantage(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
-
-    Raises:
-        DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     weighed, total = group.sum(group.lengths * group.scores), group.sum(group.lengths)
@@ -207,9 +195,6 @@ def gpg_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.nd
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
-
-    Raises:
-        DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     advantage = (group.scores - group.mean(group.scores)) * group.live
@@ -236,9 +221,6 @@ def pass_at_k_advantage(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group whose subsets all have the same score.
-
-    Raises:
-        DataError: a group has fewer than k rows with a score; or as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     won = group.live * (group.scores > passed)

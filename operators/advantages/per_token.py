@@ -37,9 +37,6 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     Args:
         x: any float dtype, of the shape of `mask`.
         mask: bool.
-
-    Raises:
-        DataError: the shapes differ (there is no broadcasting), or the mask is not bool.
     """
     if mask.dtype != torch.bool:
         raise DataError(
@@ -80,9 +77,6 @@ def select_rewards(x: Tensor, mask: Tensor, name: str) -> Tensor:
     """`select` for per-token rewards or scores: refuses a reward off the mask, which would be lost.
 
     A NaN off the mask counts as padding.
-
-    Raises:
-        DataError: a value off the mask is not zero; or as `select`.
     """
     selected = select(x, mask)
     if equal_numbers(selected, x):
@@ -137,9 +131,6 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> 
 
     Returns:
         float32, same shape.
-
-    Raises:
-        DataError: the shapes differ.
     """
     if log_prob.shape != ref_log_prob.shape:
         raise DataError(

@@ -33,9 +33,6 @@ def optimal_token_baseline(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group whose rows have equal returns at each token.
-
-    Raises:
-        DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     if logit_norms.shape != response_mask.shape:

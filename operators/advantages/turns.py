@@ -32,9 +32,6 @@ class TurnsOfRows:
 
     Attributes:
         present: bool ``[batch turns]``, whether the row has a token of that turn on the mask.
-
-    Raises:
-        DataError: a token on the mask has no turn, or the shapes differ.
     """
 
     def __init__(self, turn_ids: Tensor, response_mask: Tensor) -> None:
@@ -106,9 +103,6 @@ def turn_gae(
     Returns:
         advantages, ``A_k`` at each token of turn k, and returns, ``A_k + V_k``; both float32 ``[batch response]``, 0
         off the mask.
-
-    Raises:
-        DataError: a reward is off the mask, a token on the mask has no turn, or shapes differ.
     """
     token_rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     turns = TurnsOfRows(turn_ids, response_mask)
@@ -145,9 +139,6 @@ def turn_group_advantage(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a turn of equal returns.
-
-    Raises:
-        DataError: a group has one row, a reward is off the mask, a token on the mask has no turn, or shapes differ.
     """
     token_rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     turns = TurnsOfRows(turn_ids, response_mask)

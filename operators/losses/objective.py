@@ -53,9 +53,6 @@ def token_weights(response_mask: Tensor, aggregation: Aggregation, norm: float |
 
     Returns:
         float32 ``[rows response]``, 0 off the mask; all 0 for an empty mask.
-
-    Raises:
-        ParameterError: `norm` is missing, not positive, or given for another aggregation.
     """
     check_norm(aggregation, norm)
     lengths = response_mask.sum(-1, keepdim=True, dtype=torch.float32)
@@ -154,10 +151,6 @@ class TokenObjective:
             batch: the columns of these rows that the loss reads, by name.
             weights: float32 ``[rows response]``, from `weights`; tokens with weight 0 are ignored.
             metrics: the collector.
-
-        Raises:
-            DataError: entropy or `ref_log_prob` is needed but missing, shapes differ, or the loss returns something
-                other than one loss per token or row.
         """
         on = weights != 0
         new = select(output, on)

@@ -127,9 +127,6 @@ def gdpo_advantage(
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 if the scores of every group are equal.
-
-    Raises:
-        DataError: as `Groups`.
     """
     total = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     live = response_mask.any(-1).double()

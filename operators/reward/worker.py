@@ -1,7 +1,7 @@
 """The process of a reward function, and the outcome of a call.
 
 A `ForkServer` loads this file by its path, so that neither flowrl nor torch is imported (only the imports of the user's
-module); hence it uses the standard library only. Requests and replies are JSON lines over a socket; a reply has the id
+module); so it uses the standard library only. Requests and replies are JSON lines over a socket; a reply has the id
 of its request. The function has no access to the socket: stdin is empty, stdout goes to stderr, and subprocesses do not
 inherit the socket.
 """

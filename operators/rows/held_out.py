@@ -48,9 +48,6 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k
         answers: the parsed answer of each response.
         scores: the score of each response.
         k: answers per set.
-
-    Raises:
-        DataError: there are fewer than k answers.
     """
     _refuse_fewer(f"maj@{k}", len(answers), k)
     sets = len(answers) // k

@@ -29,9 +29,6 @@ def mini_batch_rows(
         epochs: passes over the rows.
         key: random key of the permutations.
         groups: ``[rows]``, the group of each row, for losses over groups: groups are permuted as units.
-
-    Raises:
-        DataError: there are no rows, or `mini_batch` does not divide them or splits a group.
     """
     size = rows if mini_batch is None else mini_batch
     if rows == 0 or rows % size:

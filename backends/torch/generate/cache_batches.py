@@ -32,11 +32,7 @@ class CacheBatch:
 
 
 class CacheBatches:
-    """The memory of a decoder; see `flowrl.backends.torch.generate.decoder.Memory`.
-
-    Args:
-        model: a causal LM, in evaluation mode whenever this computes.
-    """
+    """A `flowrl.backends.torch.generate.decoder.Memory`; the model must be in evaluation mode during all calls."""
 
     worth = 1.0  # few and large batches, since each needs its own forward pass
 

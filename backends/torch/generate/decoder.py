@@ -193,11 +193,7 @@ class SampledTokens:
 class Decoder:
     """Requests in flight: the queue, and the rows that are computed together.
 
-    Args:
-        memory: of the model.
-        tokenizer: of the model.
-        max_rows: the most rows that are computed together, and the most ended rows whose KV is retained.
-        device: of the model.
+    `max_rows` bounds both the rows that are computed together and the ended rows whose KV is retained.
     """
 
     def __init__(self, memory: Memory, tokenizer: ChatTokenizer, max_rows: int, device: torch.device) -> None:

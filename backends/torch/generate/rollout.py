@@ -166,9 +166,6 @@ class TorchRolloutEngine(RequestEngine, Resident):
     """A live `TorchRollout`.
 
     Args:
-        model: a causal LM.
-        tokenizer: the tokenizer of its folder.
-        max_rows: the most rows in one forward pass.
         shares: the trainer that owns `model`, or None.
         adapter: of an own model, if `sync` copies only the adapter.
         adapter_of: the base weights and scaling of the adapter; see `Adapted`.
@@ -223,15 +220,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
         return self._decoder.cached_tokens
 
     def _sync(self, source: Trainer) -> Receipt:
-        """Copy the weights of `source`, or record the version if the model is its own.
-
-        With an adapter, only the adapter's weights are copied; the base weights must equal the trainer's.
-
-        A copy is checked: the engine's tensors must have the digests of those sent. If the engine has another dtype,
-        the tensors that arrived must have the digests, and the engine's must equal their cast bit for bit. The
-        receipt's digest and bytes are those of the tensors as sent. After an error other than requests in flight, the
-        engine has no receipt.
-        """
+        """Copy the weights of `source`, or record the version if the model is its own."""
         self._refuse_sync(self._decoder.begun)
         self._receipt = None
         self._decoder.evict()
@@ -361,12 +350,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
         self._decoder.submit(request)
 
     def _step(self, version: int) -> list[str]:
-        """Sample by `next_token`; a request reads only its own ``key.numbers(max_new_tokens)``.
-
-        So it gets the same tokens in any order and any batch, except for rounding: kernels that sum in another order
-        for another number of rows move probabilities by about 1e-7, which may change a sample that falls that close
-        to the edge between two tokens.
-        """
+        """Sample by `next_token`; a request reads only its own ``key.numbers(max_new_tokens)``."""
         try:
             with self._decoding():
                 return self._decoder.step(version)
@@ -406,10 +390,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode in the block; restores training mode afterwards.
-
-    Switching takes as long as several layers, so a model in evaluation mode is left alone.
-    """
+    """Evaluation mode in the block; restores training mode afterwards. A switch takes as long as several layers."""
     if not any(module.training for module in model.modules()):
         yield
         return

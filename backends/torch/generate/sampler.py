@@ -22,7 +22,6 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
     Args:
         logits: ``[rows vocab]`` of any float dtype; computed in float32.
         uniforms: float64 ``[rows]`` in [0, 1).
-        sampling: temperature, top_k and top_p.
 
     Returns:
         tokens (int64 ``[rows]``) and log-probs (float32 ``[rows]``), NaN where a logit of the row is NaN or +inf.
@@ -48,11 +47,7 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first column at which a row's cumulative weight exceeds the share `uniforms` ``[rows 1]`` of its total.
-
-    Never a column of weight 0; any column for rows of NaN. Many columns are summed by blocks first, and only one block
-    of each row is searched.
-    """
+    """The first column at which a row's cumulative weight exceeds the share `uniforms` ``[rows 1]`` of its total."""
     columns = weights.shape[1]
     if columns <= 8 * BLOCK:
         return _search(weights, uniforms)[0]

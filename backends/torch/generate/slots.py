@@ -74,11 +74,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Slots:
-    """The memory of a decoder over a model that `suits`; see `flowrl.backends.torch.generate.decoder.Memory`.
-
-    Args:
-        model: a causal LM, in evaluation mode whenever this computes.
-    """
+    """A `flowrl.backends.torch.generate.decoder.Memory` of a model that `suits`, in evaluation mode in all calls."""
 
     worth = 1 / 8
 
@@ -330,10 +326,7 @@ def suits(model: PreTrainedModel, probe: Inputs, bound: float) -> bool:
     Its configuration must have only full attention, its layers must pass no further arguments to attention, and the
     logits must equal those without a cache, for rows of unequal length that join, repeat others, end and continue.
 
-    Args:
-        model: a causal LM, in evaluation mode.
-        probe: see `flowrl.backends.torch.probes.probe_inputs`; of two rows.
-        bound: the largest relative error; see `flowrl.backends.torch.probes.tolerance`.
+    `probe` (`flowrl.backends.torch.probes.probe_inputs`) has two rows; `bound` is the largest relative error.
     """
     config = model.config
     layers = DynamicCache(config=config).layers

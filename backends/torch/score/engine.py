@@ -32,13 +32,10 @@ _Score = Callable[[SequenceInputs], Sequence[Tensor]]
 
 
 class Residence:
-    """Moves modules and the state of their optimizer off `device` and back; on a CPU it only sets `asleep`.
+    """Moves modules and the state of their optimizer to `device` and off it; on a CPU it only sets `asleep`.
 
     Args:
-        device: where the modules compute.
-        modules: moved with parameters and buffers; parameters stay the same objects.
-        optimizer: its state moves with them.
-        offload: the weights are in CPU memory anyway, and stay there.
+        offload: the weights are always in CPU memory.
     """
 
     def __init__(
@@ -113,10 +110,6 @@ class TrainedEngine(Resident):
         ``critic/``, as means over mini-batches. Only a trainer's objective gets entropy.
 
         A collective: each rank passes its part of the same mini-batches, and reports its part of the metrics.
-
-        Raises:
-            DataError: as `log_probs` or `values`; or the gradient of a mini-batch is not finite (on all ranks).
-            AsleepError: the engine sleeps.
         """
         self.residence.require_awake("update")
         with self.learner.mesh.all_or_none("update"):
@@ -145,40 +138,20 @@ class TrainedEngine(Resident):
         return self.learner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`, bit for bit.
-
-        Raises:
-            DataError: the state is of a model with other weights, or of another number of ranks.
-        """
+        """Resume from `state`, bit for bit."""
         self.learner.load_state_dict(state)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write `state_dict` to a new folder, each rank its shards; a collective.
-
-        Raises:
-            DataError: the folder holds a checkpoint, or cannot be written.
-        """
+        """Write `state_dict` to a new folder, each rank its shards; a collective."""
         self.learner.save_checkpoint(folder)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Resume from a checkpoint of any number of ranks, bit for bit if the number is the same; a collective.
-
-        Raises:
-            DataError: there is none, it is of another model, adapter or optimizer, or damaged.
-        """
+        """Resume from a checkpoint of any number of ranks, bit for bit if the number is the same; a collective."""
         self.learner.load_checkpoint(folder)
 
 
 class TorchScorerEngine(Resident):
-    """A live `Scorer`; made by `TorchScorer.build`.
-
-    Args:
-        folder: the model's folder.
-        scorer: the model.
-        budget: the size of micro-batches.
-        logprob_chunk: as in the spec.
-        residence: the device of the weights.
-    """
+    """A live `Scorer`; made by `TorchScorer.build`."""
 
     def __init__(
         self, folder: str, scorer: TorchModel, budget: Budget, logprob_chunk: int, residence: Residence
@@ -210,11 +183,6 @@ class TorchScorerEngine(Resident):
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
 
         A collective: each rank passes any number of its own rows, and gets their log-probs.
-
-        Raises:
-            DataError: a temperature is not positive, or a response token under the mask has no attended token before
-            it. RankError: another rank raised.
-            AsleepError: the engine sleeps.
         """
         out = _blank(batch)
         self._score("log_probs", batch, [out], lambda micro: [self._scorer.log_probs(micro, self._chunk, "none")[0]])
@@ -244,9 +212,6 @@ class TorchScorerEngine(Resident):
         """The `k` most likely tokens in the place of each response token, and the log-prob of all others together.
 
         Ranks and errors as in `log_probs`.
-
-        Raises:
-            ParameterError: `k` covers the vocabulary.
         """
         if k >= self._scorer.vocabulary:
             raise ParameterError(
@@ -272,10 +237,6 @@ class FrozenEngine(TorchScorerEngine):
         """The last hidden states, float32 ``[batch response hidden]``, and the head for their logits.
 
         Ranks and errors as in `log_probs`.
-
-        Raises:
-            BindError: the logits of this architecture are not a linear head on its last hidden states, scaled or
-            capped.
         """
         self.residence.require_awake("last_states")
         self._head = self._head or self._find_head()
@@ -300,13 +261,7 @@ class FrozenEngine(TorchScorerEngine):
 
 
 class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
-    """A live `Trainer`; made by `TorchTrainer.build`.
-
-    Args:
-        folder, scorer, budget, logprob_chunk, residence: as in `TorchScorerEngine`.
-        learner: trains the weights of `scorer`.
-        tokenizer: saved with the weights.
-    """
+    """A live `Trainer`; made by `TorchTrainer.build`."""
 
     def __init__(
         self,

@@ -23,10 +23,8 @@ class FolderHead:
     """A head by its folder; a `flowrl.protocols.heads.Head`.
 
     Args:
-        folder: of the causal LM.
         digest: of its weight and bias in float32, as in the model.
-        after: what the model applies to its output.
-        dtype: what the model computes in.
+        after: the function that the model applies to its output.
     """
 
     folder: str
@@ -39,12 +37,7 @@ class FolderHead:
         return self.opened(states.device).log_probs(states, temperature)
 
     def opened(self, device: torch.device) -> OpenHead:
-        """Read its weights.
-
-        Raises:
-            BindError: there is no such folder on this machine, or it is not one of a causal LM.
-            DataError: the folder has another head.
-        """
+        """Read its weights."""
         from flowrl.backends.torch.train.shards import read_head  # here, since transformers takes seconds to import
 
         weights = read_head(self.folder)
@@ -62,13 +55,7 @@ class FolderHead:
 
 
 class OpenHead(nn.Module):
-    """A head with its weights; a `flowrl.protocols.heads.Head`.
-
-    Args:
-        of: its origin.
-        weight: float32 ``[vocabulary hidden]``.
-        bias: float32 ``[vocabulary]``, or None.
-    """
+    """A `flowrl.protocols.heads.Head` with its weights: float32 ``[vocabulary hidden]`` and ``[vocabulary]``."""
 
     weight: Tensor
     bias: Tensor | None

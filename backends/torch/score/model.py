@@ -53,13 +53,9 @@ class TorchModel:
     """A causal LM, its device and its compute dtype; see the module's docstring.
 
     Args:
-        folder: a Hugging Face folder of a causal LM, with its tokenizer.
         dtype: the compute dtype; log-softmax, entropy and all outputs are float32 in either case.
-        mesh: the placement of its weights.
         attention: None is fused attention if it computes the model correctly, else plain.
-        gradient_checkpointing: recompute each layer in the backward pass.
         with_head: False drops the LM head (a critic needs none; its folder may lack one).
-        lora: the adapter to train over the frozen weights.
         seed: of a new adapter.
     """
 
@@ -235,8 +231,6 @@ class TorchModel:
         Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
 
         Args:
-            batch: the sampled rows.
-            chunk: tokens whose logits exist at a time.
             entropy: ``"none"``, only its ``"value"``, or its value with the ``"gradient"``.
             of: the function of each distribution in place of the log-prob; its columns are those of `batch`.
 

@@ -91,14 +91,8 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def why_not_packed(probe: Inputs, model: PreTrainedModel, bound: float) -> str | None:
-    """Set `model` to attend within packed rows if that gives the same numbers as each row alone, and return None; else
-    return why it does not, and leave its attention.
-
-    Args:
-        probe: see `flowrl.backends.torch.probes.probe_inputs`.
-        model: with its attention settled.
-        bound: see `flowrl.backends.torch.probes.tolerance`.
-    """
+    """Make `model` attend within packed rows if that gives the same numbers as each row alone; else return why it does
+    not, and leave its attention unchanged."""
     settled = model.config._attn_implementation
     if settled != "sdpa":
         return f"its attention is {settled!r}, and only fused attention (sdpa) is applied to each row by itself"

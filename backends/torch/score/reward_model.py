@@ -57,11 +57,7 @@ class TorchRewardModel(FolderBackend):
     offload: bool = False
 
     def refuse_missing(self) -> None:
-        """Refuse a folder without a reward model or without such a label; reads no weights.
-
-        Raises:
-            BindError: see `classifier_of`.
-        """
+        """Refuse a folder without a reward model or without such a label; reads no weights. See `classifier_of`."""
         refuse_no_model(self.model)
         classifier_of(self.model, self.label)
 
@@ -153,13 +149,7 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
 class TorchRewardModelEngine(Resident):
     """A live `RewardScorer` and `TextRewardScorer`; made by `TorchRewardModel.build`.
 
-    Args:
-        folder: the model's folder.
-        body: the model below the head.
-        head: ``[labels width]``, unsharded.
-        label: the one whose logit is the score.
-        budget: the size of micro-batches.
-        residence: the device of the weights.
+    `head` is ``[labels width]``, unsharded; `label` is the one whose logit is the score.
     """
 
     def __init__(
@@ -180,23 +170,12 @@ class TorchRewardModelEngine(Resident):
         """The score of each row, prompt and response together: float32 ``[batch]``.
 
         A collective: each rank passes any number of its own rows, and gets their scores.
-
-        Raises:
-            DataError: a row is longer than the model's positions, or has a token outside its vocabulary.
-            RankError: another rank raised.
-            AsleepError: the engine sleeps.
         """
         return self._rewards(batch, "rewards")
 
     @torch.no_grad()
     def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
-        """The score of each conversation by the model's own template, without truncation: float32 ``[conversations]``.
-
-        Raises:
-            DataError: there is no tokenizer or template, the template rejects a conversation, or one is longer than
-                the model's positions.
-            RankError, AsleepError: as `rewards`.
-        """
+        """The score of each conversation by the model's template, without truncation: float32 ``[conversations]``."""
         with self._body.mesh.all_or_none("rewards_of"):
             ids, mask = self.tokenizer.pad_left([self.tokenizer.conversation_ids(each) for each in conversations])
         if not conversations:
@@ -217,10 +196,7 @@ class TorchRewardModelEngine(Resident):
         return scatter(logits[:, self._label], batch.response_mask)
 
     def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
-        """The rows with only their last token under the mask, which here covers the whole sequence.
-
-        States are those before each token under the mask, so the rows get one more column.
-        """
+        """The rows with only their last token under the mask, which here covers the whole sequence."""
         read = batch.attention_mask.bool()
         counted = read if self._pad is None else read & (batch.input_ids != self._pad)
         counted = torch.where(counted.any(1, keepdim=True), counted, read)

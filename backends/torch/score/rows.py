@@ -121,12 +121,7 @@ def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) 
 
 
 class Budget(NamedTuple):
-    """The size of micro-batches.
-
-    Args:
-        positions: the most that a micro-batch may compute.
-        packed: a row counts as its own length; False is as the longest row of its micro-batch.
-    """
+    """The most positions in a micro-batch; if not `packed`, each row counts as its longest one."""
 
     positions: int
     packed: bool
@@ -242,8 +237,7 @@ class Moved(NamedTuple):
 
 def from_first_tokens(batch: Tokens) -> Moved:
     """The rows of `batch` without left padding: each begins with its first attended token. Rows without attended tokens
-    keep one column.
-    """
+    keep one column."""
     first, last = ends(batch.attention_mask)
     spans = last - first
     columns = torch.arange(max(1, int(spans.max())), device=first.device)
@@ -256,8 +250,7 @@ def from_first_tokens(batch: Tokens) -> Moved:
 
 def packed(batch: Tokens) -> Moved:
     """The rows of `batch` concatenated, short ones before long ones, without padding; as `from_first_tokens` if a row
-    has a hole in its mask, or none has attended tokens.
-    """
+    has a hole in its mask, or none has attended tokens."""
     mask = batch.attention_mask.bool()
     first, last = ends(mask)
     spans, order = (last - first).clamp(min=0).sort(stable=True)

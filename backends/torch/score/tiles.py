@@ -30,12 +30,7 @@ _PART = 4096
 
 
 class LMHead(NamedTuple):
-    """The map from states to logits.
-
-    Args:
-        layer: the linear layer; None if the states are the logits.
-        after: the function after it.
-    """
+    """The map from states to logits: a linear `layer` (None if the states are the logits), then `after`."""
 
     layer: nn.Linear | None = None
     after: AfterHead = AfterHead()
@@ -54,14 +49,12 @@ def score_tokens(
 
     Args:
         entropy: ``"none"``, only its ``"value"``, or its value with the ``"gradient"``.
-        head: computes logits, in the dtype of its weights or of the autocast region.
         chunk: the most tokens whose logits exist at a time.
         states: ``[tokens hidden]``, or the logits.
         targets: the tokens, int64 ``[tokens]``.
-        temperature: ``[tokens]``; it gets no gradient.
+        temperature: ``[tokens]``, without a gradient.
 
-    Returns:
-        float32 ``[tokens]`` each.
+    Both are float32 ``[tokens]``.
     """
     device, layer = states.device.type, head.layer
     weight, bias = (None, None) if layer is None else (layer.weight, layer.bias)
@@ -85,14 +78,8 @@ def _numbers(device: str, products: bool) -> int:
 
 
 class _Cut(NamedTuple):
-    """The computation of logits and their tiling.
-
-    Args:
-        dtype: of the head's product.
-        after: the function after the head.
-        part: tokens of the vocabulary per tile.
-        tokens: rows per tile.
-    """
+    """The computation of logits, in the `dtype` of the head's product, and their tiling by tokens of the vocabulary and
+    rows."""
 
     dtype: torch.dtype
     after: AfterHead
@@ -104,8 +91,6 @@ class _Tile(NamedTuple):
     """Logits of some tokens for a part of the vocabulary.
 
     Args:
-        number, part: of the vocabulary.
-        run: of the tokens.
         states, weight: the factors of the logits, in their dtype; None if the states are the logits.
         logits: over the temperature: float32 ``[tokens part]``. Read-only: they may be the states themselves.
         columns: of the targets, int64 ``[tokens 1]``; 0 for those outside this part.

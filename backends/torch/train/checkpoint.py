@@ -2,8 +2,8 @@
 
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
 ``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. For a sharded tensor it contains the rank's rows,
-so the parts in order are the full tensor; an unsharded tensor is in the first. These files cannot contain code, and
-nothing is pickled: a foreign checkpoint can be damaged or wrong, but it runs nothing.
+so the parts in order are the full tensor; an unsharded tensor is in the first. Nothing is pickled, so a foreign
+checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -37,15 +37,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     extra: Mapping[str, Tensor],
 ) -> None:
-    """Write a checkpoint; a collective.
-
-    Args:
-        folder: a folder without a checkpoint.
-        mesh: the placement of the weights.
-        weights: the trained parameters by name.
-        optimizer: its state is written too.
-        extra: further tensors.
-    """
+    """Write a checkpoint to a folder without one; a collective. `extra` are further tensors."""
     with mesh.all_or_none("save_checkpoint"):
         if os.path.isdir(folder) and any(map(_PART.fullmatch, os.listdir(folder))):
             raise DataError(
@@ -76,12 +68,9 @@ def load(
 ) -> None:
     """Read a checkpoint into `weights`, the state of `optimizer` and `extra`, in place; a collective.
 
-    Args:
-        folder, mesh, weights, optimizer, extra: as in `save`.
-        state_keys: the optimizer's state of each parameter after a step.
+    `state_keys` name the optimizer's state of each parameter after a step.
 
-    Raises `DataError` and changes nothing if there is no checkpoint, or a damaged one, or one of another model or
-    optimizer.
+    Raises `DataError` and changes nothing if there is none, or a damaged one, or one of another model or optimizer.
     """
     tensors: dict[str, Tensor] = dict(extra)
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}

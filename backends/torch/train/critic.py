@@ -79,16 +79,7 @@ def _value_head(folder: str, width: int) -> nn.Linear:
 
 
 class TorchCriticEngine(TrainedEngine):
-    """A live `Critic`; made by `TorchCritic.build`.
-
-    Args:
-        body: the model below the LM head.
-        head, gathered_head: the value head; its weights may be sharded.
-        budget: the size of micro-batches.
-        residence: the device of the weights.
-        tokenizer: saved with the weights.
-        learner: trains body and head.
-    """
+    """A live `Critic`; made by `TorchCritic.build`."""
 
     def __init__(
         self,
@@ -114,11 +105,6 @@ class TorchCriticEngine(TrainedEngine):
         The value before response token ``t`` is read at sequence position ``sequence - response - 1 + t``.
 
         A collective: each rank passes any number of its own rows, and gets their values.
-
-        Raises:
-            DataError: a response token under the mask has no attended token before it.
-            RankError: another rank raised.
-            AsleepError: the engine sleeps.
         """
         self.residence.require_awake("values")
         with self._body.mesh.all_or_none("values"):

@@ -134,10 +134,6 @@ class Learner:
 
     Args:
         module: trained are its parameters that require gradients.
-        spec: the settings; its schedule counts optimizer steps.
-        prefix: of the metrics, ``"actor"`` or ``"critic"``.
-        mesh: the placement of the weights.
-        budget: the size of micro-batches.
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
     """
 
@@ -175,8 +171,7 @@ class Learner:
         that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly. Raises
         `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
-        Args:
-            forward: output and entropy, as `objective` needs them, of a micro-batch on the module's device.
+        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
         """
         metrics, mesh = Metrics(), self.mesh
         columns: Any = batch
@@ -217,12 +212,7 @@ class Learner:
         forward: Forward,
         metrics: Metrics,
     ) -> None:
-        """The gradient of an objective over its whole mini-batch, with the model in micro-batches.
-
-        First the model's outputs for all rows without a gradient; then the objective and its gradient in the outputs;
-        then the model again, a micro-batch at a time, from that gradient (gradient caching: Gao et al. 2021,
-        arXiv:2101.06983). So rows may be split over micro-batches and ranks, for one more forward pass.
-        """
+        """The gradient of an objective over its whole mini-batch, with the model in micro-batches."""
         mesh, own = self.mesh, whole.own.to(self.mesh.device)
         idle: Any = SequenceInputs.idle(mesh.device)
         inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]

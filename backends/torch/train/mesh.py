@@ -25,12 +25,7 @@ class Caller(Protocol):
 
 
 class Gathered(NamedTuple):
-    """A module whose weights may be sharded.
-
-    Args:
-        root: the module, or its wrapper.
-        call: calls a function while the weights are gathered.
-    """
+    """A module (`root`, or its wrapper) whose weights may be sharded; `call` calls a function with them gathered."""
 
     root: nn.Module
     call: Caller

@@ -44,8 +44,6 @@ class Sharded(Mesh):
     CPU kernel does not support a bfloat16 scale with float32 input.
 
     Args:
-        mesh: the ranks.
-        device: of this rank.
         bfloat16: gather blocks in bfloat16.
         offload: keep shards, gradients and optimizer state in CPU memory, where the optimizer then steps too.
     """
@@ -133,9 +131,8 @@ class Sharded(Mesh):
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order; a collective: all ranks must iterate to the end.
 
-        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is its own bucket). Besides the
-        caller's references, at most three buckets exist at a time: the last one returned, the one being gathered, and
-        what the ranks send for it.
+        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor gets its own bucket). At most three
+        buckets exist at a time: the last one returned, the one being gathered, and its send buffer.
         """
         for bucket in in_buckets(named, bucket_bytes):
             yield from self._gather(list(bucket))

@@ -131,11 +131,8 @@ class Algorithm(Generic[P, R, GraphT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the function into a graph.
 
-        Called with its inputs (symbols or tensors) inside another algorithm, it is part of that algorithm: its nodes
-        join the graph of the caller, and it returns what the function returns.
-
-        Raises:
-            PortError, GraphError: an input does not fit its port, or arguments do not match the parameters.
+        Called with symbols or tensors inside another algorithm, it joins that algorithm's graph and returns what the
+        function returns.
         """
         name = self.function.__name__
         if any(map(is_column, (*args, *kwargs.values()))):
@@ -196,11 +193,7 @@ class Algorithm(Generic[P, R, GraphT]):
         return result
 
     def under(self, prefix: str) -> Self:
-        """The same algorithm for a second call inside another algorithm: its nodes are named ``<prefix>_<name>``.
-
-        Raises:
-            ParameterError: `prefix` is not an identifier.
-        """
+        """The same algorithm for a second call inside another algorithm: its nodes are named ``<prefix>_<name>``."""
         if not isinstance(prefix, str) or not prefix.isidentifier():
             raise ParameterError(
                 f"Invalid prefix {prefix!r} of node names; expected an identifier such as 'second'.",

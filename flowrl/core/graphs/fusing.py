@@ -31,7 +31,7 @@ class FusableUpdate(Protocol):
     def fusing(self, scorer: Operator) -> Operator | str | None:
         """This operator as a `FusedUpdate`: it writes the output of `scorer` from its first pass and does not read it.
 
-        Or the reason why that is impossible, as a phrase after its name; None if `scorer` computes something else.
+        Returns the reason, as a phrase after its name, if that is impossible; None if `scorer` computes something else.
         """
         ...
 
@@ -45,12 +45,7 @@ class FusedUpdate(Protocol):
 
 @dataclass(frozen=True)
 class Fusing:
-    """`scorer` computes what the first pass of `update` computes, too.
-
-    Args:
-        scorer, update: names of nodes.
-        why_not: why they are not fused; None if they are.
-    """
+    """`scorer` computes what the first pass of `update` computes; `why_not` is the reason if they are not fused."""
 
     scorer: str
     update: str
@@ -58,12 +53,7 @@ class Fusing:
 
 
 def fusings(graph: Graph, unbound: bool = False) -> list[Fusing]:
-    """The candidates for fusing in a graph.
-
-    Args:
-        graph: with its bindings.
-        unbound: whether to assume same bits for a role without a backend.
-    """
+    """The candidates for fusing in a graph; `unbound` assumes same bits for a role without a backend."""
     found = []
     for update in graph.nodes.values():
         if isinstance(update.operator, FusableUpdate):
@@ -88,13 +78,7 @@ def scorers(graph: Graph) -> dict[str, str]:
 
 
 def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:
-    """As text: what is fused, what is not and why, and what that saves.
-
-    Args:
-        graph: before fusing.
-        optimize: whether it will be fused.
-        prompts: prompts per step, if known.
-    """
+    """As text: what is fused, what is not and why, and what that saves. `graph` is the one before fusing."""
     lines = []
     for one in fusings(graph):
         rows = rows_of_step(graph, one.update, prompts)

@@ -55,9 +55,9 @@ _Called.__call__.__wrapped__ = _computed  # type: ignore[attr-defined]
 class Gate(_Called, Operator):
     """Base of operators that pass rows on: ``rollout, scores = Filter(...)(rollout, token_level_scores=scores)``.
 
-    A call takes records, and single columns by name, and returns the same columns with the rows that pass.
-    ``edit(insert={"filter": After("reward", Filter(...))})`` inserts a gate after its anchor: every edge from a node
-    before the gate to a node after it then goes through the gate.
+    A call returns the same columns with the rows that pass. ``edit(insert={"filter": After("reward", Filter(...))})``
+    inserts a gate after its anchor: every edge from a node before the gate to a node after it then goes through the
+    gate.
 
     Args:
         predicate: an operator that writes one bool per row, from columns; it uses no engine and has no state.
@@ -160,20 +160,12 @@ class Gate(_Called, Operator):
     def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that pass, and `values`.
 
-        Args:
-            rows: a record of the columns.
-            metrics, now: injected.
-            given: the column or record of each port of `reads`; and the values injected into `predicate`.
+        `given` has the column or record of each port of `reads`, and the values injected into `predicate`.
         """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not define passed(...).")
 
     def kept(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
-        """The output of `predicate`: bool ``[batch]``, on the CPU.
-
-        Args:
-            metrics: of the gate.
-            given: the column or record of each port of `predicate`; and the values injected into it.
-        """
+        """The output of `predicate`, bool ``[batch]``, on the CPU; `given` has its ports and injected values."""
         inputs: dict[PortField, Any] = {}
         for port in self.predicate.signature.ports.values():
             value = given[port.name]

@@ -112,7 +112,7 @@ class Node:
 
     @cached_property
     def initial_operator(self) -> Operator:
-        """Its operator with plain numbers: what it says of itself by them is the same in all steps."""
+        """Its operator with plain numbers instead of schedules, so that what it declares is the same in all steps."""
         return sample_steps(self.operator)[0]
 
     @property

@@ -88,10 +88,7 @@ def _axis_mismatch(name: str, axis: str, new: Bound, bound: Bound, nearest: str 
 
 
 def _refuse_undeclared_axes(name: str, operator: Operator, binding: Binding) -> None:
-    """Refuse an operator that joins columns of several widths but declares its output as wide as one of them.
-
-    It would fail in the first step in which another one is wider.
-    """
+    """Refuse an operator that joins columns of several widths but declares its output as wide as one of them."""
     for output, type in operator.signature.outputs.items():
         if not isinstance(type, ColumnType) or not (operator.creates_axis("batch") or type.kind == "tokens"):
             continue
@@ -146,10 +143,7 @@ def _check_open_ports(
 
 
 def candidates(expected: FieldType, binding: Binding, available: Available) -> list[Edge]:
-    """The outputs that may be wired to a field, given the axes that other fields have bound.
-
-    Outputs of exactly the expected kind if there are any, else those of an acceptable kind.
-    """
+    """The outputs that may be wired to a field: of exactly the expected kind if there are any, else acceptable."""
     fitting = [edge for edge, typed in available.items() if fits(expected, binding, typed)]
     exact = [edge for edge in fitting if _kind(available[edge].type) == _kind(expected)]
     return exact or fitting

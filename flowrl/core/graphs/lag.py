@@ -1,6 +1,6 @@
 """`Lag`: how far generation may run ahead, and whether weights change while requests are in flight.
 
-`edit(lag=...)` sets it. What each node does with it is derived when the graph runs; see `flowrl.core.graphs.spans`.
+`edit(lag=...)` sets it; see `flowrl.core.graphs.spans`.
 """
 
 from __future__ import annotations

@@ -90,11 +90,7 @@ def last_gate(graph: Graph, name: str) -> Gate | None:
 
 
 def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
-    """The number of rows that reach the node `name` in a step; None if unknown.
-
-    Args:
-        prompts: the prompts sampled per step, if known; a gate that fills groups up defines the number itself.
-    """
+    """The number of rows that reach the node `name` in a step; None if unknown."""
     gate = last_gate(graph, name)
     filled = prompts if gate is None else gate.target_groups
     return None if filled is None else filled * rows_per_prompt(graph, name)

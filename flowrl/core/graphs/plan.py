@@ -104,10 +104,7 @@ class Plan:
 
     @cached_property
     def collector(self) -> str | None:
-        """The gate that runs its upstream nodes in several rounds per step; None without one.
-
-        It refuses two such gates, and upstream nodes that cannot run again.
-        """
+        """The gate that runs its upstream nodes in several rounds per step; None without one. There can be only one."""
         found = [name for name in gates_of(self.graph) if _gate(self.graph, name).rounds_at_most > 1]
         if len(found) > 1:
             raise GraphError(

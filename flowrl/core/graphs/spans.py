@@ -1,8 +1,7 @@
 """The graph that runs if a `Lag` has spans.
 
-`Graph.lag` is the only setting; `spanned` derives from it the graph that runs. In that graph every sync swaps weights
-while requests are in flight, and a node that reads `policy_version` and has an optional port `token_version` reads the
-version of each token, too.
+In it every sync swaps weights while requests are in flight, and a node that reads `policy_version` and has an optional
+port `token_version` reads the version of each token, too.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ def _open(node: Node) -> Iterator[PortField]:
 
 
 def _of_tokens(nodes: dict[str, Node], row: Edge) -> Edge | None:
-    """The `token_version` of the `policy_version` at `row`, routed through the gates in between.
-
-    None if the node that writes `row` writes no `token_version`.
-    """
+    """The `token_version` of the `policy_version` at `row`, routed through the gates in between."""
     node = nodes[row.node]
     if not isinstance(gate := node.operator, Gate):
         return Edge(row.node, "token_version") if "token_version" in gate.signature.outputs else None

@@ -1,7 +1,7 @@
 """Twins: two nodes with the same operator and the same inputs.
 
-Both depend on the same nodes, so both read weights as of before the same updates (see `flowrl.core.graphs.plan`). They
-compute the same, unless each samples random numbers, has a state, or calls code outside of the graph.
+Both read weights as of before the same updates (see `flowrl.core.graphs.plan`), so they compute the same, unless each
+samples random numbers, has a state, or calls code outside of the graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from flowrl.data.keys import Key
 
 @dataclass(frozen=True)
 class Twin:
-    """`second` has the operator and the inputs of `first`, which precedes it.
-
-    Args:
-        first, second: names of nodes.
-        why_not: why they may compute different numbers; None if they compute the same.
-    """
+    """`second` has the operator and the inputs of `first`, before it; `why_not` is why their numbers may differ."""
 
     first: str
     second: str
@@ -33,7 +28,7 @@ class Twin:
 def twins(order: Iterable[Node]) -> list[Twin]:
     """The twins among nodes, given in the order in which they run.
 
-    The outputs of twins that compute the same count as one input. A node that writes weights has no twin.
+    Outputs of twins that compute the same count as one input. A node that writes weights has no twin.
     """
     found: list[Twin] = []
     seen: list[tuple[Node, dict[str, Edge]]] = []

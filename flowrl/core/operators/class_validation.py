@@ -13,14 +13,7 @@ Granularity = Literal["row", "group", "batch"]
 
 
 def refuse_misdeclared_class(cls: Any, base: Any, fields: Mapping[str, Any], where: str) -> None:
-    """Raise a `DefinitionError` for class attributes of the wrong type, and for names that are taken.
-
-    Args:
-        cls: a subclass of `base`, which is `Operator`.
-        base: `Operator`, whose module imports this one.
-        fields: the parameters by name.
-        where: ``file:line: Class`` for messages.
-    """
+    """Raise a `DefinitionError` for class attributes of the wrong type, and for reserved names."""
     ports = cls._signature.ports if hasattr(cls, "_signature") else {}
     _refuse_taken_names(cls, base, fields, where)
     if cls.__call__ is not base.__call__ and not hasattr(cls.__call__, "__wrapped__"):

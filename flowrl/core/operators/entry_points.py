@@ -1,7 +1,6 @@
 """Operators of installed packages: the entry-point group ``flowrl.operators``.
 
-``flowrl operators`` lists the operators in that group, and graph files may name them without a module (``$type:
-LengthPenalty``). Python code imports them as usual.
+``flowrl operators`` lists them, and graph files may name them without a module (``$type: LengthPenalty``).
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ parameters, each with a default::
     def scaled(advantages: Advantages, *, factor: float = 0.5) -> Advantages:
         return advantages * factor
 
-`scaled` is then an operator with these defaults, and ``scaled(factor=2.0)`` is one with another factor. Both work like
-every operator: call them on columns, use them in edits, name them. Roles, keys and metrics are declared as in a class.
-An operator with its own granularity, effects or state needs a class.
+`scaled` is then an operator with these defaults, and ``scaled(factor=2.0)`` one with another factor. Roles, keys and
+metrics are declared as in a class. An operator with its own granularity, effects or state needs a class.
 """
 
 from __future__ import annotations

@@ -195,8 +195,6 @@ class Operator(HasEffects):
 
         Args:
             tokens: int64 ``[rows]``, attended tokens of each row.
-            ranks: of the role that runs it.
-            key: of the node in this step.
 
         Returns:
             int64 row numbers, ascending, for each rank; the operator reads its own share from a `Now`.
@@ -210,8 +208,7 @@ class Operator(HasEffects):
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
         """Check what can be checked before anything is loaded, and raise what would fail later.
 
-        Args:
-            tokenizer_of: the tokenizer of a role; None if its model is not on this machine.
+        The tokenizer of a role is None if its model is not on this machine.
         """
 
     @property

@@ -1,8 +1,7 @@
 """Ports: what an operator or a loss reads and writes, by the annotations of its `__call__`.
 
-A port takes one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
-its fields (``rollout.input_ids``), so each edge carries exactly one column or value, and a plan knows which columns a
-node reads.
+A record port is flattened into its fields (``rollout.input_ids``), so each edge carries exactly one column or value,
+and a plan knows which columns a node reads.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class PortField(NamedTuple):
 class Port:
     """One parameter of an operator.
 
-    Args:
-        name: the parameter's name.
-        fields: the type of each field of the record; a port of one column or value has a single field.
-        record: the record class, where the port takes a record.
-        optional: declared ``X | None``.
+    `fields` has the type of each field of the record; a port of one column or value has a single field.
     """
 
     name: str
@@ -84,10 +79,7 @@ class Signature:
     """All ports of an operator class or a loss, its injected parameters, and its outputs.
 
     Args:
-        ports: by the parameter's name.
         injected: the class of each parameter that the runner fills in.
-        outputs: by name; a loss has none.
-        output_record: the record class that an operator returns, if it returns one.
         takes_more: whether the parameters of the operator add ports; see `FromParameters`.
     """
 

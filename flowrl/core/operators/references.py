@@ -66,10 +66,7 @@ def resolve(ref: str) -> Callable[..., Any]:
 
 
 def load_object(ref: str) -> Any:
-    """The object that `ref` names; a file is imported as a module, once for each version of its content.
-
-    A `FlowrlError` that the file or module raises during import passes unchanged.
-    """
+    """The object that `ref` names; a file is imported as a module, once for each version of its content."""
     source, name = parse_reference(ref)
     file = source_file(ref)
     try:

@@ -1,8 +1,6 @@
 """How an operator runs: its session, its state cells, and the call that binds it to engines.
 
-A `Session` resolves roles to live engines, derives keys, stores the state cells and collects the metrics. Runners run
-each node inside one; ``with job.eager():`` opens one for code that calls operators directly. Both run the same
-operators the same way.
+Runners run each node inside a `Session`; ``with job.eager():`` opens one for code that calls operators directly.
 
 Columns are checked once, where they are written: a `Call` checks its outputs and trusts its inputs. Direct calls of an
 operator check the inputs too (`Operator.run`).
@@ -40,8 +38,6 @@ class Session:
     """Engines, seed, step, state and metrics of running operators.
 
     Args:
-        engines: live engines by role.
-        seed: root of all keys.
         state: state cells of a checkpoint: ``{"node.field": value}``.
     """
 
@@ -179,9 +175,7 @@ class State(Generic[T]):
 class Call:
     """One operator, bound to engines.
 
-    Args:
-        operator: under its node's name.
-        engine: returns the live engine of a role, given the role and the field of the node.
+    The live engine of a role is ``engine(role, field of the node)``.
     """
 
     def __init__(self, operator: Any, engine: Callable[[str, str], Any]) -> None:
@@ -203,7 +197,6 @@ class Call:
 
         Args:
             inputs: columns and values; those of optional ports may be missing.
-            injected: keys and metrics, by parameter.
             cells: its state, by field; their last values are the new state.
             supply: returns the injected value of a class, for a `__call__` that is called by ``super()``.
         """
@@ -345,12 +338,7 @@ def _packed(port: Port) -> tuple[str, type | None, tuple[PortField, ...]]:
 
 
 class Check:
-    """The check of a value against the type of a port or an output.
-
-    Args:
-        name: of the port or output, for messages.
-        declared: its type.
-    """
+    """The check of a value against the type of a port or an output."""
 
     def __init__(self, name: PortField | str, declared: FieldType) -> None:
         self._name, self._declared = name, declared
@@ -361,11 +349,8 @@ class Check:
     def __call__(self, node: str, value: Any, sizes: dict[str, int], verb: str) -> None:
         """Check class, or dtype and shape.
 
-        Args:
-            node: for messages.
-            value: the column or value.
-            sizes: by axis, of the columns of this call; new axes are added.
-            verb: "expects" for a port, "declares" for an output.
+        `sizes` by axis are those of the columns of this call, extended in place; `verb` is "expects" for a port,
+        "declares" for an output.
         """
         if self._cls is not None:
             if not isinstance(value, self._cls):

@@ -197,7 +197,7 @@ def check_pad(name: str, column: Tensor | Objects, pad: Pad) -> None:
 
 
 def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], pad: Pad | None) -> Tensor:
-    """One tensor of all rows; padded by `pad` along the second axis if given, else as the definition of `name` says."""
+    """One tensor of all rows; padded by `pad` along the second axis if given, else as defined for `name`."""
     for what in ("dtype", "device", "ndim"):
         if len(found := {str(getattr(part, what)) for part in parts}) > 1:
             raise DataError(

@@ -1,8 +1,7 @@
 """`DataProto`: an immutable record of columns that share one batch axis, what the executor carries between operators.
 
 A column is a torch tensor ``[batch ...]`` or a 1-d NumPy object array ``[batch]``; `meta` is a JSON-able dict. Every
-operation returns a new `DataProto`. Columns are views where possible, so writing into a tensor in place changes all
-batches that share it.
+operation returns a new `DataProto`, of views where possible: writing into a tensor in place changes all that share it.
 """
 
 from __future__ import annotations

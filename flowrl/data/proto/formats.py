@@ -1,4 +1,4 @@
-"""How a `DataProto` looks outside a process: its digest, its folder on disk, TensorDict, verl's three dicts.
+"""External forms of a `DataProto`: its digest, its folder on disk, TensorDict, verl's three dicts. Nothing is pickled.
 
 Everything here works on plain columns and meta; `DataProto` puts the methods on top. Nothing is ever pickled.
 """
@@ -31,9 +31,10 @@ TENSORS, OBJECTS, MANIFEST = "tensors.safetensors", "objects.json", "manifest.js
 
 
 def check_json(value: Any, where: str) -> None:
-    """Refuse what JSON would not give back exactly: tuples, NumPy numbers, enums, keys that are not strings, ...
+    """Refuse what does not survive a round trip through JSON: tuples, NumPy numbers, enums, keys that are not strings,
+    ...
 
-    NaN and the infinities are written as Python's `json` writes them, and come back.
+    NaN and the infinities are written as Python's `json` writes them, and do survive.
     """
     try:
         _check_json(value, where)
@@ -70,7 +71,7 @@ def _check_json(value: Any, where: str) -> None:
 def digest(columns: Columns, meta: Meta) -> str:
     """The xxh3-128 hex digest of the content: per column (sorted by name) dtype, shape and bytes; meta.
 
-    Objects count as canonical JSON (sorted keys). Order of insertion, strides and device do not count.
+    Objects are hashed as canonical JSON (sorted keys), whatever the insertion order, strides and device.
     """
     hasher = xxhash.xxh3_128()
     for name in sorted(columns):

@@ -73,17 +73,7 @@ class _Responses(FileSource):
     max_response_length: int | None = Field(None, ge=1)
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> ResponseStream:
-        """Read and tokenize all rows.
-
-        Args:
-            tokenizer: encodes prompts with its chat template, and responses.
-            seed: of the order in which rows are sampled.
-
-        Raises:
-            ParameterError: `tokenizer` is a path, or the seed is not an int.
-            DataError: a file is missing, empty or damaged; a row is malformed or too long (with ``overlong="error"``);
-                or all rows are too long.
-        """
+        """Read and tokenize all rows."""
         rows, dropped = self._read(tokenizer, self._validate)
         return ResponseStream(rows, dropped, self._order(rows, seed), tokenizer, self.record)
 

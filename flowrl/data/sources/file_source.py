@@ -116,11 +116,7 @@ class FileSource(Source):
         return same if self.sampler is not None else {k: v for k, v in same.items() if k != "sampler"}
 
     def refuse_missing(self) -> None:
-        """Check that the files exist, before any tokenizer is loaded.
-
-        Raises:
-            DataError: a file is missing.
-        """
+        """Check that the files exist, before any tokenizer is loaded."""
         if missing := [str(path) for path in _paths(self.path) if not path.is_file()]:
             raise DataError(
                 f"{missing[0]!r} is not a file on this machine (working directory: {Path.cwd()}). Correct "

@@ -68,10 +68,7 @@ class Row:
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Row:
         """A copy with ids.
 
-        Args:
-            where: names the row in errors.
-            tokenizer: with the chat template.
-            template_kwargs: arguments of the template; those of the row take precedence.
+        `where` names the row in errors; the row's own template arguments take precedence.
         """
         try:
             ids = tokenizer.prompt_ids(self.raw_prompt, {**template_kwargs, **self.template_kwargs})
@@ -301,10 +298,7 @@ def messages_of(where: str, prompt: Any) -> list[dict[str, Any]]:
 
 
 def copied(value: Any) -> Any:
-    """A copy of all containers, so that a reward function that writes into extra_info does not change later epochs.
-
-    JSON and parquet contain no other containers, so this costs half of `copy.deepcopy`.
-    """
+    """A copy of all containers, so that a reward function cannot change `extra_info` in later epochs."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -34,7 +34,6 @@ class PromptData(FileSource):
         """Read and tokenize all prompts.
 
         Args:
-            tokenizer: encodes prompts with its chat template.
             seed: of the order in which rows are sampled.
 
         Raises:

@@ -84,19 +84,15 @@ class Sampler(Spec):
     def start(self, rows: Sequence[Any], key: Key) -> Order:
         """The order of these rows.
 
-        Args:
-            rows: as read, such as `flowrl.data.sources.prompt_rows.Row`.
-            key: of all its randomness; the same key must give the same order.
+        The same `key` must give the same order.
         """
         raise NotImplementedError(f"{type(self).__name__} has no start(rows, key)")
 
 
 class Epochs(Order):
-    """Every row once per epoch, in the order of a permutation. A batch may cross the end of an epoch.
+    """Every row once per epoch, in file order, or with a `key` in that of ``torch.randperm`` under (key, "data", e).
 
-    Args:
-        rows: number of rows.
-        key: of the permutations: epoch ``e`` has ``torch.randperm`` under (key, "data", e). None keeps file order.
+    A batch may cross the end of an epoch.
     """
 
     def __init__(self, rows: int, key: Key | None) -> None:
@@ -193,10 +189,7 @@ class ByDifficulty(Sampler):
 
 
 class _Posterior(Order):
-    """The order of `ByDifficulty`.
-
-    Its position holds the number of draws and the two Beta parameters of each row that was sampled.
-    """
+    """The order of `ByDifficulty`; the position holds the number of draws and two Beta parameters per sampled row."""
 
     def __init__(self, sampler: ByDifficulty, rows: int, key: Key) -> None:
         self._sampler, self._key = sampler, key

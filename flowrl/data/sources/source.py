@@ -143,13 +143,7 @@ RowT = TypeVar("RowT", bound=IndexedRow)
 
 
 class RowStream(Stream, Generic[RowT]):
-    """Rows in memory, sampled in an order; a subclass makes batches of them.
-
-    Args:
-        rows: all rows.
-        dropped: number of dropped rows.
-        order: of the draws.
-    """
+    """Rows in memory, sampled in an order; a subclass makes batches of them. `dropped` counts the dropped rows."""
 
     def __init__(self, rows: Sequence[RowT], dropped: int, order: Order) -> None:
         self.dropped, self._rows, self._order = dropped, rows, order
@@ -178,7 +172,7 @@ class RowStream(Stream, Generic[RowT]):
     def batches(self, n: int) -> Iterator[DataProto]:
         """Every row once, in file order, `n` at a time (the last batch may be smaller), for validation.
 
-        The position does not change. Rows have the ids of epoch 0, so they are the same at every validation.
+        The position does not change, and rows have the ids of epoch 0.
         """
         refuse_no_count("batches", n, "row per batch", ParameterError)
         every = [Drawn(0, row) for row in range(len(self))]

@@ -1,7 +1,7 @@
 """Text and tokens: the only code that tokenizes, applies chat templates, pads, and joins sequences.
 
-Prompts, rollouts and recomputation all use it, and only prompts are tokenized. A response keeps the ids that the engine
-sampled, since decoding and encoding need not give the same ids.
+Only prompts are tokenized: a response keeps the ids that the engine sampled, since decoding and encoding need not give
+the same ids.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class ChatTokenizer:
         """The ids of a conversation in the chat template, up to where the assistant's next turn begins.
 
         Args:
-            messages: ``{"role": ..., "content": ...}`` each, in order.
             template_kwargs: arguments of the template, such as ``{"enable_thinking": False, "tools": [...]}``.
 
         Raises:
@@ -149,7 +148,6 @@ class ChatTokenizer:
         """The text of a conversation in the chat template, including special tokens.
 
         Args:
-            messages, template_kwargs: as for `prompt_ids`.
             go_on: whether to end where the assistant's next turn begins.
 
         Raises:
@@ -298,11 +296,7 @@ class ChatTokenizer:
 def positions(mask: Tensor) -> Tensor:
     """Positions of the tokens in `mask`, counted from 0 along each row; padding repeats the last position, or 0.
 
-    Args:
-        mask: bool ``[batch sequence]``.
-
-    Returns:
-        int64 ``[batch sequence]``, ``cumsum(mask) - 1`` clamped at 0.
+    Both are ``[batch sequence]``, bool and int64: ``cumsum(mask) - 1`` clamped at 0.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 

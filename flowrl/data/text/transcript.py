@@ -46,10 +46,7 @@ class Transcript:
     """A growing conversation: a prompt, then alternating responses of the policy and replies of the environment.
 
     Args:
-        tokenizer: with a chat template.
-        messages: the prompt.
         check: how to compare the template's text with the transcript.
-        template_kwargs: arguments of the template.
 
     Raises:
         DataError: the template rejects the messages, or `check` is unknown.
@@ -81,9 +78,7 @@ class Transcript:
     def answer(self, ids: Sequence[int], log_probs: Sequence[float]) -> SampledSpan:
         """Append what the policy sampled.
 
-        Args:
-            ids: at least one token.
-            log_probs: one per token.
+        There is at least one token, and one log-prob per token.
 
         Raises:
             ValueError: the last turn is a response already, there are no tokens, or not one log-prob per token.
@@ -103,9 +98,6 @@ class Transcript:
 
     def reply(self, messages: Sequence[Message]) -> list[int]:
         """Append the environment's reply to the last response; returns the tokens of the delta.
-
-        Args:
-            messages: at least one, of other roles than assistant.
 
         Raises:
             ValueError: the last turn is not a response.

@@ -1,7 +1,4 @@
-"""Check that the models of a job share one vocabulary, since one model scores ids that another samples.
-
-It reads files in their folders and loads no model.
-"""
+"""Check that the models of a job share one vocabulary, from the files in their folders, before any model loads."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ def refuse_other_vocabularies(folders: Mapping[str, str]) -> None:
 
     A model may have more embeddings than tokens, and may lack added tokens of others if it has embeddings for them.
     Missing and unreadable folders are skipped: loading them raises.
-
-    Args:
-        folders: Hugging Face folders by role, first the role that samples.
+    The first of the `folders`, by role, is that of the role that samples.
     """
     if len(set(folders.values())) < 2:  # reading a folder takes tenths of a second
         return

@@ -26,10 +26,8 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 @contextlib.contextmanager
 def connected(place: RayPlace) -> Iterator[None]:
     """Connect to Ray within the block: use an existing connection, else join the place's address, else start Ray here.
-
-    A cluster that was started here stays for the next job, see `local_cluster`; one that was joined is disconnected
-    after the block.
-    """
+    A cluster that was started here remains for the next job, see `local_cluster`; one that was joined is disconnected
+    after the block."""
     expected = None if place.address in (None, "auto") else _parsed(str(place.address))
     cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
     local = place.address is None and (is_connected() or not ray.is_initialized())
@@ -80,14 +78,7 @@ def _joined(address: str, expected: tuple[str, int] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_signals(before: Any) -> Iterator[None]:
-    """Restore the SIGTERM handler from before Ray started, for the block and after it.
-
-    Ray installs a C++ handler below Python's, which prints a stack, and a Python handler, which stays if there was none
-    before. If a handler raises `SystemExit` while Ray waits, Ray replaces it with another.
-
-    Args:
-        before: result of `signal.getsignal` before Ray started.
-    """
+    """Restore the SIGTERM handler from before Ray started, for the block and after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

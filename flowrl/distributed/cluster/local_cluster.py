@@ -1,7 +1,7 @@
 """The local Ray cluster: started for the first job of this process, and reused by later ones.
 
-Its workers are forks of a `ForkServer`. Starting Ray takes two seconds, and importing torch and transformers three, so
-a second job opens much faster than the first. The cluster ends with this process, or with `ray.shutdown()`.
+Its workers are forks of a `ForkServer`, which saves two seconds of starting Ray and three of importing torch and
+transformers. The cluster ends with this process, or with `ray.shutdown()`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 @dataclass
 class _Cluster:
-    """The cluster that this process started.
-
-    Args:
-        node: Ray's processes on this machine.
-        hosts: the server that forks its workers.
-        cpus: logical CPUs.
-        jobs: how many jobs use it now.
-    """
+    """The cluster that this process started."""
 
     node: Any
     hosts: HostServer
@@ -78,12 +71,7 @@ def use_cluster() -> Iterator[None]:
 
 
 def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
-    """Shut down the cluster if it is idle and cannot serve the next job.
-
-    Args:
-        cpus: that the job needs.
-        hosts: the fork server of its workers; None if it runs on another cluster.
-    """
+    """Shut down the cluster if it is idle and cannot serve the next job, which may run on another cluster."""
     if _cluster is None or _cluster.jobs:
         return
     if cpus > _cluster.cpus or hosts is not _cluster.hosts or not _is_alive():
@@ -127,10 +115,7 @@ def _start(cpus: int, hosts: HostServer) -> _Cluster:
 
 @contextlib.contextmanager
 def _forked_workers(hosts: HostServer) -> Iterator[None]:
-    """Make the node that Ray starts in the block fork its workers, without autoscaler and log monitor.
-
-    `ray.init` has no argument for the worker program, which is a parameter of Ray's nodes.
-    """
+    """Make the node that Ray starts in the block fork its workers, without autoscaler and log monitor."""
     before = parameter.RayParams
     options = {} if hosts.server is None else node_options(hosts.server)
 
@@ -147,11 +132,7 @@ def _forked_workers(hosts: HostServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray listen only on the loopback in the block, as it does by default on macOS and Windows.
-
-    On Linux it listens on all interfaces, whatever the address of `ray.init`, unless the environment has
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be much earlier.
-    """
+    """Make Ray listen only on the loopback in the block, as it does by default on macOS and Windows."""
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a private name of Ray, which may disappear
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

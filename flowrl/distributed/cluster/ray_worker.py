@@ -1,9 +1,8 @@
 """The worker program of a Ray node: a fork of a process that has imported torch, transformers and flowrl.
 
 Ray starts this file instead of its ``default_worker.py``. It passes its arguments, environment, folder and standard
-streams to the `ForkServer` at `ADDRESS`, whose fork runs Ray's program and becomes the worker. A worker reports its own
-process id to its node, so Ray sees no difference. If no server responds, this process runs Ray's program itself. It
-imports only the standard library.
+streams to the `ForkServer` at `ADDRESS`, whose fork runs Ray's program and becomes the worker. If no server responds,
+this process runs Ray's program itself. It imports only the standard library.
 
 Ray's C++ library reads the ``RAY_*`` variables once on import, and the job's id is one of them. So the server forks a
 layer for each such environment, which imports Ray there.
@@ -63,9 +62,8 @@ def _forked(request: Any) -> bool:
 def become_ray_worker(given: Any, fds: list[int]) -> None:
     """Run Ray's worker program in a fork, set up as a process that Ray started.
 
-    Args:
-        given: the program's arguments, the environment and the folder.
-        fds: stdin, stdout, stderr, and the connection of the requesting process.
+    `given` has the program's arguments, the environment and the folder; `fds` are stdin, stdout, stderr, and the
+    connection of the requesting process.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

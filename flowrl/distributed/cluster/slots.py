@@ -109,14 +109,7 @@ def by_machine(machines: Sequence[str]) -> list[int]:
 
 
 def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
-    """Refuse a host over several machines, and ``restart="role"`` over several machines.
-
-    Args:
-        plans: the hosts.
-        machines: of each slot.
-        place: of the job.
-        here: the driver's machine.
-    """
+    """Refuse a host over several machines, and ``restart="role"`` over several machines (`machines` of each slot)."""
     for plan in plans:
         if (count := len({machines[slot] for slot in plan.slots})) > 1:
             slots, many = ", ".join(map(str, plan.slots)), len(plan.slots)

@@ -48,10 +48,6 @@ class Failure:
     """An exception of a node in a form that can be sent: Ray would lose its cause.
 
     Args:
-        message: of the `NodeError`.
-        code, facts: those of the exception if it has a code; see `code_and_facts`.
-        causes: the exception and its chain of causes, without those that cannot be pickled.
-        traceback: that of the host.
         lost: whether an input of the node is lost, for example because the process that wrote it died.
     """
 
@@ -104,12 +100,7 @@ def named(host: ProcessSpec | None) -> str:
 def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
     """The result of a call to a host.
 
-    Args:
-        ref: of the result.
-        host: which was called.
-        what: the node or task, for messages.
-        place: has the deadline,
-        patience: unless this is given, in seconds.
+    The timeout is `patience` in seconds, by default the place's deadline.
     """
     seconds = place.deadline if patience is None else patience
     try:

@@ -29,12 +29,7 @@ class PendingCall:
     """A call whose result is pending.
 
     Args:
-        host: which was called; None is the general host.
-        what: the node or task, for messages.
         kind: the node or method; calls of one kind take about equally long.
-        since: start, by `time.monotonic`.
-        seconds: its limit.
-        log_after: seconds after which it is logged.
         ping: a later call that checks whether the host is alive.
     """
 
@@ -52,11 +47,6 @@ class PendingCalls:
 
     Calls that are late for their kind are logged. Hosts that do not respond are pinged, because Ray may lose calls to a
     process that is about to die.
-
-    Args:
-        place: has the deadline.
-        actor_of: returns the actor of a host; None is the general one.
-        hosts: returns all hosts.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """A temporary folder that is removed when this process ends, even if it is killed.
 
-A killed process cannot clean up, so a helper process does: it runs this file by its path, imports only the standard
-library, and has its own session.
+A helper process removes it: it runs this file by its path, imports only the standard library, and has its own session.
 """
 
 from __future__ import annotations

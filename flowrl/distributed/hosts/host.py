@@ -52,15 +52,12 @@ class HostTask:
     """An instance for a host to run, or its part of one.
 
     Args:
-        operator: has the node's name.
-        step, seed: of the keys; step is None between steps, where no random numbers are used.
+        step: of the keys; None between steps, where no random numbers are used.
         when, task: the step, and node and step as facts, for errors.
-        state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
         now: injected into the operator, with the share of these rows if several ranks split the batch.
         sources: by role of a trainer in another process, the source of its weights.
-        written: the output that each input comes from, for messages.
     """
 
     operator: Operator
@@ -81,10 +78,7 @@ class Report:
     """The results of an instance on one host: pieces of its columns (in the object store), values, metrics and state.
 
     Args:
-        waits: what it waited for.
-        warnings: what it logged.
         lengths: of the rows that it wrote, if it wrote tokens.
-        received: bytes that it fetched.
         started, fetched, ended: Unix seconds of the call, of the arrival of its inputs, and of its end.
     """
 
@@ -114,8 +108,6 @@ class Host:
     """The process of one `ProcessSpec`; without a plan, the general host, for nodes without a role.
 
     Args:
-        plan: roles, rank and slots.
-        seed: of the run.
         path: the driver's import path, so that users' classes can be imported.
         folder: the driver's working directory, which becomes that of this process if it exists here: workers of a
             joined cluster start in that of ``ray start``.
@@ -165,11 +157,9 @@ class Host:
     def build(self, bindings: Mapping[str, Any], meeting: tuple[str, int] | None, alone: bool, timeout: float) -> None:
         """Load the engines.
 
-        Args:
-            bindings: the backends of the plan's roles.
-            meeting: the rendezvous of several ranks, see `rendezvous_address`.
-            alone: whether all processes of the job with engines are on this machine.
-            timeout: seconds of the rendezvous and of every collective.
+        `meeting` is the rendezvous of several ranks (see `rendezvous_address`), `alone` whether all processes of the
+        job with engines are on this machine. The `timeout` in seconds is that of the rendezvous and of every
+        collective.
         """
         assert self.plan is not None
         if alone:
@@ -225,15 +215,7 @@ class Host:
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
     def send(self, role: str, wanted: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
-        """Stream a trainer's weights to the hosts with the same ticket. Gathering is collective, as in `export`.
-
-        Args:
-            role: of the trainer.
-            wanted: the weights that the engine needs.
-            bucket_bytes: see `flowrl.sync.stream.send`.
-            ticket: the rendezvous with the receivers.
-            what: the sync and its step, for errors.
-        """
+        """Stream a trainer's weights to the hosts with the same ticket. Gathering is collective, as in `export`."""
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
@@ -324,11 +306,7 @@ class Host:
         )
 
     def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, Mapping[Own | None, tuple[int, int]]]:
-        """Fill in the inputs: of each column the rows of this rank, from its pieces.
-
-        Returns:
-            the fetched bytes, and the widths of prompts and responses for each port with its own axes.
-        """
+        """Fill in the inputs: of each column the rows of this rank, from its pieces."""
         received = 0
         fields = task.operator.signature.fields
         # The largest widths, because the same rows may be in pieces of other widths in another column.
@@ -358,10 +336,8 @@ def join_pieces(
 ) -> tuple[Any, int]:
     """Fetch some or all rows of a column from its pieces in the object store; see `join`.
 
-    The timeout is `seconds`; a host needs none, because the driver waits for its result.
-
-    Returns:
-        the column, and the bytes of its rows on the wire.
+    The timeout is `seconds`; a host needs none, because the driver waits for its result. Also returns the bytes of the
+    rows on the wire.
     """
     everything = np.sort(np.concatenate([piece.rows for piece in pieces])) if rows is None else rows
     mine = [np.flatnonzero(np.isin(piece.rows, everything, assume_unique=True)) for piece in pieces]

@@ -32,12 +32,7 @@ SWAPPING = "swapping"
 class Hosts:
     """All processes of a job.
 
-    Args:
-        processes: those of roles.
-        bindings: backends by role.
-        place: where they run.
-        seed: of the run.
-        swapping: roles whose weights change while requests are in flight.
+    Weights of the roles in `swapping` change while requests are in flight.
     """
 
     def __init__(
@@ -126,11 +121,7 @@ class Hosts:
         The first failure is raised without waiting for the others, which may wait for the failed one. If a host fails
         because another died, the `HostDiedError` of that one is raised.
 
-        Args:
-            what: the task, for errors.
-            method, arguments: of `Host`.
-            patience: limit in seconds; the place's deadline if None.
-            swapping: see `method`.
+        The limit is `patience` in seconds, by default the place's deadline; for `swapping` see `method`.
         """
         with naming(what):
             calls = {self.method(plan, method, swapping).remote(*arguments): plan for plan in plans}

@@ -18,13 +18,9 @@ class Running:
     """A running instance.
 
     Args:
-        task: the instance.
-        hosts: its hosts by the references of their results; None is the general host. Those of a sync include the
-            trainer's while it sends weights.
-        rows: of each rank; None for all.
+        hosts: by the references of their results; None is the general host. Those of a sync include the trainer's while
+            it sends weights.
         since: its launch, by `time.monotonic`.
-        delivery: of the weights of a sync.
-        reports: the results so far.
     """
 
     task: Task

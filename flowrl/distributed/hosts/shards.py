@@ -17,15 +17,8 @@ def shard(
 ) -> list[Array]:
     """The rows of each rank: int64, ascending, each row exactly once; for ``"batch"`` all rows on every rank.
 
-    Rows or groups are distributed by tokens, see `flowrl.data.balance.deal`; without token counts, all rows weigh the
-    same.
-
-    Args:
-        granularity: what may be split.
-        rows: number of rows.
-        ranks: number of parts, some of which may be empty.
-        tokens: int ``[rows]``, or None.
-        groups: the `uid` of each row, for ``"group"``.
+    Rows or groups are distributed by tokens (int ``[rows]``), see `flowrl.data.balance.deal`; without token counts, all
+    rows weigh the same. Some ranks may get none. `groups` has the `uid` of each row, for ``"group"``.
     """
     all_rows = np.arange(rows)
     if ranks == 1 or granularity == "batch":

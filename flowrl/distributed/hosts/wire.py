@@ -1,8 +1,7 @@
 """The wire format of columns, between processes.
 
 Tensors are sent as NumPy arrays, which Ray transfers out of band. A ragged ``[rows, width]`` column is sent without its
-padding: runs of equal values at both ends of each row are removed, and restored on arrival. This is exact for any
-values, so the format does not depend on where or with what a column is padded.
+padding: runs of equal values at both ends of each row are removed, and restored on arrival, whatever the values are.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Ends:
     Args:
         left, right: int32 ``[rows]``, the number of leading and trailing values.
         left_value, right_value: ``[rows]``, the value of each run.
-        width: the column's width.
     """
 
     left: Array
@@ -51,10 +49,7 @@ class Ends:
 class Packed:
     """A column on the wire.
 
-    Args:
-        flat: the remaining values, row by row; or the full array without `ends`.
-        dtype: the column's dtype; None for objects.
-        ends: the removed runs.
+    `flat` has the remaining values, row by row, or the full array without `ends`. `dtype` is None for objects.
     """
 
     flat: Array
@@ -122,9 +117,7 @@ def unpack(packed: Packed) -> Tensor | Array:
 def widths(sizes: Mapping[str, int], read: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """The widths of prompts and responses.
 
-    Args:
-        sizes: widths of the written axes, by name.
-        read: the widths of the inputs, for axes that were not written.
+    `sizes` are those of the written axes, by name; `read` are the widths of the inputs, for axes that were not written.
     """
     response = sizes.get("response", read[1])
     if "prompt" in sizes:

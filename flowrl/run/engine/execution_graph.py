@@ -3,19 +3,15 @@
 The dependencies of an instance are a pure function of the plan and the lag:
 
 - Within a step: data and state edges (`Plan.network`).
-- Between steps: readers of a role's weights follow the writers of the previous step, and writers follow the readers of
-  the previous weights; a node with state follows itself; batches are drawn in order.
+- Between steps: readers of a role's weights follow the previous step's writers, and writers follow the readers of the
+  previous weights; a node with state follows itself; batches are sampled in order.
 - Generation of step s follows the sync of step s - 1 - lag and uses exactly its weights: the sync of step s waits for
-  generation up to step s + lag. So the version that samples a row does not depend on timing. A live weight update
-  (`flowrl.core.graphs.lag`) that can run concurrently with generation does not wait: a token of step s is then sampled
-  with the weights after step s - 1 - lag, or later ones up to those after step s - 1, because the sync of step s
-  follows the training on the rows of that step.
-- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done. Later steps run ahead
-  in order.
-- Training follows all nodes of the previous step. So the weights after a step can be saved and restored whatever later
-  steps have run.
-- Nodes that run in rounds follow all rounds of the previous step, so further prompts are drawn in the order of the
-  steps; their readers follow all rounds of their own step.
+  generation up to step s + lag, so the version that samples a row does not depend on timing. A live weight update
+  (`flowrl.core.graphs.lag`) that may run concurrently does not wait: a token of step s is sampled with the weights
+  after step s - 1 - lag, or later ones up to those after step s - 1.
+- At most lag + 1 steps are in flight, because the batch of a step is sampled when step s - lag - 1 is done.
+- Training follows all nodes of the previous step, so the weights after a step can be saved whatever ran later.
+- Nodes that run in rounds follow all rounds of the previous step; their readers follow all rounds of their own step.
 """
 
 from __future__ import annotations
@@ -50,7 +46,6 @@ class ExecutionGraph:
     """The dependencies of every instance of a run.
 
     Args:
-        plan: the graph with its state edges.
         lag: how many versions generation may run ahead; 0 is on-policy.
         concurrent_sync: whether a live weight update may run concurrently with generation.
     """
@@ -133,7 +128,7 @@ class ExecutionGraph:
     def _in_rounds(self) -> Iterator[tuple[str, str, int]]:
         if self.plan.collector is not None:
             for node in self.plan.region:
-                if not self.plan.graph[node].is_input:  # drawn when the step is opened
+                if not self.plan.graph[node].is_input:  # sampled when the step is opened
                     yield node, self.plan.collector, 1
 
     def _with_state(self) -> Iterator[tuple[str, str, int]]:

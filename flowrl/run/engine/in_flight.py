@@ -1,10 +1,9 @@
 """`InFlightSteps`: the steps in flight: which instances are ready, and the outputs of those that are done.
 
-If a gate collects, a region of a step runs in rounds (`Region`), each on its own prompts. The output of the gate is
-what it passed in all rounds.
+If a gate collects, a region of a step runs in rounds (`Region`); the gate's output is what it passed in all rounds.
 
-With a lag, a step in flight has samples of older weights, which newer weights could not reproduce. So a step that
-restarts, or goes into a checkpoint, keeps them (`StepSnapshot`); everything else is recomputed from them.
+With a lag, a step in flight has samples of older weights, which newer weights could not reproduce. So a restart or a
+checkpoint keeps them (`StepSnapshot`) and recomputes everything else.
 """
 
 from __future__ import annotations
@@ -40,18 +39,12 @@ class _Step:
 
     Args:
         batches: for each round, the batch of each input.
-        round: the current round of the region.
         waits: by node that has not started, how many dependencies are not done.
         readers: by node, how many readers have not read it.
-        outputs: the outputs of nodes that are still needed.
         earlier_rounds: for each finished round, outputs of nodes for the result.
-        lengths: row lengths by batch axis.
         metrics, seconds: of the nodes that have run, over all rounds.
         finished: the nodes that are done, or do not run in this step.
-        round_results: the results of the collector in the finished rounds.
         sampled: by node, the outputs that a restart of the step keeps.
-        state: the state cells that it changed.
-        filled: see `StepResult`.
     """
 
     batches: list[Mapping[str, DataProto]]
@@ -82,18 +75,10 @@ class InFlightSteps:
     """Steps in flight, whose instances run in the graph's order once their dependencies are done.
 
     Args:
-        infos: the nodes, by name.
-        lag: see `ExecutionGraph`.
-        runner: where they run.
-        seed: root of the keys.
-        steps: all steps of the run.
-        state: the state cells of all operators.
         wanted: by step, the nodes whose outputs the result includes, and which of their columns, over all rounds; None
             for the final outputs.
         on_node: called with the name of each node as it starts.
-        during: see `Task`.
         now: the step that scheduled parameters use; None for the step itself.
-        region: the nodes that run in rounds.
         more: returns batches of so many further prompts for the inputs of the region.
     """
 
@@ -166,8 +151,8 @@ class InFlightSteps:
             self._collect()
 
     def draw_before(self, step: int) -> None:
-        """Run until all further prompts of earlier steps are drawn, so that data are drawn in one order, whatever the
-        timing. Without spans they are drawn already, because a sync waits for their generation."""
+        """Run until all further prompts of earlier steps are sampled, so that the order of the data does not depend on
+        timing. Without spans they are sampled already, because a sync waits for their generation."""
         if step > self.lag and self._runner.swaps and self._region.collector is not None:
             while self._collecting(step):
                 self._launch()
@@ -391,7 +376,7 @@ class InFlightSteps:
         )
 
     def _start_round(self, step: int, one: _Step, missing: int) -> None:
-        """Start another round on so many further prompts; a restarted step has drawn them already."""
+        """Start another round on so many further prompts; a restarted step has sampled them already."""
         some = {name for name, columns in self._wanted(step).items() if columns is not None}
         one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
         one.round = Round(len(one.round_results), missing)

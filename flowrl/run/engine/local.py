@@ -1,7 +1,6 @@
 """`LocalRunner`: runs one instance at a time, in this process.
 
-It uses neither threads nor Ray, so breakpoints work inside every operator. Its numbers are the reference for other
-runners.
+It uses neither threads nor Ray, so breakpoints work in every operator. Its numbers are the reference for other runners.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ _HERE = frozenset({0})
 
 
 class LocalRunner:
-    """Runs instances on engines of this process; a `flowrl.run.engine.runner.Runner`.
-
-    Args:
-        engines: live engines by role.
-    """
+    """Runs instances on engines of this process; a `flowrl.run.engine.runner.Runner`."""
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
@@ -153,11 +148,7 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
 def failure(
     operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any], sources: Mapping[Any, Any]
 ) -> str:
-    """The message of a `NodeError`: what an operator raised, in which step, at which line, with which inputs.
-
-    Args:
-        sources: the output that each input comes from.
-    """
+    """The message of a `NodeError`: what an operator raised, in which step, at which line, with which inputs."""
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(type(operator).__call__).__code__.co_filename
     # the user's line, in the operator or in a loss passed to an operator of flowrl

@@ -26,15 +26,9 @@ class NodeInfo:
 
     Args:
         is_input: whether the batch provides its outputs.
-        position: in the plan's order.
         slots: that it occupies while it runs.
         inputs: by port field, the node that writes it, and the output.
-        columns: those of its outputs that are columns.
         read, written: the row axes of its inputs and of its outputs; None if there are no columns.
-        waits, frees: see `ExecutionGraph`.
-        readers: how many nodes read its outputs.
-        whens: the conditions on the steps in which it runs.
-        changes: whether its operator has scheduled parameters.
         ahead: by how many versions generation may be ahead of what it trains.
     """
 
@@ -89,7 +83,6 @@ class Region:
 
     Args:
         collector: the gate that decides whether there is another round; None if nothing runs in rounds.
-        nodes: the collector and its ancestors.
         makers: by output of the collector, the node that generated the responses; columns of one are equally wide.
     """
 

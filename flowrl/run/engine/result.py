@@ -17,9 +17,7 @@ class StepResult:
 
     Args:
         columns: the columns of the returned nodes that ran in this step, by node.
-        values: their batchless values, by node.
         metrics: all reported metrics; a key that two nodes report is prefixed with the node.
-        seconds: how long each node took.
         scores: by node that reported scores of groups, the scores by `uid`, over all rounds.
         filled: with a lag, how many batches were sampled but not yet trained on when training on this one started.
     """

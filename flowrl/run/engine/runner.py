@@ -66,14 +66,10 @@ class Task:
     """An instance to run.
 
     Args:
-        node: its operator has the node's name.
         step: None between steps, where no random numbers are used.
-        seed: root of its keys.
-        inputs: handles of columns, and batchless values.
-        state: all state cells, as ``{"node.field": value}``.
         lengths: of its rows, if known.
         during: replaces the step in messages, for steps outside a training.
-        now: injected into the operator, whose scheduled parameters have the values of its step.
+        now: the step whose values scheduled parameters have.
     """
 
     node: Node
@@ -101,16 +97,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The result of an instance.
-
-    Args:
-        task: the instance.
-        outputs: by output, the handle of a column, or the batchless value.
-        metrics: what it reported.
-        state: the state cells that it changed.
-        lengths: of the rows that it wrote, if it wrote tokens.
-        seconds: from the first start to the last end over its ranks.
-    """
+    """The result of an instance; `seconds` are from the first start to the last end over its ranks."""
 
     task: Task
     outputs: Mapping[str, OutputHandle]
@@ -172,12 +159,7 @@ class Runner(Protocol):
     def join(
         self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, OutputHandle]]
     ) -> Mapping[str, OutputHandle]:
-        """Concatenate the columns of a node over several rounds.
-
-        Args:
-            makers: by output, the node that generated its responses; columns of one are equally wide.
-            parts: the columns of each round, by output.
-        """
+        """Concatenate the columns of a node over several rounds."""
         ...
 
     # ---- engines, between steps

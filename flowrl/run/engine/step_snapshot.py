@@ -1,7 +1,6 @@
 """`StepSnapshot`: what a step restarts from: its batches, and with a lag, the samples of older weights.
 
-A checkpoint has a folder with the snapshots of the steps in flight: the batch of each input, and the columns and
-metrics of each node that sampled.
+A checkpoint has a folder with them: the batch of each input, and the columns and metrics of each node that sampled.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ REPORTS = "reports.json"
 
 @dataclass(frozen=True)
 class NodeOutputs:
-    """The outputs of a node.
-
-    Args:
-        outputs: by output, the handle of a column, or the batchless value.
-        lengths: of the rows that it wrote, if it wrote tokens.
-    """
+    """The outputs of a node."""
 
     outputs: Mapping[str, OutputHandle]
     lengths: Lengths | None
@@ -45,8 +39,6 @@ class StepSnapshot:
     Args:
         batches: for each round, the batch of each input.
         sampled: by node, its samples, which are not recomputed.
-        metrics, seconds: of the nodes that ran for them.
-        state: the state cells that these changed.
     """
 
     batches: list[Mapping[str, DataProto]]
@@ -59,15 +51,7 @@ class StepSnapshot:
 def save_snapshots(
     snapshots: Mapping[int, StepSnapshot], lag: int, infos: Mapping[str, NodeInfo], runner: Runner, folder: Path
 ) -> None:
-    """Write the snapshots of open steps.
-
-    Args:
-        snapshots: by step.
-        lag: with which they were sampled.
-        infos: of all nodes.
-        runner: opens the handles of columns.
-        folder: created if there are snapshots.
-    """
+    """Write the snapshots of open steps, sampled with `lag`, to `folder`, which is created if there are any."""
     for step, one in snapshots.items():
         place = folder / str(step)
         for number, batches in enumerate(one.batches):
@@ -87,8 +71,7 @@ def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner
     """What `save_snapshots` wrote, by step; empty if there is no such folder.
 
     Args:
-        folder, infos, runner: see `save_snapshots`.
-        lag: with which the run resumes. If it is smaller than before, samples may be too stale, and the same rows are
+        lag: of the resumed run. If it is smaller than before, samples may be too stale, and the same rows are
             sampled again.
     """
     snapshots: dict[int, StepSnapshot] = {}

@@ -1,7 +1,4 @@
-"""`Steps`: runs the steps of a plan: draws batches, runs their nodes, and restarts steps when a process is lost.
-
-`InFlightSteps` schedules the steps in flight. The runner runs nodes in this process, on Ray, or on a virtual clock.
-"""
+"""`Steps`: runs the steps of a plan: draws batches, runs their nodes, and restarts steps when a process is lost."""
 
 from __future__ import annotations
 
@@ -38,12 +35,8 @@ class Steps:
     """Runs the steps of a plan.
 
     Args:
-        plan: what to run.
-        runner: where.
-        seed: root of the keys.
         weights: of the job, shared with forks. If a process is lost, all trained roles are restored to the snapshot
-            after the last step, and the steps in flight restart with the same batches and keys. So no row is lost or
-            trained on twice.
+            after the last step, and the steps in flight restart with the same batches and keys.
     """
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
@@ -74,14 +67,8 @@ class Steps:
 
         Args:
             batch: columns of the graph's inputs; if these have different rows, the batch of each by its name.
-            step: the number of the step, from which keys are derived.
             now: the step that scheduled parameters use, if it differs, as in a validation.
             return_nodes: nodes whose outputs the result includes, in addition to the sinks.
-            on_node: called with the name of each node as it starts, including repetitions.
-
-        Raises:
-            NodeError: a node raised or a process died; names node and step, with the error as its cause.
-            GraphError: `batch` lacks a column of an input, or `return_nodes` names an unknown node.
         """
         [result] = self.run(
             lambda step: batch, range(step, step + 1), now=now, return_nodes=return_nodes, on_node=on_node
@@ -106,14 +93,8 @@ class Steps:
 
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
-            steps: their numbers.
-            lag: see `ExecutionGraph`.
-            now, return_nodes, on_node: see `step`.
             more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
             tell: further columns that the result of a step includes, those of all rounds.
-
-        Raises:
-            NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
@@ -203,32 +184,20 @@ class Steps:
     # ---- between steps
 
     def still(self) -> None:
-        """Wait for all running nodes: with a lag, later steps are in flight when one is done.
-
-        Raises:
-            NodeError: a node failed.
-        """
+        """Wait for all running nodes: with a lag, later steps are in flight when one is done."""
         if self._in_flight is not None:
             self.runner.timeline = self.timeline
             self._protected(self._in_flight.drain, self._in_flight)
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
-        """Sync weights to the engines that generate, before the first step and after a restore; or only by `syncs`.
-
-        Raises:
-            NodeError: a sync failed; with a `SyncError` as its cause.
-        """
+        """Sync weights to the engines that generate, before the first step and after a restore; or only by `syncs`."""
         self.runner.timeline = self.timeline
         self._weights.protect(lambda: self._weights.sync(syncs))
         if syncs is None:
             self._weights.snapshot()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint each trained role into its own folder, and with a lag the steps in flight.
-
-        Raises:
-            DataError: the machines do not share the folder, or JSON would not restore samples of older weights exactly.
-        """
+        """Checkpoint each trained role into its own folder, and with a lag the steps in flight."""
         self.still()
         self._weights.protect(lambda: self._weights.save(folder))
         if (steps := self._in_flight) is not None:
@@ -237,12 +206,7 @@ class Steps:
     def load(self, folder: Path, lag: int = 0) -> None:
         """Restore each trained role from what `save` wrote, and sync.
 
-        Args:
-            folder: where.
-            lag: of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
-
-        Raises:
-            DataError: the checkpoint belongs to another model or optimizer, or is damaged.
+        `lag` is that of the resumed run; see `flowrl.run.engine.step_snapshot.load_snapshots`.
         """
         self._weights.load(folder)
         self._weights.snapshot()

@@ -33,11 +33,7 @@ class Span:
     Args:
         name: of a node, or of a transfer or wait for one.
         place: where it ran.
-        start, end: Unix seconds.
-        bytes: bytes that it fetched.
         kind: ``"environment"`` is a node's wait for something outside its place.
-        step: of the run; None between steps.
-        rows, tokens: of its inputs, if known.
         padded: tokens if every row were as long as the longest.
         lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
     """
@@ -134,13 +130,7 @@ class Timeline:
         return trace
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
-        """The time of each node, transfer and wait.
-
-        Args:
-            plan: what ran.
-            steps: seconds by node, for each step (`StepResult.seconds`).
-            makespans: seconds of each step.
-        """
+        """The time of each node, transfer and wait."""
         rows = {node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order}
         for span in self.spans:
             if span.kind != "node":
@@ -175,13 +165,9 @@ def _is_sound(span: Span) -> bool:
 
 @dataclass(frozen=True)
 class Total:
-    """All calls of a node, or all transfers or waits of one name.
+    """All calls of a node, or all transfers or waits of one name, with their summed seconds and bytes (of all ranks).
 
-    Args:
-        calls: how many.
-        seconds: their sum.
-        share: of the time of all steps; shares of concurrent work add up to more than 1.
-        bytes: fetched, by all ranks.
+    `share` is of the time of all steps; shares of concurrent work add up to more than 1.
     """
 
     name: str
@@ -193,15 +179,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a run's time.
-
-    Args:
-        totals: nodes in the order of the plan, then transfers and waits.
-        idle: see `idle`.
-        path: the critical path of the mean step.
-        path_seconds: its duration, a lower bound of the duration of a step.
-        step_seconds: the mean duration of a step.
-    """
+    """Summary of a run's time."""
 
     totals: tuple[Total, ...]
     idle: Mapping[str, float]
@@ -234,11 +212,7 @@ class Summary:
 
 def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tuple[list[str], float]:
     """The longest chain of dependent nodes, and its seconds.
-
-    Args:
-        network: data and state edges, as `Plan.network`.
-        seconds: by node; nodes without an entry (inputs) take no time and are not part of the chain.
-    """
+    Nodes without seconds (inputs) take no time and are not part of the chain."""
     finish: dict[str, float] = {}
     previous: dict[str, str | None] = {}
     for node in nx.topological_sort(network):

@@ -27,9 +27,6 @@ class TrainedWeights:
     """The weights of a job's trained roles.
 
     Args:
-        plan: of the graph that trains them.
-        runner: where the engines are.
-        seed: of the run.
         spare: a local folder for a snapshot after each step, which `protect` restores; None for no snapshots.
     """
 
@@ -70,9 +67,7 @@ class TrainedWeights:
 
     def protect(self, act: Callable[[], T], restart: Callable[[], None] = lambda: None) -> T:
         """Call `act`. If a process is lost in it, recover, load the snapshot, call `restart`, and retry.
-
-        The `NodeError` is raised if the runner cannot recover, there is no snapshot, or after `ATTEMPTS` attempts.
-        """
+        The `NodeError` is raised if the runner cannot recover, there is no snapshot, or after `ATTEMPTS` attempts."""
         lost: NodeError | None = None
         for attempt in range(1, ATTEMPTS + 1):
             try:

@@ -81,8 +81,7 @@ class ProcessSpec:
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """Assign the processes of a bound graph to slots: each rank to the slots that have the fewest processes so far.
 
-    A rank with several slots gets adjacent ones, aligned to its width from the role's first slot. Backends declare
-    their ranks and slots; see `flowrl.protocols.backend.Backend`.
+    A rank with several slots gets adjacent ones, aligned to its width from the role's first slot.
     """
     bindings: Mapping[str, Backend] = graph.bindings
     if place.rebuilds:

@@ -30,9 +30,9 @@ def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
 
 
 def rows_of_ranks(task: Task, ranks: int) -> list[Counts | None]:
-    """The rows of each rank of an operator over the whole batch, as its `shares` deals them; None is all rows.
+    """The rows of each rank of an operator over the whole batch, as its `shares` deals them.
 
-    If the lengths of the rows are unknown, every rank gets all.
+    None is all rows, for every rank if the lengths of the rows are unknown.
     """
     operator = task.node.operator
     if task.lengths is None:

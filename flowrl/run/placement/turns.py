@@ -8,14 +8,7 @@ from flowrl.run.placement.place import ProcessSpec
 
 
 class Turns:
-    """Who is awake. Processes that share a slot take turns on it; those that share none are always awake.
-
-    Args:
-        processes: all of a job; those that share a slot begin asleep.
-
-    Attributes:
-        awake: those that share a slot and have their turn.
-    """
+    """Which processes are awake. Those that share a slot begin asleep and take turns; the others are always awake."""
 
     def __init__(self, processes: Sequence[ProcessSpec]) -> None:
         self._others = {one: [other for other in processes if one.meets(other)] for one in processes}

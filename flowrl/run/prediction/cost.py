@@ -19,11 +19,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class Load(NamedTuple):
     """The input of one rank.
 
-    Args:
-        rows: their number.
-        tokens: of all rows, prompt and response together.
-        padded: tokens if every row were as long as the longest.
-        longest: response tokens of the longest row: the number of decode steps of a node that generates.
+    `padded` counts tokens as if every row were as long as the longest; `longest` is the response tokens of the longest
+    row: the decode steps of a node that generates.
     """
 
     rows: int = 0
@@ -36,10 +33,8 @@ class Load(NamedTuple):
 class Cost:
     """The seconds of a node on one rank, each coefficient non-negative.
 
-    Args:
-        fixed: for any input.
-        row, token, padded: for each row, token, and token with padding.
-        decode: for each token of the longest response.
+    `fixed` is for any input; `row`, `token` and `padded` for each row, token, and token with padding; `decode` for each
+    token of the longest response.
     """
 
     fixed: float = 0.0
@@ -57,13 +52,8 @@ class Cost:
     def fit(loads: Sequence[Load], seconds: Sequence[float], least: float = 0.0) -> Cost:
         """Fit the cost with the least median of relative errors.
 
-        If the loads hardly differ, they cannot determine the fixed part; then all time but `least` counts as growing
-        with rows and tokens.
-
-        Args:
-            loads: at least one.
-            seconds: measured, one for each load.
-            least: the overhead of any node.
+        If the loads hardly differ, they cannot determine the fixed part; then all time but `least` (the overhead of any
+        node) counts as growing with rows and tokens.
         """
         times = np.maximum(np.asarray(seconds, dtype=np.float64) - least, 1e-9)
         terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)

@@ -115,9 +115,8 @@ class Costs:
     def seconds(self, node: str, ranks: int, load: Load, step: int | None = None) -> float:
         """The seconds of a node on one rank, from the closest measured number of ranks.
 
-        Args:
-            step: if given, scale by the noise of a measured step, so that what slows several nodes at once is not
-                averaged away.
+        With `step`, it is scaled by the noise of that measured step, so that what slows several nodes at once is not
+        averaged away.
         """
         known = self.nodes[node]
         usual = known[min(known, key=lambda other: (abs(other - ranks), other))].seconds(load)
@@ -137,8 +136,7 @@ class Costs:
     def draw(self, node: str, rows: int, key: Key) -> Lengths:
         """Sample the lengths of a node's output rows from measured steps.
 
-        They are consecutive rows of one step, or of several steps if one has too few: so the maximum of a few rows is
-        shorter than that of many, and no length is an average.
+        They are consecutive rows of one or several steps, so the maximum of a few rows is shorter than that of many.
         """
         draw = np.random.Generator(np.random.Philox(key=key.bits))
         known, found = self.lengths.get(node, ()), list[Lengths]()

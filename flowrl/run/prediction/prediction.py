@@ -29,13 +29,10 @@ class Prediction:
     """A predicted step of a job.
 
     Args:
-        where: the place.
         seconds: of a step, the median.
         idle: by slot, the fraction of time without a running node.
         busiest: busy seconds per step of the busiest slot.
         path: the nodes of the critical path of the median step.
-        path_seconds: of the critical path.
-        lag: how many steps generation runs ahead.
         unknown: what was not measured, as a sentence; empty if nothing is missing.
     """
 
@@ -74,17 +71,8 @@ def predict(
     """Predict a step; no model is loaded.
 
     Args:
-        graph: bound, unless `place` is None.
         place: where it would run; None is one process.
-        prompts: per step.
-        costs: of its nodes.
         optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
-        seed: of the sampled lengths.
-
-    Raises:
-        ParameterError: `costs` is not `Costs`.
-        DataError: a node without costs.
-        BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     refuse_no_costs(costs)
     graph, lag = spanned(graph), graph.lag.versions

@@ -1,7 +1,6 @@
 """`PretendRunner`: computes nothing; instances take their measured costs on a virtual clock.
 
-The same `Steps` drives it as the other runners, with the slots and turns of the layout, so it predicts the engine that
-runs the job.
+The same `Steps` drives it as the other runners, so it predicts the engine that runs the job.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _TOKENS = {"prompt_mask", "attention_mask"}  # nodes that write these write toke
 
 
 class Rows(NamedTuple):
-    """Stands for a column: its number of rows."""
+    """A placeholder for a column: its number of rows."""
 
     number: int
 
@@ -46,10 +45,7 @@ class Rows(NamedTuple):
 class PretendRunner:
     """Runs instances on a virtual clock; a `flowrl.run.engine.runner.Runner`.
 
-    Args:
-        processes: of the layout; None is one process, which runs all nodes.
-        costs: of all nodes.
-        bindings: backends by role.
+    `processes` are those of the layout; None is one process, which runs all nodes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Checkpoints: folders that are written atomically, each with a manifest of its files.
 
-A checkpoint is written to a temporary folder, completed with a manifest of the xxh3-128 of every file, and renamed. If
-the newest one is damaged, `Checkpoints.latest` warns and returns the one before it.
+A checkpoint is completed with a manifest of the xxh3-128 of every file, then renamed. If the newest one is damaged,
+`Checkpoints.latest` warns and returns the one before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Checkpoints:
 
     Args:
         folder: their parent folder; only one run at a time writes to it.
-        max_checkpoints: how many of the newest to retain; older ones are removed once a newer one is complete.
+        max_checkpoints: how many of the newest to retain.
     """
 
     folder: Path
@@ -49,11 +49,10 @@ class Checkpoints:
             )
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint after `step`, and remove later ones, which are left from before a resume.
+        """Write the checkpoint after `step`, and remove later ones, written before a resume.
 
         Args:
-            step: steps done.
-            state: JSON-able state that is not in the engines; `latest` returns it unchanged, with ``"step"``.
+            state: JSON-able state that is not in the engines; `latest` returns it with ``"step"``.
             write: writes the engines into the given folder.
         """
         full_state = {**state, "step": step}

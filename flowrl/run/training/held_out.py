@@ -1,7 +1,6 @@
 """`HeldOut`: a validation as it runs, with its own engines where its edit binds other backends than the job.
 
-Such an engine gets a role of its own, in addition to the job's, and is synced before each validation, not after every
-step.
+Such an engine gets a separate role, and is synced before each validation, not after every step.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ from flowrl.run.training.validation import Validation
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A validation as it runs.
-
-    Args:
-        validation: its settings.
-        graph: its graph, with a separate role for each of its own engines.
-        bindings: the backends of these engines, by role.
-        syncs: the nodes that sync weights to these engines.
-    """
+    """A validation as it runs."""
 
     validation: Validation
     graph: Graph

@@ -26,14 +26,7 @@ _TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_
 
 
 def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts: int) -> dict[str, Any]:
-    """The identity of a run as JSON-able data: by content, so that files may be moved.
-
-    Args:
-        graph: of the run.
-        sources: of its inputs.
-        seed: of the run.
-        prompts: sampled per step.
-    """
+    """The identity of a run as JSON-able data: by content, so that files may be moved."""
     return {
         "graph": fingerprint(edit(graph.bound({}), lag=0)),  # a run may resume with another lag, with spans or without
         "seed": seed,

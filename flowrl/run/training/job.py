@@ -65,7 +65,7 @@ class Job(Generic[GraphT]):
 
     @cached_property
     def runs(self) -> GraphT:
-        """The graph that runs: `graph` with its lag applied, optimized if the job says so.
+        """The graph that runs: `graph` with its lag applied, optimized if `optimize`.
 
         Raises:
             GraphError: the order of updates and syncs is ambiguous.
@@ -79,9 +79,6 @@ class Job(Generic[GraphT]):
 
     def refuse_unready(self, prompts: int | None = None) -> None:
         """Check everything that can be checked before a model loads.
-
-        Args:
-            prompts: prompts per step, if known.
 
         Raises:
             BindError: a role is not bound, two roles that share tokens have different vocabularies, or no node syncs
@@ -227,9 +224,6 @@ class Job(Generic[GraphT]):
     def plan(self, prompts: int | None = None) -> str:
         """The plan as text: order, fused nodes, and the slots of the processes at the place.
 
-        Args:
-            prompts: prompts per step, if known.
-
         Raises:
             GraphError: the order of updates and syncs is ambiguous.
             BindError: the place has too few slots.
@@ -279,8 +273,7 @@ class Job(Generic[GraphT]):
     def eager(self, seed: int = 0) -> Iterator[Session]:
         """Run operators eagerly in the block, on this job's live engines, which are in sync at its start.
 
-        The engines are in this process, whatever the job's place, so that a debugger sees them; they are closed at the
-        end of the block.
+        They are in this process, whatever the job's place, so that a debugger sees them, and closed at the end.
         """
         replace(self, place=None).refuse_unready()
         with EngineBuilder(self.graph.bindings, seed).live() as engines:
@@ -292,8 +285,7 @@ class Job(Generic[GraphT]):
 
 def ends_of_responses(graph: Graph) -> str | None:
     """The tokens that end a response, and the file that lists them, as text; None if the model or its tokenizer is not
-    on this machine.
-    """
+    on this machine."""
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
             return tokenizer.said_ends

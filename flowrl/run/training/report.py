@@ -1,4 +1,4 @@
-"""Reporters: where a run's metrics go besides its folder, such as the terminal and TensorBoard."""
+"""Reporters: destinations of a run's metrics other than its folder: the terminal and TensorBoard."""
 
 from __future__ import annotations
 

@@ -32,15 +32,7 @@ _STATE: Mapping[str, type] = {
 def find(
     folder: RunFolder, checkpoints: Checkpoints, identity: Mapping[str, Any], bindings: Mapping[str, Any], steps: int
 ) -> Found | None:
-    """The newest undamaged checkpoint; None to start from step 0.
-
-    Args:
-        folder: of the run.
-        checkpoints: of the run.
-        identity: of the run that resumes; see `flowrl.run.training.identity`.
-        bindings: its backends, as JSON-able data.
-        steps: its total number of steps.
-    """
+    """The newest undamaged checkpoint; None to start from step 0."""
     found = checkpoints.latest()
     if found is None:
         _refuse_to_replace(folder, identity)
@@ -117,12 +109,7 @@ def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:
 
 
 def warn_of_changed_prompts(path: Path, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Warn of prompts that tokenize differently than before (such as by a template that prints the date).
-
-    Args:
-        path: the checkpoint.
-        before, now: `PromptStream.digest` of the training data and of each validation, by name.
-    """
+    """Warn of prompts that tokenize differently than before (such as by a template that prints the date)."""
     for name in (name for name in now if name in before and before[name] != now[name]):
         logger.warning(
             "%s was written with other %s: the file, the tokenizer or its chat template has changed since. The run "

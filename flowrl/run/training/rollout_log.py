@@ -28,8 +28,7 @@ _COLUMNS = {
 def logged_columns(graph: Graph) -> dict[str, Edge]:
     """The logged columns by key; empty for a graph without responses.
 
-    If several nodes write responses, the log takes the trained ones; in a graph that trains none, those with the last
-    score.
+    If several nodes write responses, it takes the trained ones; in a graph that trains none, those with the last score.
     """
     scores = [edge for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
     answered = [edge for edge in graph.types if edge.output == "response_text" and not graph[edge.node].is_input]
@@ -52,12 +51,7 @@ def logged_columns(graph: Graph) -> dict[str, Edge]:
 
 
 def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto]) -> list[dict[str, Any]]:
-    """One record per row.
-
-    Args:
-        edges: from `logged_columns`.
-        columns: the outputs by node; nodes that did not run in this step have none.
-    """
+    """One record per row, of the edges from `logged_columns`. Nodes that did not run in this step have no columns."""
     found: dict[str, Any] = {
         key: columns[edge.node].columns[edge.output] for key, edge in edges.items() if edge.node in columns
     }

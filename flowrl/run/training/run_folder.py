@@ -31,9 +31,7 @@ class RunFolder:
     checkpoints and the trained weights.
 
     Args:
-        path: where it is.
         before: status and identity in the ``run.json`` that was already there; None if there was none.
-        lock: the lock of the folder, which `close` releases.
     """
 
     def __init__(self, path: Path, before: Mapping[str, Any] | None = None, lock: FolderLock | None = None) -> None:
@@ -120,12 +118,7 @@ class RunFolder:
     def rewind(self, step: int, marks: Mapping[str, str] | None = None) -> tuple[Lines, Lines]:
         """Drop unreadable lines and those after `step`; warn if earlier lines are missing.
 
-        Args:
-            step: the last step to retain.
-            marks: the digests that `marks` returned after that step.
-
-        Returns:
-            The remaining lines of steps, and those of validations.
+        Returns the remaining lines of steps, and those of validations. `marks` are the digests after `step`.
         """
         for file in LINES:
             retained = b"".join(line for line, record in self._read(file) if record["step"] <= step)

@@ -24,8 +24,8 @@ class Ended(SystemExit):
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Raise `Ended` in the block on SIGTERM (from ``kill`` and schedulers) and SIGHUP (from a closed terminal), so that
-    a run can record its end. A second signal is ignored meanwhile; SIGKILL still ends the process at once.
+    """Raise `Ended` in the block on SIGTERM and SIGHUP, so that a run can record its end. A second signal is ignored
+    meanwhile; SIGKILL still ends the process at once.
 
     Signals that the program handles or ignores are left unchanged, as are all outside of the main thread.
     """

@@ -35,13 +35,7 @@ def refuse_no_source(data: Any) -> Any:
 
 
 def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
-    """The source of each input, in the order of the inputs.
-
-    Args:
-        graph: the graph of these inputs.
-        data: one source, or one per input.
-        call: the class that takes it, for messages: ``"Training"``.
-    """
+    """The source of each input, in the order of the inputs."""
     inputs = list(graph.inputs)
     named = ", ".join(f"{name!r}: ..." for name in inputs)
     if isinstance(data, Source):
@@ -191,14 +185,10 @@ def identities(sources: Mapping[str, Source], of: Callable[[Source], Any]) -> An
 class Sources:
     """The streams of a run's inputs.
 
-    The first input samples with the run's own seed, so that another input does not change its rows; each other input
-    with a seed derived from its name.
+    Each input samples with a separate seed, the first with the run's, so that another input does not change its rows.
 
     Args:
-        sources: by input.
         tokenizer: of the trained model; None for a job without one, whose sources write no tokens.
-        seed: of the run.
-        graph: the graph of these inputs.
         again: the inputs that are sampled again within a step.
     """
 
@@ -258,9 +248,7 @@ class Sources:
     def learn(self, step: int, scores: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Pass the sources that learn the scores of their rows.
 
-        Args:
-            step: the completed step, counted from 1.
-            scores: by node, see `StepResult.scores`.
+        `step` is the completed one, counted from 1; `scores` are those of `StepResult`.
         """
         for name, nodes in self._learns.items():
             by_group: dict[str, list[float]] = {}

@@ -42,12 +42,6 @@ class Validating:
     """The validations of a training.
 
     They sample with their own random keys, the same every time, so that curves differ by the policy alone.
-
-    Args:
-        held_out: the validations as they run.
-        steps: of the job, whose runner also has their engines.
-        tokenizer: of the engine that generates; None for a job without tokens.
-        seed: of the run.
     """
 
     def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer | None, seed: int) -> None:
@@ -77,13 +71,7 @@ class Validating:
         ]
 
     def due(self, step: int, last: bool, on_start: Callable[[str], None]) -> Iterator[Validated]:
-        """Run the validations that are due; all of them after the last step, or if one reaches its goal.
-
-        Args:
-            step: steps done.
-            last: whether this is the last step.
-            on_start: called with the name of each.
-        """
+        """Run the validations that are due; all of them after the last step, or if one reaches its goal."""
         waiting = []
         for one in self._all:
             if step % one.held_out.validation.every and not last:
