@@ -220,11 +220,11 @@ def main(quick: bool) -> None:
     tables: tuple[list[list[str]], ...] = ([], [])
     size = QUICK if quick else WHOLE
     with tempfile.TemporaryDirectory() as base:
-        for size, dtype in CASES[:1] if quick else CASES:
-            model = write_model(Path(base) / f"{size} in {dtype}", *SIZES[size], positions=512)
+        for case, dtype in CASES[:1] if quick else CASES:
+            model = write_model(Path(base) / f"{case} in {dtype}", *SIZES[case], positions=512)
             of_case = compare(model, dtype, installed, seconds=0.0 if quick else 12.0, size=size)
             for rows, found in zip(tables, of_case, strict=True):
-                rows += [[f"{size}, {dtype}, {name}", *cells] for name, *cells in found]
+                rows += [[f"{case}, {dtype}, {name}", *cells] for name, *cells in found]
     rows = tables[0]
     rows += [[f"{name}: not installed (make engines)", *[""] * 7] for name, there in installed.items() if not there]
     rows_in_all = f"{size.groups} prompts of {size.prompt} tokens, {size.group} rows each, at most {size.new} new"

@@ -48,11 +48,11 @@ def weights_for(
 ) -> Iterator[Weight]:
     """The weights that `source` sends to an engine, with the digests that they had at the trainer.
 
-        Args:
-            checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
-                and compares the digests.
-                dtype: that matrices of a trainer in this process are rounded to (`flowrl.sync.weight_selection.rounded`).
-        """
+    Args:
+        checked: whether to hash weights from another process here; otherwise the caller hashes each at its destination
+            and compares the digests.
+        dtype: that matrices of a trainer in this process are rounded to.
+    """
     refuse_other_base(adapter_of, source)
     if isinstance(source, ReceivedWeights):
         return source.checked() if checked else source.unchecked()
