@@ -78,7 +78,7 @@ def test_what_the_page_says_of_them_is_so() -> None:
     kept = runs("judged").values()
     after_ten = [next(point["val/judge/fooled"] for point in points if point["step"] == 10) for points in kept]
     grown = [points[-1]["val/judge/fooled"] > at for points, at in zip(kept, after_ten, strict=True)]
-    assert sum(grown) == 2 and "for two of the seeds the share grows again after step 10" in page
+    assert sum(grown) == 2 and "for two of the seeds the fraction grows again after step 10" in page
 
 
 CURVE: dict[str, Any] = {
