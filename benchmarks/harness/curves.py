@@ -63,7 +63,7 @@ def accuracy_table(results: Sequence[Result], against: str) -> str:
     methods = by_method(results)
     last = results[0]["points"]
     early = min(2, len(last) - 1)
-    heads = ["method", f"after {last[early]['step']} steps", f"after {last[-1]['step']} steps", f"less {against}"]
+    heads = ["method", f"after {last[early]['step']} steps", f"after {last[-1]['step']} steps", f"minus {against}"]
     rows = [[*heads, "answers sampled"], ["---"] * 5]
     for name, runs in methods.items():
         final = accuracies(runs, -1)
@@ -108,5 +108,5 @@ def draw(results: Sequence[Result], path: Path, against: str) -> None:
         lower.axhline(0.0, color="grey", linewidth=0.8)
         lower.set_xlabel("answers sampled, in thousands", fontsize=8)
     above[0].set_ylabel("held-out accuracy, sampled", fontsize=8)
-    below[0].set_ylabel(f"less that of {against}", fontsize=8)
+    below[0].set_ylabel(f"difference to {against}", fontsize=8)
     save(figure, path)

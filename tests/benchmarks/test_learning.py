@@ -133,5 +133,12 @@ def test_the_picture_says_what_it_shows_and_does_not_change(tmp_path: Path) -> N
     draw(RESULTS, tmp_path / "b.svg", against="grpo")
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
-    shown = ("baselines and advantages", "losses", "grpo", "rloo", "less that of grpo", "answers sampled, in thousands")
+    shown = (
+        "baselines and advantages",
+        "losses",
+        "grpo",
+        "rloo",
+        "difference to grpo",
+        "answers sampled, in thousands",
+    )
     assert all(f">{text}</text>" in drawn for text in shown)
