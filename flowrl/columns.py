@@ -116,7 +116,7 @@ def _own(said: str, given: Any, rows: bool) -> Own:
     return Own(name, rows)
 
 
-def apart(annotation: Any) -> tuple[Any, Own | None]:
+def split_axes(annotation: Any) -> tuple[Any, Own | None]:
     """An annotation without that of `Rows` or `Widths`, and the latter."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     if not (own := [extra for extra in extras if isinstance(extra, Own)]):

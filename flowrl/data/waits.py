@@ -44,6 +44,6 @@ class WaitRecorder:
         else:
             self._all.append(Wait(self.name, self._since, now))
 
-    def told(self) -> list[Wait]:
+    def recorded(self) -> list[Wait]:
         """The finished waits of at least `SHORT`."""
         return [one for one in self._all if one.end - one.start >= SHORT]

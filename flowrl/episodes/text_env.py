@@ -49,12 +49,12 @@ class TextEnvironment(Environment):
         """
         return text
 
-    def opening(self, row: Row, told: str) -> Sequence[Message]:
-        """The messages before the first answer: by default the prompt, then the first observation (`told`)."""
+    def opening(self, row: Row, observation: str) -> Sequence[Message]:
+        """The messages before the first answer: by default the prompt, then the first observation."""
         *before, last = row.messages or [{"role": "user", "content": ""}]
         if last["role"] != "user":
-            return [*row.messages, {"role": "user", "content": told}]
-        return [*before, {**last, "content": f"{last['content']}\n\n{told}".strip()}]
+            return [*row.messages, {"role": "user", "content": observation}]
+        return [*before, {**last, "content": f"{last['content']}\n\n{observation}".strip()}]
 
     def misfits(self, misfit: InvalidToolCall) -> Reply:
         """The reply to an answer that is not an action."""

@@ -202,7 +202,7 @@ class Interact(Sampler, Episodes, Operator):
         for result in results:
             if result.fault is not None and self.failed == "error":
                 raise result.fault
-        now.waits.extend([*broker.environments.told(), *broker.idle.told()])
+        now.waits.extend([*broker.environments.recorded(), *broker.idle.recorded()])
         report(results, broker.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, results)
 

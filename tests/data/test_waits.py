@@ -34,11 +34,14 @@ def recorded(clock: Clock, *changes: tuple[float, int]) -> WaitRecorder:
 
 def test_overlapping_waits_are_merged(clock: Clock) -> None:
     found = recorded(clock, (1.0, 1), (2.0, 1), (3.0, -1), (4.0, -1), (6.0, 1), (7.0, -1), (8.0, 1))
-    assert found.told() == [Wait("environments", 1.0, 4.0), Wait("environments", 6.0, 7.0)]  # the last one is not over
+    assert found.recorded() == [
+        Wait("environments", 1.0, 4.0),
+        Wait("environments", 6.0, 7.0),
+    ]  # the last one is not over
     assert found.seconds == 4.0
 
 
 def test_short_waits_are_dropped_and_short_gaps_closed(clock: Clock) -> None:
     found = recorded(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
-    assert found.told() == [Wait("environments", 2.0, 4.0)]
+    assert found.recorded() == [Wait("environments", 2.0, 4.0)]
     assert found.seconds == pytest.approx(2.0)

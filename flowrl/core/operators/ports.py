@@ -127,7 +127,7 @@ def with_more(own: Signature, more: Signature) -> Signature:
 
 def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:
     """The fields of a port with this annotation, and the record class of a record."""
-    annotation, own = columns.apart(annotation)
+    annotation, own = columns.split_axes(annotation)
     column = columns.parse(annotation)
     if column is not None:
         return {PortField(port): replace(columns.register(column), own=own)}, None
@@ -276,7 +276,7 @@ def _refuse_default(parameter: inspect.Parameter, where: str, instead: str) -> N
 
 def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
     """The outputs of a return annotation by name, and the record class of a record; ``None`` has none."""
-    if (axes := columns.apart(returned)[1]) is not None:
+    if (axes := columns.split_axes(returned)[1]) is not None:
         raise DefinitionError(
             "The output has axes of its own, which only ports can have. Declare the axes that the operator creates in "
             "its class: `new_axes: ClassVar = ('batch', 'response')`.",
