@@ -86,7 +86,7 @@ def peft_folder(engine: Any, base: str, path: Path) -> str:
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_moves_the_adapter_and_nothing_else(folders: dict[str, str], kind: str, checkpointing: bool) -> None:
+def test_an_update_changes_only_the_adapter(folders: dict[str, str], kind: str, checkpointing: bool) -> None:
     engine = trainer(folders[kind], gradient_checkpointing=checkpointing)
     before = stored(engine)
     train(engine)
@@ -98,7 +98,7 @@ def test_an_update_moves_the_adapter_and_nothing_else(folders: dict[str, str], k
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_step_is_that_of_the_chain_rule(folders: dict[str, str], kind: str) -> None:
+def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: str) -> None:
     """W = W0 + s B A (Hu et al. 2021), so dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, with dL/dW of the merged model."""
     engine = trainer(folders[kind], optimizer=SGD(lr=1.0), grad_clip=None)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_a_step_is_that_of_the_chain_rule(folders: dict[str, str], kind: str) ->
         assert float((before[name] - after.double() - due).norm() / due.norm()) < 1e-4, name
 
 
-def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(folders: dict[str, str]) -> None:
+def test_a_new_adapter_is_an_identity_and_depends_only_on_the_seed(folders: dict[str, str]) -> None:
     torch.manual_seed(1)
     one = trainer(folders["llama"], seed=5)
     before = torch.get_rng_state()
@@ -135,7 +135,7 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(folders: 
     assert all(float(a[n].abs().max()) <= a[n].shape[1] ** -0.5 and a[n].std() > 0 for n in drawn)
 
 
-def test_targets_are_adapted_and_no_others(folders: dict[str, str]) -> None:
+def test_only_target_layers_are_adapted(folders: dict[str, str]) -> None:
     engine = trainer(folders["llama"], lora=LoRA(r=2, alpha=1, targets=("q_proj", "model.layers.1.mlp.up_proj")))
     assert [name for name, _ in engine.adapter_weights()] == sorted(
         f"base_model.model.model.layers.{layer}.lora_{part}.weight"
@@ -150,7 +150,7 @@ def test_targets_are_adapted_and_no_others(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
-def test_merged_weights_say_what_the_adapter_says(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
+def test_merged_weights_give_the_log_probs_of_the_adapter(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
     engine = trainer(folders[kind])
     train(engine)
     engine.save_pretrained(str(tmp_path / "merged"))
@@ -166,7 +166,7 @@ def test_merged_weights_say_what_the_adapter_says(folders: dict[str, str], kind:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_peft_reads_the_adapter_by_its_names(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_by_its_names(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
     engine = trainer(folders[kind])
     train(engine)
     base = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=torch.float32)
@@ -176,7 +176,7 @@ def test_peft_reads_the_adapter_by_its_names(folders: dict[str, str], kind: str,
         torch.testing.assert_close(theirs(input_ids=ids).logits, engine.model(input_ids=ids).logits)
 
 
-def test_experts_that_are_stored_apart_stay_so(tmp_path: Path) -> None:
+def test_experts_stay_unfused_in_saved_folders(tmp_path: Path) -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
@@ -196,7 +196,7 @@ def test_experts_that_are_stored_apart_stay_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_the_base_bit_for_bit_before_and_after(folders: dict[str, str], dtype: str) -> None:
+def test_a_shared_reference_equals_the_base_model_bit_for_bit(folders: dict[str, str], dtype: str) -> None:
     engine = trainer(folders["qwen2"], dtype=dtype)
     reference = TorchScorer().build(Context(engine))
     assert isinstance(reference, Scorer) and not isinstance(reference, Trainer)
@@ -212,7 +212,7 @@ def test_the_reference_is_the_base_bit_for_bit_before_and_after(folders: dict[st
         assert not torch.equal(engine.log_probs(ragged()), before)
 
 
-def test_the_base_is_a_teacher_with_the_adapter_off(folders: dict[str, str]) -> None:
+def test_a_shared_teacher_disables_the_adapter(folders: dict[str, str]) -> None:
     engine, truth = trainer(folders["qwen2"]), TorchScorer(folders["qwen2"], device="cpu").build(Context())
     train(engine)
     teacher, batch = TorchScorer().build(Context(engine)), ragged()
@@ -223,7 +223,7 @@ def test_the_base_is_a_teacher_with_the_adapter_off(folders: dict[str, str]) -> 
     assert not torch.equal(engine.top_log_probs(batch, 5).rest, truth.top_log_probs(batch, 5).rest)
 
 
-def test_an_error_in_the_reference_leaves_the_adapter_on(folders: dict[str, str]) -> None:
+def test_an_error_in_the_reference_reenables_the_adapter(folders: dict[str, str]) -> None:
     engine, batch = trainer(folders["llama"]), ragged()
     train(engine)
     before = engine.log_probs(batch)
@@ -263,7 +263,7 @@ def greedy(engine: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
-def test_adapters_are_synced_alone(folders: dict[str, str], kind: str) -> None:
+def test_only_adapter_weights_are_synced(folders: dict[str, str], kind: str) -> None:
     engine = trainer(folders[kind])
     shared, adapted, whole = (
         rollout(None, engine),
@@ -308,7 +308,9 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
         assert receiver.receipt is None
 
 
-def test_an_adapter_that_did_not_arrive_is_found(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_detects_an_adapter_that_was_not_loaded(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, receiver = trainer(folders["llama"]), rollout(folders["llama"], lora=ADAPTER, device="cpu")
     train(engine)
     stale = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
@@ -321,7 +323,7 @@ def test_an_adapter_that_did_not_arrive_is_found(folders: dict[str, str], monkey
     assert receiver.receipt is None
 
 
-def test_a_rollout_in_bfloat16_holds_the_cast_adapter(folders: dict[str, str]) -> None:
+def test_a_bfloat16_rollout_has_the_cast_adapter(folders: dict[str, str]) -> None:
     engine, receiver = (
         trainer(folders["llama"]),
         rollout(folders["llama"], lora=ADAPTER, dtype="bfloat16", device="cpu"),
@@ -335,7 +337,7 @@ def test_a_rollout_in_bfloat16_holds_the_cast_adapter(folders: dict[str, str]) -
     assert len(greedy(receiver)[0]) == 4
 
 
-def test_replicas_are_whole_models_of_their_own(folders: dict[str, str]) -> None:
+def test_each_rank_of_a_rollout_is_a_full_replica(folders: dict[str, str]) -> None:
     engine, spec = trainer(folders["llama"]), TorchRollout(folders["llama"], ranks=2, lora=ADAPTER, device="cpu")
     assert (spec.receives, TorchRollout(folders["llama"]).receives) == ("adapter_weights", "weights")
     replicas = [spec.build(Context(rank=rank, world_size=2)) for rank in range(2)]
@@ -353,7 +355,7 @@ def synced(receiver: Any, engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.02), SGD(lr=0.02, momentum=0.9)])
-def test_resuming_is_bit_exact_and_holds_the_adapter_alone(
+def test_resuming_is_bit_exact_and_checkpoints_contain_only_the_adapter(
     folders: dict[str, str], optimizer: Any, tmp_path: Path
 ) -> None:
     engine = trainer(folders["llama"], optimizer=optimizer)
@@ -371,7 +373,7 @@ def test_resuming_is_bit_exact_and_holds_the_adapter_alone(
     assert len(digests) == 1 and by_folder.version == 2
 
 
-def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_base_model_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
     engine, path = trainer(folders["llama"]), str(tmp_path / "checkpoint")
     engine.save_checkpoint(path)
     others = [
@@ -391,7 +393,7 @@ def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path:
 # What is refused
 
 
-def test_unknown_targets_are_refused(folders: dict[str, str]) -> None:
+def test_unknown_target_layers_are_refused(folders: dict[str, str]) -> None:
     known = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     for targets, unknown in (
         (("q_proj", "qproj"), ("qproj",)),
