@@ -93,7 +93,7 @@ def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> 
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ticket]) -> None:
+def test_received_weights_equal_sent_weights(receivers: int, meeting: Callable[..., Ticket]) -> None:
     """Bit for bit, in order; and each tensor is the receiver's own."""
     weights = weights_of()
     for _ in range(3):  # that a rank leaves when it is done is no error of the others
@@ -110,7 +110,7 @@ def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ti
             )
 
 
-def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> None:
+def test_received_weights_implement_the_trainer_interface(meeting: Callable[..., Ticket]) -> None:
     """With what an adapter is of, and the trainer's log-probs of the probe."""
     probe, scores = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 9]]), tuple(-0.5 * i for i in range(6))
     for adapter_of in (None, "digest x 2"):
@@ -154,7 +154,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], 
     monkeypatch.setattr(TransferGroup, "tell", tell)
 
 
-def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_detected(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "GlooCarrier", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
@@ -200,7 +200,7 @@ def twice(message: dict[str, Any]) -> None:
         (twice, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
     ],
 )
-def test_damage_is_named(
+def test_damage_is_reported_with_its_kind(
     change: Callable[[dict[str, Any]], None],
     code: str,
     detail: str,
@@ -214,7 +214,7 @@ def test_damage_is_named(
     assert re.search(detail, str(caught.value))
 
 
-def test_a_tensor_that_is_entered_twice_is_refused() -> None:
+def test_a_duplicate_tensor_is_refused() -> None:
     manifest, tensor = Manifest(ORIGIN), torch.zeros(2)
     manifest.enter("w", tensor, "digest")
     with raises("sync.damaged", reason="w was not sent, or arrived twice"):
@@ -223,7 +223,7 @@ def test_a_tensor_that_is_entered_twice_is_refused() -> None:
         manifest.enter("v", tensor, None)
 
 
-def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
+def test_an_error_of_the_sender_ends_all_receivers(meeting: Callable[..., Ticket]) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from weights_of()[:5]
         raise ValueError("out of memory")
@@ -236,7 +236,7 @@ def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticke
             taker.result()
 
 
-def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
+def test_an_error_of_a_receiver_ends_sender_and_receivers(meeting: Callable[..., Ticket]) -> None:
     """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
 
     def refuse(source: ReceivedWeights) -> None:
@@ -254,7 +254,7 @@ def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Tic
             sender.result()
 
 
-def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket]) -> None:
+def test_partially_read_weights_are_refused(meeting: Callable[..., Ticket]) -> None:
     ticket = meeting()
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
@@ -266,7 +266,7 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
         sender.result()
 
 
-def test_whoever_waits_for_others_is_told_that_none_will_come() -> None:
+def test_a_closed_store_ends_waiting_participants() -> None:
     """By letting go of the store; and whoever comes later finds none."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
     ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
@@ -350,7 +350,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy(strategy)
 
 
-def test_handles_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
+def test_memory_handles_work_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
     """The way of CUDA IPC, with memory of the CPU: a plain process sends, this one maps what it sends."""
     ticket = meeting(transport="cuda ipc")
     with other_side(ticket, "send") as process:
@@ -363,7 +363,7 @@ def test_handles_between_two_processes(meeting: Callable[..., Ticket], on_cpu: N
 
 
 @pytest.mark.parametrize("transport", ["gloo", "cuda ipc"])
-def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
+def test_a_killed_receiver_ends_the_sender(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
     """In the middle: the sender says so at once."""
     ticket = meeting(transport=transport)
     with other_side(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
@@ -375,7 +375,7 @@ def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket
             sender.result()
 
 
-def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) -> None:
+def test_each_sender_has_its_own_receivers(meeting: Callable[..., Ticket]) -> None:
     ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
     weights = weights_of()
     with ThreadPoolExecutor(5) as pool:

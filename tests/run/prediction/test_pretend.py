@@ -173,7 +173,7 @@ places = st.sampled_from([None, Colocate(gpus=2), Split(train=2), Split(train=3)
 
 class TestWalk:
     @given(graphs(), costs_of, places, st.integers(0, 3), st.integers(1, 5))
-    def test_every_instance_runs_once_after_all_that_it_waits_for(
+    def test_each_instance_runs_once_after_its_dependencies(
         self, graph: Graph, seconds: dict[str, float], place: Place | None, lag: int, steps: int
     ) -> None:
         assume_possible(Plan(graph), lag)
@@ -209,7 +209,7 @@ class TestWalk:
         assert first.order == second.order
 
     @given(graphs(), costs_of, places, st.sets(st.integers(1, 12), max_size=2), st.integers(0, 2))
-    def test_what_is_lost_is_repeated_with_the_same_batches_and_weights(
+    def test_lost_steps_are_repeated_with_the_same_batches_and_weights(
         self,
         tmp_path_factory: pytest.TempPathFactory,
         graph: Graph,
@@ -244,7 +244,7 @@ class TestWalk:
 
     @pytest.mark.parametrize("lag", [1, 2, 3])
     @pytest.mark.parametrize("place", [None, Split(train=1, rollout=1)])
-    def test_what_older_weights_have_sampled_is_kept_where_later_ones_are_lost(
+    def test_rows_sampled_with_older_weights_survive_a_loss_of_later_weights(
         self, lag: int, place: Place | None, tmp_path: Path
     ) -> None:
         nodes: Nodes = {
@@ -262,7 +262,7 @@ class TestWalk:
             again = Counter(runner.order)
             assert sum(again[step, "answer"] - 1 for step in range(6)) <= 1  # what ran as it was lost
 
-    def test_a_swap_runs_beside_what_generates(self) -> None:
+    def test_a_swap_runs_concurrently_with_generation(self) -> None:
         """By hand: a sync that waits keeps both slots for a second of each step; a swap only that of the trainer."""
         costs, seconds = fixed(answer=3.0, train=1.0, carry=1.0), {}
         for carry in (Carry(), Swap()):
@@ -275,7 +275,7 @@ class TestWalk:
             seconds[type(carry)] = [predict(graph, place, 4, costs).seconds for place in places]
         assert seconds == {Carry: [4.0, 5.0, 5.0], Swap: [3.0, 5.0, 5.0]}
 
-    def test_a_lag_that_cannot_be_is_refused(self) -> None:
+    def test_an_impossible_lag_is_refused(self) -> None:
         nodes: Nodes = {
             "train": (Train(), BATCH),
             "carry": (Carry(), ("train",) * 2),
