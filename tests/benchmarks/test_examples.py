@@ -37,7 +37,7 @@ def test_the_page_shows_the_stored_results_of_three_seeds(kept: Path, examples: 
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
 def test_plots_show_the_stored_results(kept: Path, examples: ModuleType, tmp_path: Path) -> None:
-    """Lines and texts; where things stand to a hair depends on fonts and on matplotlib."""
+    """Lines and texts; exact positions depend on fonts and on matplotlib."""
     curve = json.loads(kept.read_text(encoding="utf-8"))
     examples.draw(curve, tmp_path / "drawn.svg")
     drawn, there = ((tmp_path / "drawn.svg").read_text(), kept.with_suffix(".svg").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def ends(name: str, key: str, arm: str = "") -> list[tuple[float, float]]:
 
 
 def test_claims_of_the_page_match_the_stored_results() -> None:
-    """That incidents are told of better than by any rule of thumb is tested with the example."""
+    """That the policy beats simple heuristics is tested with the example."""
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert all(before < 0.36 and after >= 0.95 for before, after in ends("triage", "val/reward/mean"))
     for engine in ("TorchRollout", "VLLM", "SGLang"):

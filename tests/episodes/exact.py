@@ -1,4 +1,4 @@
-"""What a batch of episodes has to be, token by token, worked out anew from conversations and from what was drawn."""
+"""The expected batch of episodes, token by token, recomputed from conversations and sampled responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAID = (
 
 
 class Recorded:
-    """An engine, and what it has drawn for the last try of each episode: by row id, a response a turn."""
+    """An engine that records the responses of the last attempt of each episode: by row id, one per turn."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""`summarize`: who said what, what it was worth and how it ended, as JSON-able data."""
+"""`summarize`: messages, rewards and the end of an episode, as JSON-serializable data."""
 
 from __future__ import annotations
 

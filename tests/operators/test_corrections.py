@@ -160,7 +160,7 @@ class TestFormulas:
         assert ratios.tolist() == [pytest.approx([math.exp(20), math.exp(-20)])]
 
     def test_sequence_weights_give_the_expectation_of_the_trainer(self) -> None:
-        """Over all answers of two tokens, weighed by how often the engine gives them."""
+        """Over all responses of two tokens, weighted by the engine's probabilities."""
         draw = torch.Generator().manual_seed(0)
         trainer, engine = (torch.randn(4, 4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
         first = torch.arange(4).repeat_interleave(4)
@@ -299,7 +299,7 @@ class TestInGraphs:
         assert all(step["rollout/alarm_above"] == 1e-5 for step in metrics[1:])
         assert not [record for record in caplog.records if "alarm" in record.getMessage()]
 
-    def test_a_ratio_to_the_rollout_equals_the_default_without_mismatch(
+    def test_a_rollout_ratio_changes_nothing_without_mismatch(
         self, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         job = job_of("grpo", tiny, mini_batch=4)
@@ -385,7 +385,7 @@ class TestMismatch:
                 mismatch(torch.full((2, 3), -1.0 - shift), torch.full((2, 3), -1.0), MASK[:2])
         assert [message.split(":")[0] for message in caplog.messages] == ["mismatch, step 2", "mismatch, step 6"]
 
-    def test_infinite_differences_raise_the_alarm_and_are_not_calibrated(
+    def test_infinite_differences_raise_the_alarm(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         session = Session({}, seed=0)
@@ -397,7 +397,7 @@ class TestMismatch:
         assert session.state["mismatch.seen"]["largest"] == 0
 
     def test_mismatch_includes_the_renormalization_by_the_engine(self) -> None:
-        """Off by minus the log of the probability that top-k keeps, to the engine's favour."""
+        """Off by minus the log of the probability that top-k keeps, to the engine's favor."""
         draw = torch.Generator().manual_seed(3)
         trainer = torch.randn(7, 11, generator=draw, dtype=torch.float64).log_softmax(-1)
         kept, tokens = trainer.topk(3, dim=-1)
@@ -444,7 +444,7 @@ class TestMismatch:
 
 
 def test_whiten_and_correction_do_not_commute() -> None:
-    """Why the place matters: behind whiten the weights are applied to what the loss reads."""
+    """The order matters: after whiten, the weights scale what the loss reads."""
     advantages = torch.tensor([[1.0, 2.0, 4.0]])
     columns = (OLD[:1], ROLLOUT[:1], MASK[:1])
     behind = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)

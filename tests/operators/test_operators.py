@@ -357,7 +357,7 @@ def test_the_ratio_is_exactly_one_at_the_first_and_only_step(tiny: str) -> None:
 
 
 def test_the_ratio_to_the_rollout_matches_its_formula(tiny: str) -> None:
-    """In float64, from what the engine said it sampled with and what the trainer makes of it."""
+    """In float64, from the log-probs of the engine and of the trainer."""
     rollout, actor, metrics = answers(8), trainer(tiny), Metrics()
     mask, draw = rollout.response_mask, torch.Generator().manual_seed(2)
     new = OldLogProb(actor=actor)(rollout)

@@ -1,4 +1,4 @@
-"""The probe by itself: what it asks, and what it makes of scores, whoever they are from."""
+"""The probe: its prompts, and its judgment of scores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights as a stream: real gloo between threads and processes, without Ray; whatever damages it is named.
 
-Sides wait for each other longer than a test may take, so a test that ends shows that nobody was left waiting.
+Sides wait for each other longer than a test may take, so a test that ends shows that no side keeps waiting.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def test_an_error_of_the_sender_ends_all_receivers(meeting: Callable[..., Ticket
 
 
 def test_an_error_of_a_receiver_ends_sender_and_receivers(meeting: Callable[..., Ticket]) -> None:
-    """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
+    """In the middle, or before it takes any; a side that does not know the cause reports that the other has ended."""
 
     def refuse(source: ReceivedWeights) -> None:
         raise ValueError("not mine")
@@ -267,7 +267,7 @@ def test_partially_read_weights_are_refused(meeting: Callable[..., Ticket]) -> N
 
 
 def test_a_closed_store_ends_waiting_participants() -> None:
-    """By letting go of the store; and whoever comes later finds none."""
+    """Closing the store ends them; later participants find no store."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
     ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
     with ThreadPoolExecutor(1) as pool:

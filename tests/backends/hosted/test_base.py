@@ -1,4 +1,4 @@
-"""Requests to hosted engines and weights under them: with a toy that computes one token of each answer at a time."""
+"""Requests and weight updates of hosted engines, with a toy that computes one token per request and step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_generate_equals_submitting_requests_and_stepping(engine: Toy) -> None:
 
 
 def test_requests_that_end_during_generate_are_returned_by_the_next_step(engine: Toy) -> None:
-    """Unless its response was taken, or it was dropped, or asked anew, by then."""
+    """Unless the response was taken, or the request was dropped or submitted again, before that step."""
     asked = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
     for each in asked:
         engine.submit(each)

@@ -78,7 +78,7 @@ def test_a_failed_swap_stops_the_engine_and_is_reported_to_the_requests_in_fligh
 
 @pytest.fixture(params=["begin", "advance", "interrupted", "short", "version"])
 def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
-    """It breaks in the next step; one response is there, and two requests are under way."""
+    """An engine that fails in the next step, with one finished response and two requests in flight."""
     for name, tokens in (("there", 1), ("begun", 5)):
         engine.submit(asking(name, [7], tokens))
     engine.step()

@@ -1,4 +1,4 @@
-"""A process that is spoken to over pipes: what it answers, how it dies, and that nothing of it is left."""
+"""`EngineProcess`: calls over pipes, death of the process, and cleanup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.models import tiny_folder
 @pytest.fixture
 def process() -> Iterator[EngineProcess]:
     folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
-    process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {"COLOUR": "red"}, folder)
+    process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {"COLOR": "red"}, folder)
     yield process
     process.close()
 
@@ -140,7 +140,7 @@ class TestProcess:
         eventually(lambda: state(told["child"]) in (None, "Z"))
 
     def test_the_keeper_removes_shared_memory_after_a_process_and_its_children_are_killed(self) -> None:
-        """As Ray kills an actor: nobody is left who would remove it."""
+        """Ray kills actors this way; no other process could remove it."""
         code = (
             "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
             "from flowrl.backends.hosted.keeper import start_keeper;"
@@ -188,8 +188,8 @@ class TestProcess:
     def test_the_process_gets_the_environment_variables_of_its_owner(self, process: EngineProcess) -> None:
         process.ask("echo")  # it runs; before that, /proc may know no environment of it
         variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        assert b"COLOUR=red" in variables
-        assert os.environ.get("COLOUR") is None
+        assert b"COLOR=red" in variables
+        assert os.environ.get("COLOR") is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
@@ -261,7 +261,7 @@ def test_matrices_for_a_bfloat16_engine_are_rounded_before_hashing() -> None:
 
 
 def test_each_sglang_rank_has_its_own_seed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it draws all rows from one; with one seed, two ranks would give the rows of a group the same answers."""
+    """On a CPU SGLang samples all rows from one generator; with one seed, two ranks would sample equal responses."""
     monkeypatch.setattr(sglang, "SGLangEngine", lambda spec, tokenizer, seed: seed)
     for spec, seeds in ((SGLang(tiny, ranks=3), [7, 8, 9]), (SGLang(tiny, ranks=3, seed=20), [20, 21, 22])):
         assert [spec.build(EngineBuilder({}, 7, rank, 3)) for rank in range(3)] == seeds

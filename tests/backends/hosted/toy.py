@@ -1,4 +1,4 @@
-"""A toy engine for the tests of what hosted engines share: it computes one token of each answer at a time."""
+"""A toy engine for the tests of hosted engines: it computes one token per request and step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(ids: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 class Toy(HostedRollout):
-    """What it was told is in `told`."""
+    """`told` records the calls."""
 
     name = "Toy"
 

@@ -115,7 +115,7 @@ class Process:
         return found
 
     def all(self, *new: ResponseRequest) -> dict[str, Any]:
-        """With whatever is under way."""
+        """Together with the requests in flight."""
         found = self.some(*new)
         while self.pool._in_flight:
             found |= self.some()
@@ -218,7 +218,7 @@ def test_an_ended_request_can_be_dropped_before_it_is_returned(process: Process)
 def test_dropped_requests_are_aborted_before_the_next_call(
     process: Process, manager: Manager, slow: int, roomless: bool
 ) -> None:
-    """Also where it is on its way to the scheduler, which would not know what it is told to abort."""
+    """Also requests that have not reached the scheduler yet, which could not abort them."""
     manager.slow, manager.roomless = slow, roomless
     process.some(asked("a", 10**6), asked("b", 10**6), seconds=0.0)
     assert len(manager.rid_to_state) == 2

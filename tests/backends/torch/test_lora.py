@@ -308,7 +308,7 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
         assert receiver.receipt is None
 
 
-def test_the_probe_detects_an_adapter_that_was_not_loaded(
+def test_the_probe_detects_an_unloaded_adapter(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, receiver = trainer(folders["llama"]), rollout(folders["llama"], lora=ADAPTER, device="cpu")

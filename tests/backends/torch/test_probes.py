@@ -38,7 +38,7 @@ ON_EVERY_COMMIT = ["deepseek_v3", "gpt_oss", "jamba"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    """The folder of an architecture, made when first asked for."""
+    """The folder of an architecture, created on first use."""
     path, folders = tmp_path_factory.mktemp("architectures"), dict[str, str]()
 
     def of(kind: str) -> str:

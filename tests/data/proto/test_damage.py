@@ -1,4 +1,4 @@
-"""A saved DataProto that is damaged, or that somebody sealed anew: the folder is named, whatever is wrong."""
+"""Damaged saved DataProtos, also with a valid digest: the error names the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows and how many: what is no answer to that is refused."""
+"""Invalid row selections, counts and other arguments are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_unknown_device_is_refused(device: Any) -> None:
 
 
 def test_an_out_of_memory_error_of_a_device_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a move itself raises is told as torch tells it."""
+    """Errors that torch raises while moving columns are not wrapped."""
 
     def full(self: torch.Tensor, *_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")

@@ -65,7 +65,7 @@ class TestFormula:
         assert (OTB(rewards, norms, mask, np.array(["p"] * 5, dtype=object)) == 0).all()
 
     def test_results_do_not_depend_on_the_block_size(self) -> None:
-        """Groups are worked on some at a time, wherever their rows stand."""
+        """Groups are processed in blocks, in any row order."""
         mask = torch.rand(300, 9, generator=torch.Generator().manual_seed(0)) < 0.7
         uid = np.array([f"p{i % 50}" for i in range(300)], dtype=object)
         rewards, norms = numbers(mask, 1), numbers(mask, 2).square()

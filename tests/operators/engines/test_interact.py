@@ -100,7 +100,7 @@ def test_log_probs_equal_a_forward_pass_over_the_episode(engine: Any, tiny: str)
 
 
 def test_turn_ids_cover_exactly_the_sampled_tokens(engine: Any) -> None:
-    """A turn is a run of sampled tokens, since something was said before each further one."""
+    """A turn is a run of sampled tokens, since a reply precedes each further one."""
     batch, _ = episodes(engine, Echo)
     for row in range(len(batch.turns)):
         mask, turns = batch.response_mask[row].tolist(), batch.turn_ids[row].tolist()

@@ -41,7 +41,7 @@ def one(new: float, old: float, advantage: float, policy: PPOClip) -> tuple[floa
 
 class TestPPOClip:
     def test_a_ratio_to_the_rollout_has_an_unbiased_gradient(self) -> None:
-        """Over every answer of one token, weighed by how often the engine gives it; one to "old" is biased there."""
+        """Over every response of one token, weighted by the engine; a ratio to "old" is biased there."""
         draw = torch.Generator().manual_seed(5)
         logits, noise, advantage = torch.randn(3, 8, generator=draw, dtype=torch.float64)
         engine = (logits + 0.3 * noise).log_softmax(-1)
@@ -188,7 +188,7 @@ def test_every_loss_matches_its_formula(name: str, aggregation: Aggregation, mas
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_at_ratio_1_the_gradient_of_every_loss_is_the_policy_gradient(name: str) -> None:
-    """But for what is regularised (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0), and
+    """But for what is regularized (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0), and
     Clip-Cov, which takes the gradient from some."""
     if name in ("dro", "clip_cov"):
         return

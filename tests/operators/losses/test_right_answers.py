@@ -1,4 +1,4 @@
-"""The loss of right answers beside the policy gradient: its formula in float64, and a case by hand."""
+"""The NLL loss on correct responses added to the policy gradient: its formula in float64, and a worked example."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", FINE)
 def test_harmless_side_effects_change_no_score(name: str, file: Path) -> None:
-    """No answer is another's, then or later."""
+    """No result is attributed to another call, then or later."""
     reward = Reward(f"{file}:{name}", timeout=20.0, workers=1)
     assert values(reward, *rows(["ok", "bad", "ok", "bad", "bad", "ok"])) == [1.0, 0.5, 1.0, 0.5, 0.5, 1.0]
 

@@ -1,4 +1,4 @@
-"""`Judge`: it is asked in its own tokens and answers as `Generate` does; what cannot be parsed is said and counted."""
+"""`Judge`: prompts in the judge's own tokens, generation as in `Generate`, and unparsed responses."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_filtering_out_every_row_is_an_error(tiny: str, tmp_path: Path) -> None:
 
 
 def test_a_direct_call_of_collect_is_one_round() -> None:
-    """There is nobody who could run it again, so what is missing is missing at once."""
+    """A direct call cannot run further rounds, so missing groups count at once."""
     rollout = answers(rows=6)
     mask = torch.arange(4) < torch.tensor([1, 3, 3, 4, 4, 4])[:, None]
     rollout, uid = rollout._replace(response_mask=mask), column(["a", "a", "b", "b", "c", "c"])

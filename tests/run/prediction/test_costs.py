@@ -1,4 +1,4 @@
-"""Costs: planted ones are found again in a trace, lengths are drawn and not averaged, and what is missing is told."""
+"""Costs: known ones are recovered from a trace, lengths are sampled and not averaged, missing ones are reported."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class TestSameNumbers:
             nightly("ppo", 5, "generate"),
         ],
     )
-    def test_a_run_interrupted_in_a_step_resumes(
+    def test_interrupted_in_a_step(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
     ) -> None:
         cut_off(jobs(name, tiny), prompts_file, tmp_path / "run", step, node)
@@ -100,16 +100,12 @@ class TestSameNumbers:
         assert position["data"] == {"epoch": 1, "offset": 8, "rows": 12}
         assert position["state"]["kl_shape.beta"] == ppo[4]["kl/coef"]
 
-    def test_a_run_interrupted_in_a_validation_resumes(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_interrupted_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_a_run_interrupted_repeatedly_resumes(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_interrupted_repeatedly(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(job, prompts_file, tmp_path, 3)
         for step in (2, 3, 4, 5):
@@ -118,9 +114,7 @@ class TestSameNumbers:
         updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
         assert len(updates) > STEPS  # of all starts: some steps were done more than once
 
-    def test_a_run_resumes_after_a_reward_error(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_after_a_reward_error(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         flag = tmp_path / "asleep"
 
         def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -139,10 +133,8 @@ class TestSameNumbers:
         flag.unlink()
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
 
-    def test_a_killed_run_resumes_in_a_new_process(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
-        """SIGKILL within a step, from one process; the next one goes on."""
+    def test_killed_and_resumed_elsewhere(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """A process is killed by SIGKILL within a step; another resumes the run."""
         script = """
             import os, signal, sys
             from pathlib import Path
@@ -164,17 +156,13 @@ class TestSameNumbers:
         assert status(tmp_path) == "running"  # it had no time to say otherwise
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
 
-    def test_a_finished_run_resumes_with_more_steps(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_finished_and_extended(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step has a checkpoint, whatever its number
         assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     @pytest.mark.ray
-    def test_a_run_started_on_ray_resumes_in_one_process(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_from_ray_to_one_process(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         """Started on Ray, cut off there, and ended in this process."""
         job = jobs("ppo", tiny)
         cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
@@ -229,9 +217,7 @@ class TestCheckpoints:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
 
-    def test_resuming_without_an_intact_checkpoint_is_refused(
-        self, tiny: str, prompts_file: str, tmp_path: Path
-    ) -> None:
+    def test_all_checkpoints_damaged_is_refused(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
         before = (tmp_path / "run.json").read_text()
@@ -243,7 +229,7 @@ class TestCheckpoints:
         ("every", "keep", "left"),
         [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
     )
-    def test_max_checkpoints_limits_the_saved_checkpoints(
+    def test_max_checkpoints(
         self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]
     ) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=keep, validation=())
@@ -264,9 +250,7 @@ class TestCheckpoints:
             AutoTokenizer.from_pretrained(folder, local_files_only=True)
             assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
 
-    def test_checkpoints_do_not_change_the_metrics(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_checkpoints_change_no_metric(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
 
     def test_an_unserializable_state_is_refused_before_a_model_loads(self, prompts_file: str, tmp_path: Path) -> None:
@@ -358,7 +342,7 @@ class TestStart:
 
 @pytest.fixture(scope="module")
 def cut(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was cut off after two steps; nobody may write there."""
+    """A run that was interrupted after two steps; do not write to it."""
     folder = tmp_path_factory.mktemp("cut") / "run"
     cut_off(jobs("grpo", tiny), prompts_file, folder, 2)
     return folder
@@ -453,9 +437,7 @@ class TestFolder:
         assert all(math.isnan(metrics["odd/mean"]) for metrics in found.metrics)
         assert [line["odd/mean"] for line in timeless(tmp_path / "metrics.jsonl") if "odd/mean" in line] == [None] * 4
 
-    def test_tensorboard_shows_every_step_once_after_a_resume(
-        self, tiny: str, prompts_file: str, tmp_path: Path
-    ) -> None:
+    def test_tensorboard_shows_every_step_once(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         with pytest.raises(Stop):
             run(jobs("grpo", tiny), prompts_file, tmp_path, [TensorBoard(), Stopper(3, "sync")])

@@ -1,4 +1,4 @@
-"""Rollouts: the rows of a step as they were sampled, and nothing else changes by their being told."""
+"""The rollout log: the rows of a step as they were sampled; logging changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose inputs have sources of their own: what they are given, what is refused, and that a resumed run goes on."""
+"""Runs with one source per input: sampled rows, refused settings, and resuming."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
 
 
 def test_feedback_must_score_the_rows_of_the_source(tiny: str, tmp_path: Path) -> None:
-    """Of the demonstrations' source nothing is told, though there is a Feedback on the prompts."""
+    """A Feedback on the prompts does not serve the demonstrations' sampler."""
     told = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
     sources = data(tmp_path, sampler=ByDifficulty())
     Training(told, sources, steps=1, prompts=1)

@@ -1,4 +1,4 @@
-"""`Training`: that a seed decides everything, what a run traces, and how failures are told."""
+"""`Training`: reproducibility by seed, the trace of a run, and failure reports."""
 
 from __future__ import annotations
 

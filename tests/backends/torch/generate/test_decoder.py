@@ -1,4 +1,4 @@
-"""Requests to `TorchRollout`, one by one: against answers that are drawn token by token from full forward passes."""
+"""Requests to `TorchRollout`, compared with responses sampled token by token from full forward passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHERS = ["afmoe", "deepseek_v3", "gpt_oss", "jamba", "mamba", "phimoe", "qwen3_
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a model, made when first asked for."""
+    """The folder of a model, created on first use."""
     path, folders = tmp_path_factory.mktemp("models"), dict[str, str]()
 
     def of(kind: str) -> str:
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
-    """The answer by one forward pass a token without a cache, drawn in float64 from what the request says."""
+    """The response by one forward pass per token without a cache, sampled in float64."""
     sampling, ids, log_probs = request.sampling, list(request.ids), list[float]()
     for uniform in request.key.numbers(sampling.max_new_tokens).tolist():
         with torch.no_grad():
@@ -94,7 +94,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba", "deepseek_v3"], KINDS + OTHERS))
 def test_responses_equal_those_of_the_model_in_any_batch(kind: str, made: Folder) -> None:
-    """At every step one joins; some go on for three turns, in which a sliding window (8 or 64 tokens) is passed."""
+    """A request joins at every step; some continue for three turns, past a sliding window (8 or 64 tokens)."""
     actor = Actor(made(kind))
     engine = synced(actor, max_rows=4)
     actor.model.eval()
@@ -241,7 +241,7 @@ def test_submitted_requests_continue_during_generate(actor: Actor, engine: Torch
 
 
 def test_tokens_have_the_version_of_the_weights_that_sampled_them(made: Folder) -> None:
-    """What was kept of turn 1 was computed by other weights, so turn 2 computes it anew."""
+    """The cache of turn 1 was computed with other weights, so turn 2 recomputes it."""
     actor = Actor(made("llama"), version=3)
     engine = synced(actor)
     actor.model.eval()
@@ -276,7 +276,7 @@ def test_a_sync_with_requests_in_flight_is_refused(actor: Actor, engine: TorchRo
 
 
 def test_stop_strings_match_in_the_response_only(actor: Actor, engine: TorchRolloutEngine) -> None:
-    """A string that the context begins is not completed by the answer; one that the answer has, ends each turn."""
+    """A stop string that begins in the context does not match; one within the response ends each turn."""
     ids = engine.tokenizer._tokenizer.encode("what is it? no")
     free = replace(GREEDY, ignore_eos=True)
     (whole,) = answers(engine, Request("a", ids, free, KEY))

@@ -254,7 +254,7 @@ def test_a_shared_prompt_is_prefilled_once_and_changes_no_sample(folders: dict[s
 
 
 def test_equal_ids_with_different_masks_are_different_prompts(engine: TorchRolloutEngine) -> None:
-    """The pad id may be an ordinary token to a prompt, so rows are told apart by their masks too."""
+    """The pad id may be an ordinary token to a prompt, so the mask is part of a prompt's identity."""
     prompts = torch.tensor([[PAD, 9, 10], [PAD, 9, 10]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     got = engine.generate(prompts, mask, names(2), GREEDY, KEY)

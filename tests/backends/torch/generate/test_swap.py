@@ -1,4 +1,4 @@
-"""Weights that change under answers of `TorchRollout`: each token against transformers, by the version it bears."""
+"""Weight swaps during generation with `TorchRollout`: each token against transformers, by its recorded version."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def actors(folder: str, count: int = 3) -> list[Any]:
-    """Versions 0, 1, ... of a policy, which are far apart."""
+    """Versions 0, 1, ... of a policy, with very different weights."""
     found = []
     for version in range(count):
         actor = Actor(folder, version)
@@ -93,7 +93,7 @@ def asked(count: int, keep: bool = False) -> list[Request]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phimoe"])
 def test_each_token_was_sampled_by_its_recorded_version(kind: str, folder: Folder) -> None:
-    """Two swaps, the second of them twice, while some answers wait, join and end."""
+    """Two swaps, the second repeated, while requests wait, join and end."""
     versions = actors(folder(kind))
     engine, requests = engine_of(folder(kind), versions[0]), asked(4)
     assert isinstance(engine, LiveWeightUpdate)
@@ -155,7 +155,7 @@ def test_swapping_in_equal_weights_changes_only_the_version(caches: Caches, fold
 
 @pytest.mark.parametrize("caches", CACHES)
 def test_requests_started_after_a_swap_reuse_no_older_cache(caches: Caches, folder: Folder) -> None:
-    """Neither from a turn that had ended, nor from one that was under way, nor from a beginning in common."""
+    """Neither the cache of an ended turn, nor of one in flight, nor of a shared prefix."""
     old, new, _ = versions = actors(folder("llama"))
     engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
     ended, under_way = (

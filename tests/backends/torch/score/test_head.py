@@ -39,7 +39,7 @@ def distributions(said: HiddenStates, batch: Ragged, row: int) -> Tensor:
     "kind", ["llama", nightly("qwen2"), nightly("gpt2"), "gemma2", "granite", nightly("cohere"), "phi"]
 )
 def test_hidden_states_and_head_give_the_log_probs_of_the_model(kind: str, folder: Folder) -> None:
-    """Heads that are tied and not, with a bias, before a scale and before a cap; it is transformers that is asked."""
+    """Heads that are tied and not, with a bias, before a scale and before a cap; compared with transformers."""
     batch, engine = ragged(), scorer(folder(kind), max_tokens=30)
     assert isinstance(engine, HiddenStateScorer)
     said = engine.last_states(batch)

@@ -1,4 +1,4 @@
-"""Rows one behind the other: who runs over them so, that rows stay apart, and who is told why not.
+"""Packed rows: which architectures pack them, that rows do not affect each other, and warnings for the others.
 
 That log-probs and gradients are those of each row alone is in `test_rows.py`, of all architectures.
 """
@@ -171,7 +171,7 @@ def test_gradient_checkpointing_works_with_packed_rows(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("settings", [{"lora": LoRA()}, {"dtype": "bfloat16"}])
 def test_packed_scoring_and_training_give_ratio_one(settings: dict[str, Any], folder: Folder) -> None:
-    """What scores rows and what trains on them lay them out alike, in small and large micro-batches."""
+    """Scoring and training use the same layout, in small and large micro-batches."""
     batch = ragged(rows=9)
     for max_tokens in (None, 30):
         engine, loss = trainer(folder("llama"), max_tokens=max_tokens, **settings), Pull()
@@ -202,7 +202,7 @@ def test_rows_without_tokens_and_rows_with_masked_tokens_are_scored(folder: Fold
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_direct_calls_of_the_model_equal_transformers(kind: str, tmp_path: Path) -> None:
-    """Padded rows, one row alone, and one that goes on from a cache; windows of `mistral` are narrower."""
+    """Padded rows, one row alone, and one that continues from a cache; windows of `mistral` are narrower."""
     folder = folder_of(kind, tmp_path)
     model, plain = scorer(folder).model, AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(4, 20, (3, 24))

@@ -405,7 +405,7 @@ def test_a_bfloat16_adapter_is_close_to_that_of_one_process(found: Any) -> None:
 
 
 def test_fused_experts_are_sharded_and_gathered_unfused(tmp_path: Path) -> None:
-    """Transformers keeps experts fused and stores them apart."""
+    """Transformers fuses experts in memory and stores them unfused."""
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts-0")

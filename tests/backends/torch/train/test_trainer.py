@@ -265,7 +265,7 @@ def test_a_non_finite_gradient_is_refused_and_changes_no_weight(bad: float, fold
 
 
 def test_a_mini_batch_of_weight_zero_still_takes_an_optimizer_step(folder: Folder) -> None:
-    """AdamW with a zero gradient: momentum goes on and decay pulls (torch's own optimizer is the truth)."""
+    """AdamW with a zero gradient: momentum continues and weight decay applies (torch's optimizer is the reference)."""
     batch, loss = ragged(), Pull()
     spec = AdamW(lr=0.01, weight_decay=0.1)
     engine = trainer(folder("llama"), optimizer=spec)
