@@ -97,16 +97,14 @@ def test_finished_runs_are_not_repeated(
     monkeypatch.setattr(corrections, "training", training)
     monkeypatch.setattr(corrections, "build", lambda folder, seed: folder)
     monkeypatch.setattr(corrections, "write_dataset", lambda folder: None)
-    asked = ["--methods", "none,masked", "--steps", "16", "--folder", str(tmp_path)]
-    corrections.main([*asked, "--lags", "0", "--seeds", "0"])
+    arguments = ["--methods", "none,masked", "--steps", "16", "--folder", str(tmp_path)]
+    corrections.main([*arguments, "--lags", "0", "--seeds", "0"])
     assert ran == [(0, 0)] * 2
-    corrections.main([*asked, "--lags", "0,4", "--seeds", "0,1"])
+    corrections.main([*arguments, "--lags", "0,4", "--seeds", "0,1"])
     assert ran == [(0, 0)] * 2 + [(4, 0)] * 2 + [(0, 1)] * 2 + [(4, 1)] * 2
     assert "masked, lag 4, seed 1: 0.000 0.200 0.400 0.600 0.800\n" in capsys.readouterr().out
-    drawn = (tmp_path / "corrections.svg").read_text()
-    assert all(
-        f">{text}</text>" in drawn for text in ("lag 0", "lag 4", "none", "masked", "held-out accuracy, sampled")
-    )
+    svg = (tmp_path / "corrections.svg").read_text()
+    assert all(f">{text}</text>" in svg for text in ("lag 0", "lag 4", "none", "masked", "held-out accuracy, sampled"))
     with pytest.raises(SystemExit):
-        corrections.main([*asked, "--methods", "grpo"])
+        corrections.main([*arguments, "--methods", "grpo"])
     assert "there is no method 'grpo'; expected some of none, to_rollout" in capsys.readouterr().err

@@ -25,24 +25,24 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return examples
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
-def test_the_page_shows_the_stored_results_of_three_seeds(kept: Path, examples: ModuleType) -> None:
-    curve = json.loads(kept.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("stored", KEPT, ids=lambda kept: kept.stem)
+def test_the_page_shows_the_stored_results_of_three_seeds(stored: Path, examples: ModuleType) -> None:
+    curve = json.loads(stored.read_text(encoding="utf-8"))
     assert (ROOT / "examples" / curve["example"]).is_file()
-    assert all("".join(arm["seeds"]) == SEEDS.get(kept.stem, "012") for arm in curve["arms"].values())
+    assert all("".join(arm["seeds"]) == SEEDS.get(stored.stem, "012") for arm in curve["arms"].values())
     page = (ROOT / "docs" / curve["page"]).read_text(encoding="utf-8")
-    assert f"<!-- {kept.stem} -->\n\n{examples.table(curve)}\n" in page
-    assert f"](curves/{kept.stem}.svg)" in page
+    assert f"<!-- {stored.stem} -->\n\n{examples.table(curve)}\n" in page
+    assert f"](curves/{stored.stem}.svg)" in page
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
-def test_plots_show_the_stored_results(kept: Path, examples: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", KEPT, ids=lambda kept: kept.stem)
+def test_plots_show_the_stored_results(stored: Path, examples: ModuleType, tmp_path: Path) -> None:
     """Lines and texts; exact positions depend on fonts and on matplotlib."""
-    curve = json.loads(kept.read_text(encoding="utf-8"))
+    curve = json.loads(stored.read_text(encoding="utf-8"))
     examples.draw(curve, tmp_path / "drawn.svg")
-    drawn, there = ((tmp_path / "drawn.svg").read_text(), kept.with_suffix(".svg").read_text(encoding="utf-8"))
+    svg, there = ((tmp_path / "drawn.svg").read_text(), stored.with_suffix(".svg").read_text(encoding="utf-8"))
     texts = re.compile(r"<text[^>]*>([^<]*)</text>")
-    assert texts.findall(drawn) == texts.findall(there)
+    assert texts.findall(svg) == texts.findall(there)
 
 
 def runs(name: str, arm: str = "") -> dict[str, list[dict[str, float]]]:
@@ -75,9 +75,9 @@ def test_claims_of_the_page_match_the_stored_results() -> None:
     grades, right = ends("judged", "val/reward/mean"), ends("judged", "val/truth/mean")
     assert all(grade > 0.98 and grade - truth > 0.08 for (_, grade), (_, truth) in zip(grades, right, strict=True))
     assert all(0 < after < before for before, after in ends("judged", "val/judge/fooled"))
-    kept = runs("judged").values()
-    after_ten = [next(point["val/judge/fooled"] for point in points if point["step"] == 10) for points in kept]
-    grown = [points[-1]["val/judge/fooled"] > at for points, at in zip(kept, after_ten, strict=True)]
+    stored = runs("judged").values()
+    after_ten = [next(point["val/judge/fooled"] for point in points if point["step"] == 10) for points in stored]
+    grown = [points[-1]["val/judge/fooled"] > at for points, at in zip(stored, after_ten, strict=True)]
     assert sum(grown) == 2 and "for two of the seeds the share grows again after step 10" in page
 
 

@@ -93,7 +93,7 @@ def test_finished_runs_are_not_repeated(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--methods", "grpo,dpo"], "there is no method 'dpo'; expected some of ppo, "),
         (["--steps", "20"], "--steps 20 does not end with a validation; expected a multiple of 8."),
@@ -101,11 +101,11 @@ def test_finished_runs_are_not_repeated(
     ],
 )
 def test_invalid_arguments_are_refused(
-    learning: ModuleType, ran: Ran, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    learning: ModuleType, ran: Ran, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         learning.main(arguments)
-    assert said in capsys.readouterr().err and not ran.runs
+    assert message in capsys.readouterr().err and not ran.runs
 
 
 def result(method: str, seed: int, *accuracies: float) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_differences_are_paired_by_seed() -> None:
 def test_the_plot_is_labeled_and_reproducible(tmp_path: Path) -> None:
     draw(RESULTS, tmp_path / "a.svg", against="grpo")
     draw(RESULTS, tmp_path / "b.svg", against="grpo")
-    drawn = (tmp_path / "a.svg").read_text()
-    assert drawn == (tmp_path / "b.svg").read_text()
+    svg = (tmp_path / "a.svg").read_text()
+    assert svg == (tmp_path / "b.svg").read_text()
     shown = ("baselines and advantages", "losses", "grpo", "rloo", "less that of grpo", "answers sampled, in thousands")
-    assert all(f">{text}</text>" in drawn for text in shown)
+    assert all(f">{text}</text>" in svg for text in shown)

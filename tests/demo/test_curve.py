@@ -18,14 +18,14 @@ def test_bar_length_is_proportional_to_accuracy() -> None:
 
 
 def test_svg_lines_pass_through_all_points() -> None:
-    drawn = svg("a < b", {"one": POINTS, "two & more": [(5, 0.0), (10, 0.5)]})
-    root = ElementTree.fromstring(drawn)
-    assert root[0].text == "a < b" and "two &amp; more" in drawn
-    assert re.findall(r'd="(M[^H]*?)" fill="none"', drawn) == [
+    picture = svg("a < b", {"one": POINTS, "two & more": [(5, 0.0), (10, 0.5)]})
+    root = ElementTree.fromstring(picture)
+    assert root[0].text == "a < b" and "two &amp; more" in picture
+    assert re.findall(r'd="(M[^H]*?)" fill="none"', picture) == [
         "M52.0 172.0L334.0 128.0L616.0 40.0",
         "M334.0 216.0L616.0 128.0",
     ]
-    assert drawn.count("<circle") == 5
+    assert picture.count("<circle") == 5
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:5] == ["0%", "25%", "50%", "75%", "100%"] and texts[-2:] == ["one", "two & more"]
 

@@ -68,8 +68,8 @@ def test_think_tags_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) -> N
 
 def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: PreTrainedTokenizerFast) -> None:
     user = {"role": "user", "content": "59+36="}
-    asked = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    assert asked == "<|user|>59+36=<|end|><|assistant|>"
+    rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    assert rendered == "<|user|>59+36=<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
     assert len(ids) == 9
     whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "95"}], return_dict=False)

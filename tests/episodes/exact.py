@@ -87,9 +87,9 @@ class Drawing:
         ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
         how: Any = numbers.choice(["turn_end", "turn_end", "turn_end", "eos_id", None])
         ids = [*ids, *([getattr(self.tokenizer, how)] if how else [])]
-        kept = ids[: request.sampling.max_new_tokens]
-        ended: Any = "stop" if how and kept == ids else "length"
-        return Response(kept, [-numbers.random() for _ in kept], [3] * len(kept), ended)
+        sampled_ids = ids[: request.sampling.max_new_tokens]
+        ended: Any = "stop" if how and sampled_ids == ids else "length"
+        return Response(sampled_ids, [-numbers.random() for _ in sampled_ids], [3] * len(sampled_ids), ended)
 
     def take(self, name: str) -> Response:
         return self._answers.pop(name)
@@ -239,5 +239,5 @@ def failures(rows: int, group: int = 8) -> None:
         spread = (sum((score - mean) ** 2 for score in scores.values()) / max(1, len(scores) - 1)) ** 0.5
         for i in range(first, first + group):
             own = (scores[i] - mean) / (spread + 1e-6) if i in scores else 0.0
-            wanted = torch.where(batch.response_mask[i], own, 0.0)
-            torch.testing.assert_close(found[i], wanted, atol=1e-5, rtol=1e-4)
+            expected_log_probs = torch.where(batch.response_mask[i], own, 0.0)
+            torch.testing.assert_close(found[i], expected_log_probs, atol=1e-5, rtol=1e-4)

@@ -100,8 +100,8 @@ def seeded(seed: int) -> list[Row]:
 def test_openenv_style_environments_are_played(environment: Any) -> None:
     [one], _ = played(environment, lambda name, turn: ["1", "none", "2"][turn], rows=seeded(7))
     assert (one.ended, one.fault, one.chat.rewards) == ("done", None, [0.0, -0.5, 1.0])
-    said = [message["content"] for message in one.chat.messages]
-    assert said == ["go\n\n3 left", "1", "2 left", "none", "error: take 1 or 2", "2"]
+    contents = [message["content"] for message in one.chat.messages]
+    assert contents == ["go\n\n3 left", "1", "2 left", "none", "error: take 1 or 2", "2"]
 
 
 def test_an_environment_without_rewards_places_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,18 +197,18 @@ class TestTools:
         async def twice(text: str) -> dict[str, str]:
             return {"twice": text * 2}
 
-        said = [
+        responses = [
             '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
             '<tool_call>{"name": "twice", "arguments": {"text": "x"}}</tool_call>',
             "3",
         ]
-        (one,), _ = played(None, lambda name, turn: said[turn], tools=[add, twice])
+        (one,), _ = played(None, lambda name, turn: responses[turn], tools=[add, twice])
         replies = [m["content"] for m in one.chat.messages if m["role"] == "tool"]
         assert replies == ["3", '{"twice": "xx"}']
         assert (one.ended, one.chat.tool_calls, one.chat.tool_errors) == ("done", 2, 0)
 
     @pytest.mark.parametrize(
-        ("call", "told"),
+        ("call", "message"),
         [
             ("{", "'{' is not a tool call"),
             ('{"name": "ad", "arguments": {}}', "there is no tool 'ad'; there are add; did you mean 'add'?"),
@@ -219,14 +219,14 @@ class TestTools:
             ('{"name": "add", "arguments": [1, 2]}', "the arguments of 'add' are [1, 2]; expected an object"),
         ],
     )
-    def test_the_policy_gets_the_errors_of_invalid_calls(self, call: str, told: str) -> None:
+    def test_the_policy_gets_the_errors_of_invalid_calls(self, call: str, message: str) -> None:
         def add(a: int, b: int) -> int:
             return a + b
 
-        said = [f"<tool_call>{call}</tool_call>", "sorry"]
-        (one,), _ = played(None, lambda name, turn: said[turn], tools=[add])
+        responses = [f"<tool_call>{call}</tool_call>", "sorry"]
+        (one,), _ = played(None, lambda name, turn: responses[turn], tools=[add])
         (reply,) = [m["content"] for m in one.chat.messages if m["role"] == "tool"]
-        assert reply.startswith("error: ") and told in reply
+        assert reply.startswith("error: ") and message in reply
         assert (one.ended, one.chat.tool_errors) == ("done", 1)
 
     def test_a_tool_that_raises_is_a_fault_of_the_environment(self) -> None:
@@ -249,6 +249,6 @@ class TestTools:
         async def look() -> str:
             return "a wall"
 
-        said = ['<tool_call>{"name": "look"}</tool_call>', "I see a wall"]
-        (one,), _ = played(Last, lambda name, turn: said[turn], tools=[look], rows=[row(0)])
+        responses = ['<tool_call>{"name": "look"}</tool_call>', "I see a wall"]
+        (one,), _ = played(Last, lambda name, turn: responses[turn], tools=[look], rows=[row(0)])
         assert seen == ["I see a wall"] and one.chat.rewards == [0.0, 1.0]

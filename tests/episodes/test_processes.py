@@ -232,14 +232,14 @@ class TestTools:
         assert f'"pid": {os.getpid()}' not in one.chat.messages[2]["content"]
 
     @pytest.mark.parametrize(
-        ("name", "arguments", "told"),
+        ("name", "arguments", "message"),
         [("add", '{"a": 1}', "add does not take these arguments (b: Missing"), ("picky", '{"a": 1}', "no, not that")],
     )
     def test_the_policy_gets_the_error_of_an_invalid_call(
-        self, file: Path, name: str, arguments: str, told: str
+        self, file: Path, name: str, arguments: str, message: str
     ) -> None:
         one = self.called(file, name, arguments)
-        assert told in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
+        assert message in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
 
     def test_a_tool_that_hangs_times_out(self, file: Path) -> None:
         one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)

@@ -56,9 +56,9 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
 ) -> None:
     """An answer that thinks is an error in its row, see `tests/data/text/test_transcript.py`."""
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
-    [said] = caplog.messages
-    assert "test episode" in said and "as long as the policy does not think" in said
-    before, _, after = "".join(said.split()).partition("thetemplatewrites")
+    [message] = caplog.messages
+    assert "test episode" in message and "as long as the policy does not think" in message
+    before, _, after = "".join(message.split()).partition("thetemplatewrites")
     assert there in before and written in after
 
 
@@ -79,9 +79,9 @@ def test_a_template_that_rewrites_turns_is_refused_with_both_texts(
     assert there in before and (written in after or name == "qwen3")
 
 
-@pytest.mark.parametrize(("name", "said"), [("deaf", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")])
-def test_replies_omitted_by_a_template_are_refused(name: str, said: str) -> None:
-    with pytest.raises(EpisodeError, match=rf"tool calls\) failed: .*{said}"):
+@pytest.mark.parametrize(("name", "message"), [("deaf", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")])
+def test_replies_omitted_by_a_template_are_refused(name: str, message: str) -> None:
+    with pytest.raises(EpisodeError, match=rf"tool calls\) failed: .*{message}"):
         rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)
     rehearse(tokenizer_of(name), "loose", None, replies=True)
 

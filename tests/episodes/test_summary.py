@@ -39,9 +39,9 @@ def of(environment: Any, **settings: Any) -> dict[str, Any]:
 
 def test_sampled_messages_are_marked() -> None:
     found = of(Counts)
-    said = [(m["role"], m["content"]) for m in found["messages"]]
+    contents = [(m["role"], m["content"]) for m in found["messages"]]
     shot = [("user", "1?"), ("assistant", "2")]  # of the data, although the assistant says it
-    assert said == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
+    assert contents == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
     marks = [m.get("sampled") for m in found["messages"]]
     expected = {"tokens": len("says 0") + 1, "cut": False, "version": 3}
     assert [mark is not None for mark in marks] == [False, False, False, True, False, True]

@@ -385,9 +385,7 @@ class TestMismatch:
                 mismatch(torch.full((2, 3), -1.0 - shift), torch.full((2, 3), -1.0), MASK[:2])
         assert [message.split(":")[0] for message in caplog.messages] == ["mismatch, step 2", "mismatch, step 6"]
 
-    def test_infinite_differences_raise_the_alarm(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_infinite_differences_raise_the_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
         session = Session({}, seed=0)
         broken = torch.tensor([[-1.0, -math.inf]])
         with session.active(), caplog.at_level(logging.WARNING):
@@ -400,13 +398,13 @@ class TestMismatch:
         """Off by minus the log of the probability that top-k keeps, to the engine's favor."""
         draw = torch.Generator().manual_seed(3)
         trainer = torch.randn(7, 11, generator=draw, dtype=torch.float64).log_softmax(-1)
-        kept, tokens = trainer.topk(3, dim=-1)
-        engine = kept.log_softmax(-1)
+        top, tokens = trainer.topk(3, dim=-1)
+        engine = top.log_softmax(-1)
         picked = torch.randint(3, (7, 1), generator=draw)
         columns = (engine.gather(1, picked).float(), trainer.gather(1, tokens.gather(1, picked)).float())
         metrics = Metrics()
         Mismatch()(*columns, torch.ones(7, 1, dtype=torch.bool), metrics=metrics)
-        cut_off = -kept.logsumexp(-1)
+        cut_off = -top.logsumexp(-1)
         assert metrics.compute()["rollout/logp_diff_mean"] == pytest.approx(float(cut_off.mean()), rel=1e-5)
 
     def test_padding_does_not_change_a_bit(self) -> None:

@@ -92,10 +92,10 @@ def test_invalid_settings_are_refused(parameters: dict[str, Any]) -> None:
     ],
 )
 def test_rows_beyond_the_bound_are_rejected(level: Level, inside: float, outside: float) -> None:
-    kept, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])
-    assert torch.equal(kept, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
-    left, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])
-    assert left.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    inner, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])
+    assert torch.equal(inner, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
+    outer, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])
+    assert outer.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     assert metrics["rollout_corr/bounded"] == 0.5
 
 

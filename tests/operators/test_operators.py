@@ -107,18 +107,18 @@ def test_repeat_refuses_invalid_counts(n: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("operator", "expected"),
     [
         (Generate(max_new_tokens=2), Sampling(1.0, 0, 1.0, 2, (), (), ignore_eos=False)),
         (Generate(0.5, 3, 0.9, 2, (7,), ("x",), True), Sampling(0.5, 3, 0.9, 2, (7,), ("x",), ignore_eos=True)),
     ],
 )
 def test_generate_passes_its_sampling_to_the_engine(
-    synced: Any, monkeypatch: pytest.MonkeyPatch, asked: Generate, expected: Sampling
+    synced: Any, monkeypatch: pytest.MonkeyPatch, operator: Generate, expected: Sampling
 ) -> None:
     seen, generate = [], synced.generate
     monkeypatch.setattr(synced, "generate", lambda *given: seen.append(given[3]) or generate(*given))
-    replace(asked, rollout=synced)(prompt_batch(PROMPTS), key=KEY)
+    replace(operator, rollout=synced)(prompt_batch(PROMPTS), key=KEY)
     assert seen == [expected]
 
 
@@ -262,10 +262,10 @@ def test_an_untrained_critic_returns_zero_values(tiny: str) -> None:
 )
 def test_every_epoch_has_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
     rows = size * batches
-    drawn = mini_batch_rows(rows, size, epochs, Key.of(seed))
-    assert [len(index) for index in drawn] == [size] * (batches * epochs)
+    batches_of_rows = mini_batch_rows(rows, size, epochs, Key.of(seed))
+    assert [len(index) for index in batches_of_rows] == [size] * (batches * epochs)
     for epoch in range(epochs):
-        of_epoch = torch.cat(drawn[epoch * batches : (epoch + 1) * batches])
+        of_epoch = torch.cat(batches_of_rows[epoch * batches : (epoch + 1) * batches])
         assert sorted(of_epoch.tolist()) == list(range(rows))
 
 

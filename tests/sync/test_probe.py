@@ -149,17 +149,17 @@ class TestOldWeights:
             refuse_old_weights("X", scores(0, 0.03), scores(0, 0), 0.02)
 
     def test_small_updates_add_up(self) -> None:
-        held: Scores | None = None
+        previous: Scores | None = None
         for step in range(5):
-            held = refuse_old_weights("X", scores(0, 0.0049 * step), held, 0.02)
+            previous = refuse_old_weights("X", scores(0, 0.0049 * step), previous, 0.02)
         with raises("sync.old-weights", engine="X"):
-            refuse_old_weights("X", scores(0, 0.0049 * 5), held, 0.02)
+            refuse_old_weights("X", scores(0, 0.0049 * 5), previous, 0.02)
 
     def test_accumulated_updates_reset_when_the_engine_moves(self) -> None:
-        held = refuse_old_weights("X", scores(0, 0), None, 0.02)
-        held = refuse_old_weights("X", scores(0, 0.015), held, 0.02)
-        held = refuse_old_weights("X", scores(0.015, 0.018), held, 0.02)
-        assert refuse_old_weights("X", scores(0.015, 0.03), held, 0.02) == scores(0.015, 0.018)
+        previous = refuse_old_weights("X", scores(0, 0), None, 0.02)
+        previous = refuse_old_weights("X", scores(0, 0.015), previous, 0.02)
+        previous = refuse_old_weights("X", scores(0.015, 0.018), previous, 0.02)
+        assert refuse_old_weights("X", scores(0.015, 0.03), previous, 0.02) == scores(0.015, 0.018)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_rounding_with_concurrent_requests_is_not_a_move(self, first: bool) -> None:

@@ -79,9 +79,9 @@ def received(
     """What a receiver gets: the weights, its receipt, and what it took of the source before."""
     with ticket.open(rank) as source:
         taken = take(source)
-        held = dict(source.weights())
-        receipt = Receipt(source.version, weights_digest(held.items()), 0, 0.0, "copy")
-        return held, source.check(receipt), taken
+        weights = dict(source.weights())
+        receipt = Receipt(source.version, weights_digest(weights.items()), 0, 0.0, "copy")
+        return weights, source.check(receipt), taken
 
 
 def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> tuple[Future[int], list[Future[Any]]]:
@@ -100,14 +100,14 @@ def test_received_weights_equal_sent_weights(receivers: int, meeting: Callable[.
         sender, takers = both(meeting(receivers), weights)
         assert sender.result() == sum(tensor.nbytes for _, tensor in weights)
         for taker in takers:
-            held, receipt, _ = taker.result()
-            assert list(held) == [name for name, _ in weights]
-            assert weights_digest(held.items()) == weights_digest(weights)
+            received_weights, receipt, _ = taker.result()
+            assert list(received_weights) == [name for name, _ in weights]
+            assert weights_digest(received_weights.items()) == weights_digest(weights)
             assert receipt == Receipt(3, weights_digest(weights), 0, 0.0, "gloo")
-            assert all(held[name].equal(tensor) for name, tensor in weights if name != "nan")
-            assert len({tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor.nbytes}) == len(
-                [name for name, tensor in weights if tensor.nbytes]
-            )
+            assert all(received_weights[name].equal(tensor) for name, tensor in weights if name != "nan")
+            assert len(
+                {tensor.untyped_storage().data_ptr() for tensor in received_weights.values() if tensor.nbytes}
+            ) == len([name for name, tensor in weights if tensor.nbytes])
 
 
 def test_received_weights_implement_the_trainer_interface(meeting: Callable[..., Ticket]) -> None:
@@ -355,10 +355,10 @@ def test_memory_handles_work_between_two_processes(meeting: Callable[..., Ticket
     ticket = meeting(transport="cuda ipc")
     with other_side(ticket, "send") as process:
         assert process.stdout is not None
-        held, receipt, _ = received(ticket)
+        weights, receipt, _ = received(ticket)
         assert int(process.stdout.readline()) == sum(tensor.nbytes for _, tensor in weights_of())
     assert process.returncode == 0
-    assert weights_digest(held.items()) == weights_digest(weights_of()) == receipt.digest
+    assert weights_digest(weights.items()) == weights_digest(weights_of()) == receipt.digest
     assert receipt.transport == "cuda ipc"
 
 

@@ -48,7 +48,7 @@ def test_adapters_are_sent_unrounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "fits"),
+    ("sent", "expected", "fits"),
     [
         (torch.float32, torch.float32, True),
         (torch.float32, torch.bfloat16, True),
@@ -62,5 +62,5 @@ def test_adapters_are_sent_unrounded() -> None:
         (torch.int32, torch.int64, False),
     ],
 )
-def test_accepted_combinations_of_dtypes(sent: torch.dtype, held: torch.dtype, fits: bool) -> None:
-    assert (dtype_mismatch(sent, held) is None) == fits
+def test_accepted_combinations_of_dtypes(sent: torch.dtype, expected: torch.dtype, fits: bool) -> None:
+    assert (dtype_mismatch(sent, expected) is None) == fits

@@ -44,8 +44,8 @@ def result(server: ForkServer, *does: str) -> Any:
 def test_workers_do_not_share_state(server: ForkServer) -> None:
     clean = result(server, "state")
     poisoned = result(server, "poison", "state")
-    left = {kind for kind in clean if clean[kind] != poisoned[kind]}
-    assert left == clean.keys(), "the test cannot see what was left of the other kinds"
+    changed = {kind for kind in clean if clean[kind] != poisoned[kind]}
+    assert changed == clean.keys(), "the test cannot see what was left of the other kinds"
     assert result(server, "state") == clean
 
 

@@ -39,17 +39,17 @@ def test_generate_equals_submitting_requests_and_stepping(engine: Toy) -> None:
 
 def test_requests_that_end_during_generate_are_returned_by_the_next_step(engine: Toy) -> None:
     """Unless the response was taken, or the request was dropped or submitted again, before that step."""
-    asked = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
-    for each in asked:
+    requests = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
+    for each in requests:
         engine.submit(each)
     engine.generate(*engine.tokenizer.pad_left([[8]]), ["a"], asking("", [], 9).sampling, KEY)
-    assert engine.take("taken") == expected(asked[1])
+    assert engine.take("taken") == expected(requests[1])
     engine.drop("dropped")
     engine.take("again")
-    engine.submit(asked[3])
+    engine.submit(requests[3])
     assert engine.step() == ["named"]
     assert engine.step() == ["again"]
-    assert [engine.take(name) for name in ("named", "again")] == [expected(asked[0]), expected(asked[3])]
+    assert [engine.take(name) for name in ("named", "again")] == [expected(requests[0]), expected(requests[3])]
 
 
 def test_each_request_ends_by_its_own_stop_rule(engine: Toy) -> None:
@@ -83,13 +83,13 @@ def test_dropped_requests_are_never_returned(engine: Toy) -> None:
 
 
 def test_a_request_name_in_use_is_refused(engine: Toy) -> None:
-    asked = asking("a", [7], 2)
-    engine.submit(asked)
+    request = asking("a", [7], 2)
+    engine.submit(request)
     for _ in range(3):  # it waits; it is under way; it has ended
         with raises("engine.request-exists", request="a"):
-            engine.submit(asked)
+            engine.submit(request)
         engine.step()
-    assert engine.take("a") == expected(asked)
+    assert engine.take("a") == expected(request)
 
 
 def test_unsupported_requests_are_refused_by_submit(engine: Toy) -> None:
@@ -144,8 +144,8 @@ def test_a_swap_changes_weights_between_two_tokens(engine: Toy, trainer: Any, ca
     engine.swap(Altered(trainer, version=9), caches)  # type: ignore[arg-type]
     assert engine.step() == ["waits"]
     assert engine.step() == ["begun", "late"]
-    for asked, versions in ((begun, [0, 0, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
-        assert engine.take(asked.name) == expected(asked)._replace(versions=versions)
+    for request, versions in ((begun, [0, 0, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
+        assert engine.take(request.name) == expected(request)._replace(versions=versions)
 
 
 def test_a_swap_without_running_requests_equals_a_sync(engine: Toy, trainer: Any) -> None:
@@ -160,8 +160,8 @@ def test_a_swap_without_running_requests_equals_a_sync(engine: Toy, trainer: Any
 
 def test_running_requests_never_exceed_max_num_seqs(folder: str) -> None:
     engine = Toy(folder, max_num_seqs=3).freeze("of the folder")
-    asked = [asking(f"{i}", [7 + i], 1 + i) for i in range(5)]
-    for each in asked:
+    requests = [asking(f"{i}", [7 + i], 1 + i) for i in range(5)]
+    for each in requests:
         engine.submit(each)
     engine.drop("3")
     assert engine.step() == ["0"]
@@ -170,15 +170,15 @@ def test_running_requests_never_exceed_max_num_seqs(folder: str) -> None:
     assert engine.told[3:] == ["begin 4"]
     for _ in range(4):
         engine.step()
-    assert [engine.take(name) for name in "0124"] == [expected(asked[i]) for i in (0, 1, 2, 4)]
+    assert [engine.take(name) for name in "0124"] == [expected(requests[i]) for i in (0, 1, 2, 4)]
 
 
 def test_sleep_drops_partial_responses_and_keeps_requests(engine: Toy) -> None:
-    asked = [asking(name, [7], 3) for name in ("one", "two", "three")]
-    engine.submit(asked[0])
-    engine.submit(asked[1])
+    requests = [asking(name, [7], 3) for name in ("one", "two", "three")]
+    engine.submit(requests[0])
+    engine.submit(requests[1])
     engine.step()
-    engine.submit(asked[2])
+    engine.submit(requests[2])
     engine.sleep()
     assert engine.told[2:] == ["abort one", "abort two"]
     for call in (engine.step, lambda: engine.submit(asking("four", [7]))):
@@ -190,7 +190,7 @@ def test_sleep_drops_partial_responses_and_keeps_requests(engine: Toy) -> None:
     assert engine.told[4:] == ["begin one", "begin three"]
     engine.step()
     assert engine.step() == ["one", "three"]
-    assert [engine.take("one"), engine.take("three")] == [expected(asked[0]), expected(asked[2])]
+    assert [engine.take("one"), engine.take("three")] == [expected(requests[0]), expected(requests[2])]
 
 
 def test_close_removes_all_requests(engine: Toy) -> None:

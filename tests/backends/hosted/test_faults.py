@@ -40,9 +40,9 @@ def test_a_failed_sync_stops_the_engine_and_the_next_one_restarts_it(
         engine.submit(asking("a", [7]))
     vars(engine).update({"scores": PROBE.score(trainer), "fault": "", "death": None})
     assert engine.sync(Altered(trainer, version=6)).version == 6  # type: ignore[arg-type]
-    engine.submit(asked := asking("a", [7], 1))
+    engine.submit(request := asking("a", [7], 1))
     assert engine.step() == ["a"]
-    assert engine.take("a") == expected(asked, version=6)
+    assert engine.take("a") == expected(request, version=6)
 
 
 def test_a_failure_to_close_is_a_note_of_the_first_error(engine: Toy, trainer: Any) -> None:

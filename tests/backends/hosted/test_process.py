@@ -71,15 +71,15 @@ class TestProcess:
     def test_a_process_that_dies_is_reported_and_leaves_no_resources(
         self, process: EngineProcess, call: str, words: str
     ) -> None:
-        told = process.ask("echo")
+        reply = process.ask("echo")
         with raises("engine.process-died", engine="Toy", how=words, when=f"during {call}") as caught:
             process.ask(call)
         assert "\n    these are its words" in caught.value.message
         with raises("engine.process-died", when="before echo"):
             process.ask("echo")
-        assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
+        assert str(reply["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
         process.close()
-        self.refuse_leftovers(process, told)
+        self.refuse_leftovers(process, reply)
 
     def test_shared_memory_of_a_call_that_kills_the_process_is_removed(self, process: EngineProcess) -> None:
         """As an engine that dies while it starts."""
@@ -91,11 +91,11 @@ class TestProcess:
         assert not Path("/dev/shm", name).exists()
 
     def test_close_leaves_no_process_or_shared_memory(self, process: EngineProcess) -> None:
-        told = process.ask("echo")
-        assert shared_memory(process.pid) == {Path("/dev/shm", told["memory"])}
+        reply = process.ask("echo")
+        assert shared_memory(process.pid) == {Path("/dev/shm", reply["memory"])}
         process.close()
         process.close()
-        self.refuse_leftovers(process, told)
+        self.refuse_leftovers(process, reply)
 
     def test_calls_work_with_more_than_1023_open_files(self, process: EngineProcess) -> None:
         """Its pipe may have any number; select.select takes none past 1,023."""
@@ -134,10 +134,10 @@ class TestProcess:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        told, folder = json.loads(done.stdout)
+        reply, folder = json.loads(done.stdout)
         eventually(lambda: not Path(folder).exists())
-        assert not Path("/dev/shm", told["memory"]).exists()
-        eventually(lambda: state(told["child"]) in (None, "Z"))
+        assert not Path("/dev/shm", reply["memory"]).exists()
+        eventually(lambda: state(reply["child"]) in (None, "Z"))
 
     def test_the_keeper_removes_shared_memory_after_a_process_and_its_children_are_killed(self) -> None:
         """Ray kills actors this way; no other process could remove it."""
@@ -168,9 +168,9 @@ class TestProcess:
         eventually(lambda: not Path(name).exists())
 
     @staticmethod
-    def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:
+    def refuse_leftovers(process: EngineProcess, reply: dict[str, object]) -> None:
         assert not members(process.pid)
-        assert not Path("/dev/shm", str(told["memory"])).exists()
+        assert not Path("/dev/shm", str(reply["memory"])).exists()
         assert not process._log.parent.exists()
 
     def test_the_process_ignores_a_flowrl_package_in_the_working_directory(

@@ -128,6 +128,6 @@ def asking(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more
     return Request(name, ids, sampling, KEY.answer(name, turn))
 
 
-def expected(asked: Request, version: int = 0) -> Response:
-    ids = said(asked.ids, asked.key.bits & (2**63 - 1), asked.sampling.max_new_tokens)
+def expected(request: Request, version: int = 0) -> Response:
+    ids = said(request.ids, request.key.bits & (2**63 - 1), request.sampling.max_new_tokens)
     return Response(ids, [-1.0] * len(ids), [version] * len(ids), "length")

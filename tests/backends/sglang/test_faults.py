@@ -187,17 +187,17 @@ def test_dtype_auto_is_bfloat16_for_a_float32_folder(
     folder = Path(tiny_folder(tmp_path))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Refusing:
         def __init__(self, *given: Any) -> None:
             self.close = given[-1].cleanup
 
         def send(self, arguments: dict[str, Any]) -> None:
-            asked.append(arguments)
+            requests.append(arguments)
             raise EngineError("Enough.", code="engine.call-failed")
 
     monkeypatch.setattr(module, "EngineProcess", Refusing)
     with raises("engine.does-not-start"):
         SGLang(str(folder)).build(CONTEXT)
-    assert [arguments["dtype"] for arguments in asked] == [dtype]
+    assert [arguments["dtype"] for arguments in requests] == [dtype]

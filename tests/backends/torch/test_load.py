@@ -41,9 +41,9 @@ def weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
     """Changes the weights."""
 
     def rewrite(path: Path) -> None:
-        held = load_file(path / WEIGHTS)
-        change(held)
-        save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+        tensors = load_file(path / WEIGHTS)
+        change(tensors)
+        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
 
     return rewrite
 
@@ -170,14 +170,14 @@ def test_a_malformed_folder_is_refused_by_sharded_loading(name: str, folder: Fol
 def test_a_tied_head_may_be_absent_from_the_file(folder: Folder, tmp_path: Path) -> None:
     truth = TorchScorer(folder("qwen2"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("qwen2"), tmp_path, dirs_exist_ok=True)
-    both = weights(lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    both = weights(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     both(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
 
 
 def test_a_critic_refuses_a_folder_without_embeddings(folder: Folder, tmp_path: Path) -> None:
     shutil.copytree(folder("qwen2"), tmp_path, dirs_exist_ok=True)
-    weights(lambda held: held.pop("model.embed_tokens.weight"))(tmp_path)
+    weights(lambda tensors: tensors.pop("model.embed_tokens.weight"))(tmp_path)
     with raises("model.missing-weights", missing=("model.embed_tokens.weight",)):
         TorchCritic(str(tmp_path), device="cpu").build(CONTEXT)
 
@@ -188,7 +188,7 @@ def test_buffers_stored_by_older_versions_are_accepted(
     """Nor do they keep a model from going straight into shards."""
     truth = TorchScorer(folder("llama"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    old = weights(lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
+    old = weights(lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     old(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
     monkeypatch.delattr("flowrl.backends.torch.train.shards.load_causal_lm")
@@ -222,7 +222,7 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     finally:
         if offload:
             dist.destroy_process_group()
-    saved = {name.removeprefix("model."): held for name, held in load_file(tmp_path / "critic" / WEIGHTS).items()}
+    saved = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "critic" / WEIGHTS).items()}
     body = model.model.state_dict()
     assert saved.keys() == body.keys() and all(torch.equal(saved[name], body[name]) for name in body)
 

@@ -107,10 +107,10 @@ def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: s
     before = {name: tensor.double() for name, tensor in engine.adapter_weights()}
     whole = trainer(folders[kind], lora=None, optimizer=SGD(lr=1.0), grad_clip=None)
     whole.model.load_state_dict(dict(engine.weights()), strict=False)  # tied ones are there once
-    held = dict(named_weights(whole.model))
-    start = {name: tensor.double().clone() for name, tensor in held.items()}
+    tensors = dict(named_weights(whole.model))
+    start = {name: tensor.double().clone() for name, tensor in tensors.items()}
     train(whole, 1)
-    slope = {name: start[name] - held[name].double() for name in held}  # with a learning rate of 1
+    slope = {name: start[name] - tensors[name].double() for name in tensors}  # with a learning rate of 1
     train(engine, 1)
     for name, after in engine.adapter_weights():
         layer, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
@@ -130,9 +130,9 @@ def test_a_new_adapter_is_an_identity_and_depends_only_on_the_seed(folders: dict
     assert torch.equal(one.log_probs(ragged()), plain.log_probs(ragged()))
     a, b, c = (dict(engine.adapter_weights()) for engine in (one, two, other))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    drawn = [name for name in a if "lora_A" in name]
-    assert not any(torch.equal(a[name], c[name]) for name in drawn) and not any(a[n].any() for n in a if "lora_B" in n)
-    assert all(float(a[n].abs().max()) <= a[n].shape[1] ** -0.5 and a[n].std() > 0 for n in drawn)
+    lora_a = [name for name in a if "lora_A" in name]
+    assert not any(torch.equal(a[name], c[name]) for name in lora_a) and not any(a[n].any() for n in a if "lora_B" in n)
+    assert all(float(a[n].abs().max()) <= a[n].shape[1] ** -0.5 and a[n].std() > 0 for n in lora_a)
 
 
 def test_only_target_layers_are_adapted(folders: dict[str, str]) -> None:
@@ -216,8 +216,8 @@ def test_a_shared_teacher_disables_the_adapter(folders: dict[str, str]) -> None:
     engine, truth = trainer(folders["qwen2"]), TorchScorer(folders["qwen2"], device="cpu").build(Context())
     train(engine)
     teacher, batch = TorchScorer().build(Context(engine)), ragged()
-    said, expected = teacher.last_states(batch), truth.last_states(batch)
-    assert torch.equal(said.states, expected.states) and said.head == expected.head
+    results, expected = teacher.last_states(batch), truth.last_states(batch)
+    assert torch.equal(results.states, expected.states) and results.head == expected.head
     assert torch.equal(teacher.logit_norms(batch), truth.logit_norms(batch))
     assert all(map(torch.equal, teacher.top_log_probs(batch, 5), truth.top_log_probs(batch, 5)))
     assert not torch.equal(engine.top_log_probs(batch, 5).rest, truth.top_log_probs(batch, 5).rest)
@@ -271,7 +271,7 @@ def test_only_adapter_weights_are_synced(folders: dict[str, str], kind: str) -> 
         rollout(folders[kind], device="cpu"),
     )
     assert isinstance(engine, Adapted) and isinstance(adapted, Rollout)
-    said: list[Any] = []
+    results: list[Any] = []
     for version in range(3):
         receipts = [each.sync(engine) for each in (shared, adapted, whole)]
         assert [receipt.version for receipt in receipts] == [version] * 3
@@ -285,9 +285,9 @@ def test_only_adapter_weights_are_synced(folders: dict[str, str], kind: str) -> 
             assert tokens == outputs[0][0]
             torch.testing.assert_close(log_probs, outputs[0][1], atol=1e-5, rtol=1e-5)
         assert torch.equal(outputs[1][1], outputs[0][1])  # the same arithmetic
-        said.append(outputs[0][1])
+        results.append(outputs[0][1])
         train(engine)
-    assert said[0].shape != said[2].shape or (said[0] - said[2]).abs().max() > 0.01
+    assert results[0].shape != results[2].shape or (results[0] - results[2]).abs().max() > 0.01
 
 
 def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
@@ -308,9 +308,7 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
         assert receiver.receipt is None
 
 
-def test_the_probe_detects_an_unloaded_adapter(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_detects_an_unloaded_adapter(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, receiver = trainer(folders["llama"]), rollout(folders["llama"], lora=ADAPTER, device="cpu")
     train(engine)
     stale = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
@@ -331,9 +329,9 @@ def test_a_bfloat16_rollout_has_the_cast_adapter(folders: dict[str, str]) -> Non
     train(engine)
     assert receiver.sync(engine).digest == weights_digest(engine.adapter_weights())
     assert {p.dtype for p in receiver.model.parameters()} == {torch.bfloat16}
-    held = {n.replace(".default.", "."): p for n, p in receiver.model.named_parameters() if ".lora_" in n}
+    tensors = {n.replace(".default.", "."): p for n, p in receiver.model.named_parameters() if ".lora_" in n}
     for name, tensor in engine.adapter_weights():
-        assert torch.equal(held[name.removeprefix("base_model.model.")], tensor.bfloat16())
+        assert torch.equal(tensors[name.removeprefix("base_model.model.")], tensor.bfloat16())
     assert len(greedy(receiver)[0]) == 4
 
 
@@ -355,7 +353,7 @@ def synced(receiver: Any, engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.02), SGD(lr=0.02, momentum=0.9)])
-def test_resuming_is_bit_exact_and_checkpoints_contain_only_the_adapter(
+def test_resuming_is_bit_exact_with_adapter_checkpoints(
     folders: dict[str, str], optimizer: Any, tmp_path: Path
 ) -> None:
     engine = trainer(folders["llama"], optimizer=optimizer)

@@ -159,8 +159,8 @@ def test_overlong_rows_are_refused_or_dropped(tmp_path: Path, tokenizer: ChatTok
     setting = {"setting": "max_response_length", "limit": 6}
     with raises("prompts.too-long", where=f"{where}:2", part="response", found=7, longest=7, unit="tokens", **setting):
         load(tmp_path, rows, tokenizer, max_response_length=6)
-    kept = load(tmp_path, rows, tokenizer, max_response_length=6, max_prompt_length=40, overlong="drop")
-    assert (len(kept), kept.dropped) == (1, 2)
+    remaining = load(tmp_path, rows, tokenizer, max_response_length=6, max_prompt_length=40, overlong="drop")
+    assert (len(remaining), remaining.dropped) == (1, 2)
     with raises("prompts.too-long", where=f"{where}:3", part="prompt", setting="max_prompt_length", limit=40):
         load(tmp_path, rows, tokenizer, max_prompt_length=40)
     with raises("prompts.too-long", part="response", count=2, rows=2) as caught:

@@ -151,8 +151,8 @@ def test_prompts_too_long_by_characters_are_not_tokenized(tmp_path: Path) -> Non
     with raises("prompts.too-long", found=1003, unit="characters", **facts) as caught:
         read()
     assert "Set max_prompt_length=" not in str(caught.value) and "Shorten them, or drop them" in str(caught.value)
-    kept = read(overlong="drop")
-    assert (len(kept), kept.dropped) == (1, 2)
+    remaining = read(overlong="drop")
+    assert (len(remaining), remaining.dropped) == (1, 2)
 
 
 def test_prompts_at_the_character_limit_are_tokenized(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def start(sampler: Sampler, rows: int, seed: int = 3) -> Order:
 
 def answer(order: Order, sampler: Sampler, step: int, n: int) -> list[Any]:
     """Draw, and score the draws: row ``r`` is right in ``r`` of 10 responses."""
-    drawn = order.next(n)
+    sampled = order.next(n)
     if sampler.learns:
-        order.learn(step, {one.row: [1.0] * one.row + [0.0] * (10 - one.row) for one in drawn})
-    return drawn
+        order.learn(step, {one.row: [1.0] * one.row + [0.0] * (10 - one.row) for one in sampled})
+    return sampled
 
 
 @every
@@ -53,9 +53,9 @@ def test_restoring_a_position_restores_the_sampler(sampler: Sampler, rows: int, 
 @given(st.integers(1, 7), st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_every_sampled_row_id_is_unique(sampler: Sampler, rows: int, sizes: list[int]) -> None:
     order = start(sampler, rows)
-    drawn = [one for step, n in enumerate(sizes, start=1) for one in answer(order, sampler, step, n)]
-    assert len(drawn) == sum(sizes) == len(set(drawn))
-    assert all(0 <= one.row < rows for one in drawn)
+    sampled = [one for step, n in enumerate(sizes, start=1) for one in answer(order, sampler, step, n)]
+    assert len(sampled) == sum(sizes) == len(set(sampled))
+    assert all(0 <= one.row < rows for one in sampled)
 
 
 @every
@@ -99,9 +99,9 @@ def test_by_difficulty_samples_rows_nearest_to_its_target() -> None:
         generator = np.random.Generator(np.random.Philox(key=key.derive("by difficulty", step - 1).bits))
         rates = generator.beta(betas[:, 0], betas[:, 1])
         expected = sorted(range(10), key=lambda row: abs(rates[row] - 0.4))[:3]
-        drawn = [one.row for one in answer(order, sampler, step, 3)]
-        assert drawn == expected
-        for row in drawn:
+        sampled = [one.row for one in answer(order, sampler, step, 3)]
+        assert sampled == expected
+        for row in sampled:
             counts[row].append((row, 10))
 
 

@@ -130,8 +130,8 @@ def long_masks(draw: st.DrawFn) -> Tensor:
     width = draw(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 1000, 1024, 1025, 1056, 1057, 2500]))
     ends = torch.tensor(draw(st.lists(st.integers(0, width), min_size=1, max_size=3)))
     mask = torch.arange(width) < ends[:, None]
-    drawn = torch.rand(mask.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
-    return mask & (drawn > draw(st.sampled_from([-1.0, 0.02, 0.5, 0.99])))
+    uniforms = torch.rand(mask.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
+    return mask & (uniforms > draw(st.sampled_from([-1.0, 0.02, 0.5, 0.99])))
 
 
 class TestLongResponses:

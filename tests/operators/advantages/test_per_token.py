@@ -48,15 +48,15 @@ class TestMasked:
     @given(masks(), st.data())
     def test_select_preserves_the_bits_of_selected_values(self, mask: Tensor, data: st.DataObject) -> None:
         """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
-        drawn = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
-        x = torch.tensor(data.draw(drawn)).view(mask.shape)
+        floats = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
+        x = torch.tensor(data.draw(floats)).view(mask.shape)
         given_bits, on = x.view(torch.int32).flatten().tolist(), mask.flatten().tolist()
-        left = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
-        assert select(x, mask).view(torch.int32).flatten().tolist() == left
+        expected = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
+        assert select(x, mask).view(torch.int32).flatten().tolist() == expected
         across = select(x.T.contiguous().T, mask.T.contiguous().T).contiguous()
-        assert across.view(torch.int32).flatten().tolist() == left
+        assert across.view(torch.int32).flatten().tolist() == expected
         with_gradient = select(x.clone().requires_grad_(), mask)
-        assert with_gradient.detach().view(torch.int32).flatten().tolist() == left
+        assert with_gradient.detach().view(torch.int32).flatten().tolist() == expected
 
     def test_select_broadcasts_row_values_and_keeps_half_precision(self) -> None:
         mask = torch.tensor([[True, False, True], [False, True, True]])

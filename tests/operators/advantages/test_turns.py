@@ -99,9 +99,9 @@ class TestTurnGAE:
     def test_adjacent_responses_are_separate_turns(self) -> None:
         mask, rewards = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]])
         values = torch.tensor([[0.5, 0.25]])
-        apart, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 1]]), 1.0, 0.0)
+        separate, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 1]]), 1.0, 0.0)
         one, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 0]]), 1.0, 0.0)
-        assert apart.tolist() == [[0.75, 1.75]] and one.tolist() == [[2.5, 2.5]]
+        assert separate.tolist() == [[0.75, 1.75]] and one.tolist() == [[2.5, 2.5]]
 
     @examples(30)
     @given(masks(), st.integers(0, 2**31), unit, unit)

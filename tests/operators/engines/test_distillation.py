@@ -168,8 +168,8 @@ def assert_it_follows(
         found, moved = updated(student, batch, loss, **settings)
         assert found == pytest.approx(value, abs=1e-6)
         size = torch.cat([g.flatten() for g in gradient.values()]).norm()
-        apart = torch.cat([(moved[name].double() - g).flatten() for name, g in gradient.items()]).norm()
-        assert apart / size < closely
+        difference = torch.cat([(moved[name].double() - g).flatten() for name, g in gradient.items()]).norm()
+        assert difference / size < closely
 
 
 @pytest.mark.parametrize("beta", BETAS)

@@ -121,8 +121,8 @@ def test_rewards_are_on_the_last_token_of_their_turn(engine: Any) -> None:
         for start, end in turns:
             assert scores[end] == (end - start + 1) / 8
         assert scores.count_nonzero() == 3
-        said = [message["content"] for message in conversation if message["role"] == "assistant"]
-        assert len(said) == 3 and len(conversation) == 6
+        responses = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert len(responses) == 3 and len(conversation) == 6
     assert metrics["episodes/turns"] == 3
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
 
@@ -173,11 +173,11 @@ def test_a_row_does_not_depend_on_the_batch(engine: Any) -> None:
 def test_failed_episodes_are_masked_and_counted(engine: Any) -> None:
     batch, metrics = episodes(engine, Flaky, failed="leave")
     whole, _ = episodes(engine, Echo)
-    left = torch.tensor([i % 3 == 0 for i in range(6)])
-    assert not batch.response_mask[left].any() and not batch.token_level_scores[left].any()
+    failed = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert not batch.response_mask[failed].any() and not batch.token_level_scores[failed].any()
     assert metrics["episodes/failed"] == 2 and metrics["episodes/tried_again"] == 2
     width = batch.responses.shape[1]
-    assert torch.equal(batch.responses[~left], whole.responses[~left][:, :width])
+    assert torch.equal(batch.responses[~failed], whole.responses[~failed][:, :width])
     with pytest.raises(EpisodeError, match=r"row '[03]' failed after 2 answers, .*planted \(at .*py:\d+\)"):
         episodes(engine, Flaky)
 

@@ -217,11 +217,11 @@ class TestClipCov:
 
     @pytest.mark.parametrize(("share", "count"), [(1e-9, 1), (0.0129, 12), (0.5, 500), (1.0, 500)])
     def test_clip_cov_samples_its_share_of_tokens_within_the_bounds(self, share: float, count: int) -> None:
-        drawn = self.drawn(ClipCov(share), Key.of(1))
-        assert drawn.sum() == count
-        assert (self.log_probs * self.advantages)[drawn].sign().unique().tolist() in ([-1.0, 1.0], [-1.0], [1.0])
+        sampled = self.drawn(ClipCov(share), Key.of(1))
+        assert sampled.sum() == count
+        assert (self.log_probs * self.advantages)[sampled].sign().unique().tolist() in ([-1.0, 1.0], [-1.0], [1.0])
         inside = (self.log_probs + 1.0) * self.advantages
-        assert (inside[drawn] == 2.0).all()
+        assert (inside[sampled] == 2.0).all()
 
     def test_clip_cov_samples_uniformly_and_differently_per_step(self) -> None:
         one, again, other = (self.drawn(ClipCov(0.1), Key.of(seed)) for seed in (1, 1, 2))

@@ -38,13 +38,13 @@ def test_the_loss_is_ppo_plus_the_mean_nll_of_correct_responses(mask: Tensor, se
     policy = sum((-torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() for r, a in ratios), zero) / max(
         1, int(mask.sum())
     )
-    said = [row[0] for row, good in zip(rows, live, strict=True) if good]
-    nll = -sum((x.sum() for x in said), zero) / max(1, sum(map(len, said)))
+    correct = [row[0] for row, good in zip(rows, live, strict=True) if good]
+    nll = -sum((x.sum() for x in correct), zero) / max(1, sum(map(len, correct)))
     (policy + 0.4 * nll).backward()
     assert value == pytest.approx((policy + 0.4 * nll).item(), rel=1e-4, abs=1e-5)
     assert exact.grad is not None
     torch.testing.assert_close(gradient, exact.grad.float(), rtol=1e-3, atol=1e-5)
-    if said:
+    if correct:
         assert metrics.compute()["actor/nll_loss"] == pytest.approx(nll.item(), rel=1e-5, abs=1e-6)
 
 

@@ -142,10 +142,10 @@ def test_detached_processes_end_with_the_call_or_the_pool(file: Path) -> None:
         Reward(f"{file}:detach_and_hang", timeout=2.0, workers=1)(*rows(["bad"]))
     wait_until_ended({daemon_of(file)})
     assert values(Reward(f"{file}:detach", workers=1), *rows(["bad"])) != [1.0]
-    kept = daemon_of(file)
-    assert is_running(kept)  # a call that has returned may have started something for the next one
+    daemon = daemon_of(file)
+    assert is_running(daemon)  # a call that has returned may have started something for the next one
     reward_pool.close_pools()
-    assert not is_running(kept)
+    assert not is_running(daemon)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the group of the function ends")

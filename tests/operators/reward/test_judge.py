@@ -60,14 +60,14 @@ def answered() -> tuple[RolloutBatch, PromptBatch]:
 
 def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
     """What the judge says to questions about the rows of `answered` that have tokens, each alone, without padding."""
-    tokenizer, said = char_tokenizer(), []
+    tokenizer, texts = char_tokenizer(), []
     for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):
         turn = [{"role": "user", "content": text}]
         ids = torch.tensor([tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)])
         sampled = engine.generate(ids, torch.ones_like(ids).bool(), [row], Sampling(1.3, 0, 1.0, 9), key)
-        kept = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
-        said.append(tokenizer.decode(kept, skip_special_tokens=True))
-    return said
+        tokens = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return texts
 
 
 def test_the_judge_prompt_uses_the_template_and_its_response_is_parsed(engine: Any) -> None:
@@ -134,8 +134,8 @@ def test_unparsed_responses_are_an_error_or_get_the_unparsed_score(answer: Any, 
     with raises("judge.unparsed", node="judge", row="0/0/0", found=repr(answer)):
         judge(rollout, prompts, key=Key.of(0))
     metrics = Metrics()
-    told = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4, unparsed=-1.0)
-    assert told(rollout, prompts, key=Key.of(0), metrics=metrics).sum(-1).tolist() == [-1, 0, -1]
+    lenient = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4, unparsed=-1.0)
+    assert lenient(rollout, prompts, key=Key.of(0), metrics=metrics).sum(-1).tolist() == [-1, 0, -1]
     assert metrics.compute()["reward/unparsed"] == 2
 
 

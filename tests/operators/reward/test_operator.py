@@ -59,10 +59,10 @@ def test_empty_batches_are_accepted(shape: tuple[int, int], scores: Callable[[st
 def test_place_scores_uses_the_last_token_of_each_row(mask: list[list[bool]]) -> None:
     placed = place_scores(torch.arange(1.0, len(mask) + 1), torch.tensor(mask)).tolist()
     for i, row in enumerate(mask):
-        wanted = [0.0] * 5
+        expected = [0.0] * 5
         if any(row):
-            wanted[max(t for t in range(5) if row[t])] = i + 1.0
-        assert placed[i] == wanted
+            expected[max(t for t in range(5) if row[t])] = i + 1.0
+        assert placed[i] == expected
 
 
 def test_reward_metrics(scores: Callable[[str], str]) -> None:
@@ -92,7 +92,7 @@ def test_accepted_score_types(returned: Any, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (math.nan, "returned the score nan"),
         (math.inf, "returned the score inf"),
@@ -106,11 +106,11 @@ def test_accepted_score_types(returned: Any, score: float) -> None:
         ({"score": 1.0, "max": 3.0}, "a number named 'max', a reserved name"),
     ],
 )
-def test_invalid_scores_name_the_row(returned: Any, said: str) -> None:
+def test_invalid_scores_name_the_row(returned: Any, message: str) -> None:
     reward = Reward(lambda solution_str, **_: returned if solution_str == "bad" else 1.0)
     with raises("reward.invalid-score", node="reward", row="row-1") as error:
         reward(*rows(["ok", "bad"]))
-    assert said in error.value.message
+    assert message in error.value.message
 
 
 # ---------------------------------------------------------------------------------------------- definition and graphs
@@ -141,7 +141,7 @@ def test_a_placeholder_without_a_function_is_refused_at_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "said"),
+    ("fn", "message"),
     [
         ("nowhere.py:exact", "nowhere.py' does not exist"),
         ("no_such_package.rewards:exact", "No module named 'no_such_package'"),
@@ -159,29 +159,29 @@ def test_a_placeholder_without_a_function_is_refused_at_run() -> None:
         ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),
     ],
 )
-def test_a_missing_function_is_refused_at_construction(fn: Any, said: str) -> None:
-    with pytest.raises(ParameterError, match=re.escape(said)):
+def test_a_missing_function_is_refused_at_construction(fn: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(message)):
         Reward(fn)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("f = 3", "has a literal (int) under that name. Name a function"),
         ("f: dict = {'a': [1]}", "has a literal (dict) under that name"),
         ("class f:\n    def __call__(self, **columns): ...", "has a class under that name"),
     ],
 )
-def test_unsuitable_definitions_are_refused_without_running_the_file(source: str, said: str, tmp_path: Path) -> None:
+def test_unsuitable_definitions_are_refused_without_running_the_file(source: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"import no_such_package\n{source}\n")
-    with pytest.raises(ParameterError, match=re.escape(said)) as error:
+    with pytest.raises(ParameterError, match=re.escape(message)) as error:
         score(f"{file}:f")
     assert f"{file}:f" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             "def f(prompts, completions, **kw): ...",
@@ -201,14 +201,14 @@ def test_unsuitable_definitions_are_refused_without_running_the_file(source: str
         ("import no_such_package\ndef f(**columns): ...", "importing it raised ModuleNotFoundError"),
     ],
 )
-def test_an_unsuitable_named_function_is_refused_before_the_run(source: str, said: str, tmp_path: Path) -> None:
+def test_an_unsuitable_named_function_is_refused_before_the_run(source: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"{source}\n")
     job = score(f"{file}:f").bind()
-    with pytest.raises(RewardError, match=re.escape(said)) as error:
+    with pytest.raises(RewardError, match=re.escape(message)) as error:
         job.refuse_missing()
     assert str(error.value).startswith("reward: ") and f"{file}:f" in str(error.value)
-    with pytest.raises(RewardError, match=re.escape(said)):
+    with pytest.raises(RewardError, match=re.escape(message)):
         Reward(f"{file}:f")(*rows(["a"]))
 
 

@@ -83,7 +83,7 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (b"raw", "a bytes"),
         ({1: 2}, "the key 1 (int)"),
@@ -91,10 +91,10 @@ def nested(depth: int) -> list[Any]:
         (nested(10_000), "values that nest too deeply"),
     ],
 )
-def test_non_json_arguments_name_row_and_column(value: Any, said: str, scores: Callable[[str], str]) -> None:
+def test_non_json_arguments_name_row_and_column(value: Any, message: str, scores: Callable[[str], str]) -> None:
     with raises("reward.not-json", node="reward", row="row-1", column="extra_info") as error:
         Reward(scores("exact"))(*rows(["a", "b"], extra=[None, value]))
-    assert said in error.value.message
+    assert message in error.value.message
 
 
 def test_results_are_in_order_and_workers_are_reused(scores: Callable[[str], str]) -> None:

@@ -104,10 +104,10 @@ def test_gdpo_distinguishes_rows_of_equal_reward_sums() -> None:
     mask, uid = torch.ones(4, 1, dtype=torch.bool), column(["p"] * 4)
     rare, often = torch.tensor([[1.0], [0], [0], [0]]), torch.tensor([[0.0], [1], [1], [0]])
     summed = GroupAdvantage()(rare + often, mask, uid).flatten().tolist()
-    apart = GDPOAdvantage({"rare": 1.0, "often": 1.0})(mask, uid, rare=rare, often=often).flatten().tolist()
+    separate = GDPOAdvantage({"rare": 1.0, "often": 1.0})(mask, uid, rare=rare, often=often).flatten().tolist()
     assert summed[0] == summed[1] == summed[2]
-    assert apart[0] > apart[1] == apart[2] > apart[3]
-    assert sum(apart) == pytest.approx(0, abs=1e-6) and statistics.stdev(apart) == pytest.approx(1, abs=1e-5)
+    assert separate[0] > separate[1] == separate[2] > separate[3]
+    assert sum(separate) == pytest.approx(0, abs=1e-6) and statistics.stdev(separate) == pytest.approx(1, abs=1e-5)
 
 
 def test_equal_rewards_have_no_advantage() -> None:
@@ -163,9 +163,9 @@ def test_a_graph_with_several_rewards_is_serialized_edited_and_trained(tiny: str
     steps.sync()
     for step in range(3):
         result = steps.step(PROMPTS, step, return_nodes=["reward", "form", "weigh_rewards"])
-        kept = result.columns
+        columns = result.columns
         scores = {
-            name: kept[name].columns["token_level_scores"].sum(-1) for name in ("reward", "form", "weigh_rewards")
+            name: columns[name].columns["token_level_scores"].sum(-1) for name in ("reward", "form", "weigh_rewards")
         }
         expected = scores["reward"] + 0.5 * scores["form"] * (scores["reward"] > 0.2)
         torch.testing.assert_close(scores["weigh_rewards"], expected)

@@ -41,8 +41,8 @@ def test_spread_keeps_groups_of_different_scores(rows: list[tuple[str, float, in
     for group, score, length in rows:
         if length:
             groups[group].append(np.float32(score).item())
-    apart = {group: max(scores) - min(scores) for group, scores in groups.items()}
-    expected = [group in apart and apart[group] > 0 and apart[group] >= least for group, *_ in rows]
+    spread = {group: max(scores) - min(scores) for group, scores in groups.items()}
+    expected = [group in spread and spread[group] > 0 and spread[group] >= least for group, *_ in rows]
     assert Spread(least)(*columns(rows)).tolist() == expected
 
 
@@ -121,9 +121,9 @@ def test_a_direct_call_of_collect_is_one_round() -> None:
     with raises("rows.underfilled", node="collect", expected=3, found=2):
         collect(3)
     assert collect(3, on_underfill="train")[1].tolist() == ["b", "b", "c", "c"]
-    kept, ids = collect(5, on_underfill="repeat")
+    collected, ids = collect(5, on_underfill="repeat")
     assert ids.tolist() == ["b", "b", "c", "c", "b+1", "b+1", "c+1", "c+1", "b+2", "b+2"]
-    assert torch.equal(kept.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
+    assert torch.equal(collected.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
 
 
 def test_a_validation_downstream_of_a_filter_drops_it() -> None:

@@ -33,12 +33,12 @@ def test_groups_stay_in_one_mini_batch(groups: int, size: int, each: int, seed: 
     uid = names(*(str(row % groups) for row in range(groups * size)))
     if groups % each:
         return
-    drawn = mini_batch_rows(len(uid), each * size, 2, Key.of(seed), uid)
-    assert len(drawn) == 2 * groups // each
-    for index in drawn:
+    batches = mini_batch_rows(len(uid), each * size, 2, Key.of(seed), uid)
+    assert len(batches) == 2 * groups // each
+    for index in batches:
         of_batch = [uid[row] for row in index]
         assert all(of_batch.count(group) == size for group in of_batch)
-    for epoch in (drawn[: groups // each], drawn[groups // each :]):
+    for epoch in (batches[: groups // each], batches[groups // each :]):
         assert sorted(torch.cat(epoch).tolist()) == list(range(len(uid)))
 
 

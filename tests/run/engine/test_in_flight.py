@@ -84,13 +84,13 @@ def test_passing_groups_are_collected_in_data_order(tiny: str, data: str) -> Non
     results, expected = run(collecting(tiny), stream), oracle(again, 3)
     assert stream.position == again.position
     for result, (uids, offered, rounds, surplus) in zip(results, expected, strict=True):
-        kept = result.columns["collect"]
-        assert kept["uid"].tolist() == [uid for uid in uids for _ in range(N)]
+        collected = result.columns["collect"]
+        assert collected["uid"].tolist() == [uid for uid in uids for _ in range(N)]
         found = {key: result.metrics[f"collect/{key}"].value for key in ("offered", "kept", "rounds", "surplus")}
         assert found == {"offered": offered, "kept": WANTED, "rounds": rounds, "surplus": surplus}
         assert result.metrics["reward/mean"].weight == offered * N
         assert result.metrics["reward/kept_mean"].weight == WANTED * N
-        scores = kept["token_level_scores"].double().sum()
+        scores = collected["token_level_scores"].double().sum()
         assert result.metrics["reward/kept_mean"].value == pytest.approx(float(scores))
     assert max(rounds for *_, rounds, _ in expected) > 1
 
@@ -100,8 +100,8 @@ def test_nodes_downstream_of_an_idle_collector_do_not_run(tiny: str, data: str) 
     job = collecting(tiny).edit(when={"collect": When(every=2)})
     steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
     steps.sync()
-    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
-    first, second, third = drawn
+    results = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
+    first, second, third = results
     expected = oracle(again, 1)
     again.next(PROMPTS)
     expected += oracle(again, 1)
@@ -125,13 +125,14 @@ def test_rows_of_several_rounds_are_joined_unchanged(tiny: str, data: str) -> No
     job = collecting(tiny)
     results = run(job, stream_of(tiny, data), keep=("collect", "old_log_prob"))
     for result in results:
-        kept, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
-        width = kept["response_mask"].shape[1]
-        assert kept["input_ids"].shape[1] > width
+        collected, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
+        width = collected["response_mask"].shape[1]
+        assert collected["input_ids"].shape[1] > width
         assert torch.equal(
-            kept["attention_mask"][:, -width:] | ~kept["response_mask"], torch.ones_like(kept["response_mask"])
+            collected["attention_mask"][:, -width:] | ~collected["response_mask"],
+            torch.ones_like(collected["response_mask"]),
         )
-        assert old == pytest.approx(kept["rollout_log_probs"], abs=1e-5)  # the model agrees with the engine
+        assert old == pytest.approx(collected["rollout_log_probs"], abs=1e-5)  # the model agrees with the engine
 
 
 def test_dynamic_sampling_trains_three_steps(tiny: str, data: str, tmp_path: Path) -> None:
@@ -235,8 +236,8 @@ def leaking(batch: PromptBatch) -> Any:
     prompts = Repeat(2)(batch)
     rollout = Generate()(prompts)
     scores = Reward(exact)(rollout, prompts)
-    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
-    return GroupAdvantage()(passed, kept.response_mask, uid), LengthPenalty()(scores, rollout.response_mask)
+    collected, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, collected.response_mask, uid), LengthPenalty()(scores, rollout.response_mask)
 
 
 @algorithm
@@ -244,8 +245,8 @@ def returned(batch: PromptBatch) -> Any:
     prompts = Repeat(2)(batch)
     rollout = Generate()(prompts)
     scores = Reward(exact)(rollout, prompts)
-    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
-    return GroupAdvantage()(passed, kept.response_mask, uid), scores
+    collected, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, collected.response_mask, uid), scores
 
 
 def test_a_non_repeatable_region_is_refused() -> None:

@@ -70,10 +70,10 @@ class TestVersions:
         with ahead("grpo", tiny, lag).open() as steps:
             steps.sync()
             steps.save_pretrained("actor", tmp_path / "0")
-            drawn = steps.run(
+            results = steps.run(
                 lambda step: stream.next(5), range(STEPS), lag=lag, return_nodes=["generate", "old_log_prob"]
             )
-            for step, result in enumerate(drawn):
+            for step, result in enumerate(results):
                 steps.save_pretrained("actor", tmp_path / f"{step + 1}")
                 found.append((step, result))
         for step, result in found:

@@ -91,9 +91,9 @@ class TestStepTime:
         }
         costs = fixed(answer=3.0, train=2.0, carry=0.0)
         backends = {"actor": OnSlots(), "rollout": Generating()}
-        for lag, wanted in ((0, 5.0), (1, 3.0)):
+        for lag, expected in ((0, 5.0), (1, 3.0)):
             found = predict(graph_of(nodes, lag, **backends), Split(), 8, costs)
-            assert (found.seconds, found.bound) == (pytest.approx(wanted), pytest.approx(wanted))
+            assert (found.seconds, found.bound) == (pytest.approx(expected), pytest.approx(expected))
         assert seconds_of(graph_of(nodes, 1, **backends), Colocate(gpus=1), costs) == pytest.approx(5.0)
 
 

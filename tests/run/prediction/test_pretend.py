@@ -151,12 +151,12 @@ def assume_possible(plan: Plan, lag: int) -> None:
 
 def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:
     """The steps for which batches were drawn, in order, and how many were done when each was."""
-    plan, drawn, done = Plan(graph), list[int](), list[int]()
+    plan, batches, done = Plan(graph), list[int](), list[int]()
     walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, spare))
     finished = 0
 
     def draw(step: int) -> DataProto:
-        drawn.append(step)
+        batches.append(step)
         done.append(finished)
         return blank_batch(graph, 4)
 
@@ -164,7 +164,7 @@ def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None 
         walk.sync()
     for _ in walk.run(draw, range(steps), lag=lag):
         finished += 1
-    return drawn, done
+    return batches, done
 
 
 costs_of = st.fixed_dictionaries({f"n{i}": st.sampled_from([0.0, 1.0, 2.0, 5.0]) for i in range(7)})
@@ -178,11 +178,11 @@ class TestWalk:
     ) -> None:
         assume_possible(Plan(graph), lag)
         runner = Watched(graph, place, fixed(**seconds))
-        drawn, done = run(graph, runner, steps, lag)
+        batches, done = run(graph, runner, steps, lag)
         names = [node.name for node in Plan(graph).order]
         assert sorted(runner.order) == sorted((step, name) for step in range(steps) for name in names)
-        assert drawn == list(range(steps))
-        assert all(step - before <= lag for step, before in zip(drawn, done, strict=True))
+        assert batches == list(range(steps))
+        assert all(step - before <= lag for step, before in zip(batches, done, strict=True))
         self.check_versions(graph, runner, lag)
 
     def check_versions(self, graph: Graph, runner: Watched, lag: int) -> None:
@@ -220,8 +220,8 @@ class TestWalk:
     ) -> None:
         assume_possible(Plan(graph), lag)
         runner = Watched(graph, place, fixed(**seconds), sorted(lose))
-        drawn, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
-        assert drawn == list(range(4))
+        batches, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
+        assert batches == list(range(4))
         names = [node.name for node in Plan(graph).order]
         assert {(step, name) for step, name in runner.order if step is not None} == {
             (step, name) for step in range(4) for name in names
@@ -256,8 +256,8 @@ class TestWalk:
         for lost in range(1, 3 * 6):
             graph = graph_of(nodes, lag, **backends)
             runner = Watched(graph, place, fixed(answer=2.0, train=3.0, carry=1.0), [lost])
-            drawn, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
-            assert drawn == list(range(6))
+            batches, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
+            assert batches == list(range(6))
             self.check_versions(graph, runner, lag)
             again = Counter(runner.order)
             assert sum(again[step, "answer"] - 1 for step in range(6)) <= 1  # what ran as it was lost

@@ -95,7 +95,7 @@ class TestSave:
         assert {"step-best", "step-20-copy", "step-7", "notes"} < set(names(checkpoints.folder))
 
     @pytest.mark.parametrize(
-        ("state", "said"),
+        ("state", "message"),
         [
             ({"position": (1, 2)}, r"\['position'\] is a tuple"),
             ({"kl": {"a": object()}}, r"\['kl'\]\['a'\] is an object"),
@@ -103,9 +103,9 @@ class TestSave:
         ],
     )
     def test_a_state_that_json_would_change_is_refused(
-        self, checkpoints: Checkpoints, state: dict[str, Any], said: str
+        self, checkpoints: Checkpoints, state: dict[str, Any], message: str
     ) -> None:
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             checkpoints.save(30, state, lambda folder: pytest.fail("was written"))
         assert names(checkpoints.folder) == ["step-000010", "step-000020"]
 

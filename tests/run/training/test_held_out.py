@@ -123,10 +123,10 @@ def test_predictions_contain_the_response_of_the_policy(tiny: str, prompts_file:
     run = train(job, prompts_file, tmp_path, steps=1, validation=(validation, strict))
     alone = Validation(PromptData(prompts_file), until="generate", name="alone")
     train(job, prompts_file, tmp_path / "alone", steps=1, validation=alone)
-    said = [record["response"] for record in lines(tmp_path / "alone" / "predictions.jsonl")]
-    told = [record for record in lines(tmp_path / "predictions.jsonl") if record["validation"] == "judged"]
-    assert [record["response"] for record in told] == said
-    assert all("score" in record for record in told)
+    responses = [record["response"] for record in lines(tmp_path / "alone" / "predictions.jsonl")]
+    judged_records = [record for record in lines(tmp_path / "predictions.jsonl") if record["validation"] == "judged"]
+    assert [record["response"] for record in judged_records] == responses
+    assert all("score" in record for record in judged_records)
     assert run.engines["judge_of_strict"] is not run.engines["judge"]
 
 

@@ -202,11 +202,11 @@ def test_engines_are_closed_in_reverse_order(fault: str | None) -> None:
             if fault == "in the block":
                 raise ValueError("raised in the block")
     except (OSError, ValueError) as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
+        message = "nothing"
     assert (
-        said
+        message
         == {
             None: "nothing",
             "in the block": "raised in the block",

@@ -59,11 +59,11 @@ def test_the_lock_names_the_other_process_and_ends_with_it(tmp_path: Path) -> No
 
 
 def test_a_second_lock_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+    lock_held = FolderLock(tmp_path)
     with raises("run.folder-locked") as caught:
         FolderLock(tmp_path)
     assert caught.value.facts["holder"].startswith(f"the process {os.getpid()} on")
-    held.release()
+    lock_held.release()
     FolderLock(tmp_path).release()
 
 
@@ -78,19 +78,19 @@ def test_releasing_a_removed_lock_keeps_the_lock_of_another_run(tmp_path: Path) 
 
 
 def test_a_forked_child_does_not_have_the_lock(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+    lock_held = FolderLock(tmp_path)
     reader, writer = os.pipe()
     started, tell = os.pipe()
     if (child := os.fork()) == 0:
         os.close(writer)
-        held.release()  # does nothing: it is the parent's
+        lock_held.release()  # does nothing: it is the parent's
         os.write(tell, b"1")
         os.read(reader, 1)
         os._exit(0)
     os.read(started, 1)
     with raises("run.folder-locked"):
         FolderLock(tmp_path)
-    os.close(held._file)  # as when the parent dies
+    os.close(lock_held._file)  # as when the parent dies
     lock._open.clear()
     FolderLock(tmp_path).release()
     os.close(writer)
@@ -100,20 +100,20 @@ def test_a_forked_child_does_not_have_the_lock(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_lock_file_is_still_locked(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+    lock_held = FolderLock(tmp_path)
     for content in (b"", b"{", b"[]", b"{}", b"\xff"):
         (tmp_path / LOCK).write_bytes(content)
         with raises("run.folder-locked", holder="a process that has just started or ended"):
             FolderLock(tmp_path)
-    held.release()
+    lock_held.release()
 
 
 def test_the_lock_file_reserves_disk_space_until_needed(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+    lock_held = FolderLock(tmp_path)
     assert (tmp_path / LOCK).stat().st_size == RESERVE
-    held.give_way()
+    lock_held.give_way()
     assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    held.release()
+    lock_held.release()
 
 
 def test_a_file_system_without_locks_logs_a_warning(

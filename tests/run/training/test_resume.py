@@ -226,14 +226,14 @@ class TestCheckpoints:
         assert (tmp_path / "run.json").read_text() == before
 
     @pytest.mark.parametrize(
-        ("every", "keep", "left"),
+        ("every", "keep", "expected"),
         [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
     )
     def test_max_checkpoints(
-        self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]
+        self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, expected: list[int]
     ) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=keep, validation=())
-        assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in left]
+        assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in expected]
 
     def test_no_checkpoints_are_written_by_default(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=None, steps=1)

@@ -74,13 +74,13 @@ class TestOtherInputs:
         self, model: str, prompts_file: str, cut: Path, tmp_path: Path
     ) -> None:
         file = Path(model) / "model.safetensors"
-        kept = file.read_bytes()
+        original = file.read_bytes()
         file.write_bytes((Path(with_other_weights(model, tmp_path)) / "model.safetensors").read_bytes())
         try:
             with raises("resume.other-run", changed="starting model"):
                 run(jobs("grpo", model), prompts_file, cut, resume=True)
         finally:
-            file.write_bytes(kept)
+            file.write_bytes(original)
 
     @pytest.mark.parametrize("role", ["actor", "ref"])
     def test_another_model_of_one_role_is_refused(
@@ -113,8 +113,8 @@ class TestOtherInputs:
     ) -> None:
         """Since a template may write today's date, it does not keep a run from going on."""
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        kept = tokenizer.chat_template
-        tokenizer.chat_template = kept.replace("<|assistant|>", "!<|assistant|>")
+        original = tokenizer.chat_template
+        tokenizer.chat_template = original.replace("<|assistant|>", "!<|assistant|>")
         files = {file: file.read_bytes() for file in Path(model).iterdir()}
         try:
             tokenizer.save_pretrained(model)
@@ -149,7 +149,7 @@ class TestLines:
         assert not [record for record in caplog.records if record.name.startswith("flowrl")]
 
     @pytest.mark.parametrize(
-        ("damage", "gone", "left"),
+        ("damage", "gone", "remaining"),
         [
             (lambda raw: b"", "the steps 1, 2, 3, 4", [5, 6]),
             nightly(lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
@@ -167,7 +167,7 @@ class TestLines:
         caplog: pytest.LogCaptureFixture,
         damage: Callable[[bytes], bytes],
         gone: str | None,
-        left: list[int],
+        remaining: list[int],
     ) -> None:
         file = copy / "metrics.jsonl"
         damaged = damage(file.read_bytes())
@@ -178,8 +178,8 @@ class TestLines:
             found = run(jobs("grpo", model), prompts_file, copy, resume=True)
         assert "metrics.jsonl has changed since the checkpoint after step 4 was written" in caplog.text
         assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
-        assert [metrics["step"] for metrics in found.metrics] == left
-        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == left
+        assert [metrics["step"] for metrics in found.metrics] == remaining
+        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == remaining
 
     @pytest.mark.parametrize(
         "tail",
@@ -282,13 +282,15 @@ class TestCheckpoints:
 def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
     """Write the checkpoint again, with another state."""
     state = {**json.loads((checkpoint / STATE).read_text()), **changed}
-    kept = shutil.move(checkpoint, checkpoint.with_name("kept"))
+    original = shutil.move(checkpoint, checkpoint.with_name("kept"))
     written = Checkpoints(checkpoint.parent, max_checkpoints=9).save(
-        int(state["step"]), {k: v for k, v in state.items() if k != "step"}, lambda draft: copy_roles(Path(kept), draft)
+        int(state["step"]),
+        {k: v for k, v in state.items() if k != "step"},
+        lambda draft: copy_roles(Path(original), draft),
     )
     if written != checkpoint:
         written.rename(checkpoint)
-    shutil.rmtree(kept)
+    shutil.rmtree(original)
 
 
 def copy_roles(source: Path, target: Path) -> None:

@@ -30,9 +30,9 @@ def data(tmp_path: Path) -> str:
 
 def test_rollouts_every_selects_the_logged_steps(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, n=2)
-    told = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
+    logged = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
     silent = train(job, data, tmp_path / "silent", steps=5, prompts=3)
-    assert timeless(list(told.metrics)) == timeless(list(silent.metrics))
+    assert timeless(list(logged.metrics)) == timeless(list(silent.metrics))
     assert not (tmp_path / "silent" / "rollouts.jsonl").exists()
     found = lines(tmp_path / "told" / "rollouts.jsonl")
     assert [row["step"] for row in found] == [2] * 6 + [4] * 6

@@ -108,8 +108,8 @@ def run(job: Job, data: Any, folder: Path, reporters: Any = (), **settings: Any)
 def test_every_input_has_its_own_rows(tiny: str, tmp_path: Path) -> None:
     run(job(tiny), data(tmp_path), tmp_path / "run")
     for what, count in (("batch", 12), ("demos", COUNT)):
-        drawn = [uid for rows in seen(what) for uid in rows]
-        epochs = [drawn[start : start + count] for start in range(0, 20, count)]
+        sampled = [uid for rows in seen(what) for uid in rows]
+        epochs = [sampled[start : start + count] for start in range(0, 20, count)]
         for number, epoch in enumerate(epochs):  # each row once an epoch
             assert {uid.split("/")[0] for uid in epoch} == {str(number)} and len(set(epoch)) == len(epoch)
     orders = [[uid.split("/")[1] for rows in seen(what) for uid in rows][:7] for what in ("batch", "demos")]
@@ -189,11 +189,11 @@ def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
 
 def test_feedback_must_score_the_rows_of_the_source(tiny: str, tmp_path: Path) -> None:
     """A Feedback on the prompts does not serve the demonstrations' sampler."""
-    told = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
+    with_feedback = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
     sources = data(tmp_path, sampler=ByDifficulty())
-    Training(told, sources, steps=1, prompts=1)
+    Training(with_feedback, sources, steps=1, prompts=1)
     with raises("run.no-feedback", input="demos"):
-        Training(told, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
+        Training(with_feedback, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
 
 
 def test_a_missing_file_of_any_source_is_refused(tiny: str, tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_an_interrupted_run_resumes_with_the_same_rows(cut: Any, tiny: str, tmp_
     SEEN.clear()
     with pytest.raises(Stop):
         run(job(tiny), sources, tmp_path / "cut", [Stopper(*cut)], checkpoint_every=1)
-    kept = {what: seen(what)[: cut[0]] for what in rows}
+    finished = {what: seen(what)[: cut[0]] for what in rows}
     SEEN.clear()
     again = run(job(tiny), sources, tmp_path / "cut", checkpoint_every=1, resume=True)
-    assert {what: kept[what] + seen(what) for what in rows} == rows
+    assert {what: finished[what] + seen(what) for what in rows} == rows
     assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
 
 
@@ -290,8 +290,8 @@ def test_validation_on_held_out_demonstrations(tiny: str, tmp_path: Path) -> Non
 
         return graphs.sft(demos), OldLogProb()(demos)
 
-    held = Validation(DemoData(demos_in(tmp_path)), every=2, until="old_log_prob", changes={}, batch=4)
-    found = run(job(tiny, scored()), DemoData(demos_in(tmp_path)), tmp_path / "run", validation=held)
+    held_out = Validation(DemoData(demos_in(tmp_path)), every=2, until="old_log_prob", changes={}, batch=4)
+    found = run(job(tiny, scored()), DemoData(demos_in(tmp_path)), tmp_path / "run", validation=held_out)
     assert [metrics["step"] for metrics in found.validations] == [0, 2, 4]
 
 

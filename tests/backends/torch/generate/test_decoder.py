@@ -100,26 +100,26 @@ def test_responses_equal_those_of_the_model_in_any_batch(kind: str, made: Folder
     actor.model.eval()
     context = {str(i): tokens(60 if kind == "gemma2" and i == 0 else 3 + 2 * i, seed=i) for i in range(6)}
     turn = dict.fromkeys(context, 0)
-    waiting, left = list(context), len(context)
-    asked: dict[str, Request] = {}
+    waiting, remaining = list(context), len(context)
+    requests: dict[str, Request] = {}
 
     def ask(name: str) -> None:
         limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
-        asked[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
-        engine.submit(asked[name])
+        requests[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
+        engine.submit(requests[name])
 
-    while left:
+    while remaining:
         if waiting:
             ask(waiting.pop(0))
         for name in engine.step():
             response = engine.take(name)
-            assert same(response, drawn_alone(actor.model, asked[name]))
+            assert same(response, drawn_alone(actor.model, requests[name]))
             context[name] = [*context[name], *response.ids, *tokens(3, seed=turn[name])]
             turn[name] += 1
             if turn[name] < 3:
                 ask(name)
             else:
-                left -= 1
+                remaining -= 1
     assert engine.step() == []
 
 

@@ -114,15 +114,15 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     weight = np.exp(logits / temperature - np.max(logits / temperature))
     ranked = sorted(range(len(weight)), key=lambda i: (-weight[i], i))
     ranked = ranked[:top_k] if top_k else ranked
-    total, reached, kept = sum(weight[i] for i in ranked), 0.0, []
+    total, reached, selected = sum(weight[i] for i in ranked), 0.0, []
     for i in ranked:
-        kept.append(i)
+        selected.append(i)
         reached += weight[i] / total
         assume(abs(reached - top_p) > 1e-6)  # where float32 may decide either way
         if reached >= top_p:
             break
     probability = np.zeros(len(weight))
-    probability[kept] = weight[kept] / weight[kept].sum()
+    probability[selected] = weight[selected] / weight[selected].sum()
     return probability
 
 

@@ -77,8 +77,8 @@ def test_architectures_that_cannot_pack_rows_pad_them_and_log_why(
     with caplog.at_level(logging.WARNING, "flowrl"):
         engine = scorer(folder)
     assert lines(engine, ragged()) == {6}
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
-    assert f"{type(engine.model).__name__} in {folder!r} runs over padded rows, since {PADDED[kind]}" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
+    assert f"{type(engine.model).__name__} in {folder!r} runs over padded rows, since {PADDED[kind]}" in message
 
 
 def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -155,13 +155,13 @@ def test_forward_passes_are_no_larger_than_their_micro_batch(kind: str, folder: 
 
 def test_only_needed_logits_are_computed(tmp_path: Path) -> None:
     """Of a model that is no head over hidden states, from the first place that is read on."""
-    batch, kept = ragged(), []
+    batch, outputs = ragged(), []
     engine = TorchScorer(tiny_folder(tmp_path, "granite"), device="cpu").build(CONTEXT)
     scorer = engine._scorer
     scorer._run, scorer._output, scorer._head = engine.model, "logits", type(scorer._head)()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        kept.append(out.logits.shape[1])
+        outputs.append(out.logits.shape[1])
 
     expected = TorchScorer(engine.folder, device="cpu").build(CONTEXT).log_probs(batch)
     engine.model.register_forward_hook(note, with_kwargs=True)
@@ -169,7 +169,7 @@ def test_only_needed_logits_are_computed(tmp_path: Path) -> None:
     torch.testing.assert_close(engine.log_probs(part), expected[2:], atol=1e-5, rtol=0)
     lengths = part.attention_mask.sum(1)
     before = int(part.attention_mask[lengths.argmin(), :7].sum()) - 1
-    assert kept == [int(lengths.sum()) - before]
+    assert outputs == [int(lengths.sum()) - before]
 
 
 # --- nothing changes -------------------------------------------------------------------------------------------------

@@ -189,12 +189,12 @@ def test_logits_of_minus_infinity_do_not_affect_the_other_logits() -> None:
     targets = found.targets.where(found.targets < 30, 3)
     ruled = found.states.detach().clone()
     ruled[:, 30:] = -torch.inf
-    kept = found._replace(states=ruled[:, :30].clone().requires_grad_(), targets=targets)
+    allowed = found._replace(states=ruled[:, :30].clone().requires_grad_(), targets=targets)
     found = found._replace(states=ruled.requires_grad_(), targets=targets)
-    for x in found, kept:
+    for x in found, allowed:
         x.scored("none")[0].sum().backward()
-    torch.testing.assert_close(found.scored("none")[0], kept.scored("none")[0])
-    torch.testing.assert_close(found.states.grad[:, :30], kept.states.grad)
+    torch.testing.assert_close(found.scored("none")[0], allowed.scored("none")[0])
+    torch.testing.assert_close(found.states.grad[:, :30], allowed.states.grad)
     assert found.states.grad[:, 30:].eq(0).all()
 
 

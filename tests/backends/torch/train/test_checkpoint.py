@@ -56,19 +56,19 @@ def test_loading_a_checkpoint_unpickles_nothing(folder: Folder, tmp_path: Path) 
 
 
 def dropped(path: Path) -> None:
-    held = load_file(path / PART)
-    held.pop("weights.lm_head.weight")
-    save_file(held, path / PART)
+    tensors = load_file(path / PART)
+    tensors.pop("weights.lm_head.weight")
+    save_file(tensors, path / PART)
 
 
 def narrowed(path: Path) -> None:
-    held = load_file(path / PART)
-    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"].bfloat16()}, path / PART)
+    tensors = load_file(path / PART)
+    save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"].bfloat16()}, path / PART)
 
 
 def shortened(path: Path) -> None:
-    held = load_file(path / PART)
-    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
+    tensors = load_file(path / PART)
+    save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"][1:]}, path / PART)
 
 
 def without_axes(number: int) -> Callable[[Path], None]:
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
 
 def test_a_checkpoint_part_is_a_safetensors_file(tmp_path: Path) -> None:
     """Whatever comes first, and of any shape; `safetensors` reads it."""
-    held = {
+    tensors = {
         "short": torch.arange(3.0),
         "scalar": torch.tensor(7.0),
         "number": torch.tensor(1 << 40),
@@ -130,10 +130,10 @@ def test_a_checkpoint_part_is_a_safetensors_file(tmp_path: Path) -> None:
         "turned": torch.arange(6.0).view(2, 3).T,
         "längere": torch.full((5, 1, 2), float("nan"), requires_grad=True),
     }
-    checkpoint._write(str(tmp_path / PART), held)
+    checkpoint._write(str(tmp_path / PART), tensors)
     found = load_file(tmp_path / PART)
-    assert found.keys() == held.keys()
-    for name, tensor in held.items():
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
 
 

@@ -84,13 +84,13 @@ def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> Non
     state = copy.deepcopy(engine.state_dict())
     logs = [engine.update(batch, steps, Pull()).compute() for _ in range(2)]
     resumed = trainer(folder(kind), **settings)
-    kept = copy.deepcopy(state)
+    copied = copy.deepcopy(state)
     resumed.load_state_dict(state)
     assert resumed.version == 1
     assert [resumed.update(batch, steps, Pull()).compute() for _ in range(2)] == logs
     assert resumed.version == engine.version == 3
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), engine.weights(), strict=True))
-    torch.testing.assert_close(state, kept, atol=0, rtol=0)  # what was loaded from is not trained along
+    torch.testing.assert_close(state, copied, atol=0, rtol=0)  # what was loaded from is not trained along
 
 
 def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
