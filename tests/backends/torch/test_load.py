@@ -227,7 +227,7 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     assert saved.keys() == body.keys() and all(torch.equal(saved[name], body[name]) for name in body)
 
 
-def test_a_malicious_pickle_is_effective_in_torch_load(tmp_path: Path) -> None:
+def test_a_malicious_pickle_runs_when_unpickled(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "run")))
     assert (tmp_path / "run").exists()
 

@@ -101,7 +101,7 @@ def test_cached_decoding_equals_full_forward_passes(kind: str, made: Folder) -> 
 
 
 @pytest.mark.parametrize("kind", nightly_except(["deepseek_v3", "jamba"], ADAPTED))
-def test_log_probs_count_every_adapted_linear_layer(kind: str, made: Folder, tmp_path: Path) -> None:
+def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, made: Folder, tmp_path: Path) -> None:
     engine = trainer(made(kind), lora=LoRA(r=2, alpha=2))
     with torch.no_grad():
         for i, (_, tensor) in enumerate(engine.adapter_weights()):

@@ -205,7 +205,7 @@ class TestBaselines:
         assert (operator(rewards, mask, np.array(["p"] * 5, dtype=object)) == 0).all()  # type: ignore[operator]
 
     @pytest.mark.parametrize("operator", EVERY, ids=repr)
-    def test_results_do_not_depend_on_the_block_size(self, operator: object) -> None:
+    def test_nan_off_the_mask_changes_no_result_across_blocks(self, operator: object) -> None:
         """Rows are worked on in blocks; one of NaN off the mask, and blocks without, give the same numbers."""
         mask = torch.rand(600, 9, generator=torch.Generator().manual_seed(0)) < 0.7
         uid = np.array([f"p{i % 50}" for i in range(600)], dtype=object)

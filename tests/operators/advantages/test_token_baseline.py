@@ -64,7 +64,7 @@ class TestFormula:
         norms = numbers(mask, 0).square()
         assert (OTB(rewards, norms, mask, np.array(["p"] * 5, dtype=object)) == 0).all()
 
-    def test_results_do_not_depend_on_the_block_size(self) -> None:
+    def test_groups_in_blocks_equal_each_group_alone(self) -> None:
         """Groups are processed in blocks, in any row order."""
         mask = torch.rand(300, 9, generator=torch.Generator().manual_seed(0)) < 0.7
         uid = np.array([f"p{i % 50}" for i in range(300)], dtype=object)

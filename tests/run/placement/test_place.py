@@ -224,7 +224,7 @@ class TestSharing:
 class TestSeveralSlotsARank:
     """As tensor parallel engines have them."""
 
-    def test_layout_of_the_design_document(self) -> None:
+    def test_layout_of_four_trainer_ranks_and_a_two_slot_engine(self) -> None:
         graph = grpo(exact).bind(actor=Trainer(ranks=4), ref=Trainer(), rollout=Rollout(slots_per_rank=2)).graph
         assert spans(lay_out(graph, Colocate(4))) == {
             "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "actor[3]": (3,),
@@ -370,7 +370,7 @@ class TestEngines:
         with raises("job.no-place", role="rollout", ranks=2):
             job.edit(bind={"rollout": engine("model", tensor_parallel=3, ranks=2)}).refuse_unready()
 
-    def test_only_torch_backends_need_a_process_group(self) -> None:
+    def test_only_the_sharded_trainer_needs_a_process_group(self) -> None:
         """vLLM and SGLang start their own groups, with which a default group would conflict."""
         for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
             assert not backend.collective

@@ -282,7 +282,7 @@ class TestOfTraining:
         assert before == str(graph.diff(lighter))
         assert after == f"this edit: {found.seconds[0]:.3g} s → {found.seconds[1]:.3g} s"
 
-    def test_a_diff_with_an_unmeasured_node_has_no_prediction(self, trained: tuple[Training, str]) -> None:
+    def test_a_diff_with_an_unmeasured_node_needs_a_given_cost(self, trained: tuple[Training, str]) -> None:
         graph: Graph = trained[0].job.graph
         costs = Costs.of(trained[1])
         other = grpo(digits, n=2, max_new_tokens=6).edit(rename={"reward": "score"})

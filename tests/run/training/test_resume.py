@@ -281,7 +281,7 @@ class TestStart:
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_a_changed_run_without_a_checkpoint_is_refused(
+    def test_only_an_unchanged_run_restarts_without_a_checkpoint(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
