@@ -46,7 +46,7 @@ def ids_of(tokenizer: ChatTokenizer, *tokens: str) -> list[int]:
 
 
 @given(data=st.data())
-def test_the_first_prefix_whose_text_has_the_string_is_the_response(
+def test_a_response_is_the_shortest_prefix_that_contains_a_stop_string(
     tokenizer: ChatTokenizer, data: st.DataObject
 ) -> None:
     letters = [*ids_of(tokenizer, "a", "b", "!", "<", "s", "Ã", "©", *PIECES, *SPECIALS), 7, 150]
@@ -63,7 +63,7 @@ def test_the_first_prefix_whose_text_has_the_string_is_the_response(
     assert ending.length(ids) == expected
 
 
-def test_the_match_may_be_within_a_token_and_across_special_ones(tokenizer: ChatTokenizer) -> None:
+def test_stop_strings_match_inside_tokens_and_across_special_tokens(tokenizer: ChatTokenizer) -> None:
     within = ids_of(tokenizer, "a", "<think>", "b")
     assert StopRule(tokenizer, sampling(("hin",))).length(within) == 2
     across = ids_of(tokenizer, "a", "<pad>", "<pad>", "<pad>", "ba", "b")
@@ -71,7 +71,7 @@ def test_the_match_may_be_within_a_token_and_across_special_ones(tokenizer: Chat
     assert StopRule(tokenizer, sampling(("<pad>",))).length(across) is None
 
 
-def test_a_character_of_several_tokens_is_complete_with_the_last(tokenizer: ChatTokenizer) -> None:
+def test_a_multi_token_character_matches_at_its_last_token(tokenizer: ChatTokenizer) -> None:
     watch = StopRule(tokenizer, sampling(("é",))).watch()
     first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
     a, b, c = ids_of(tokenizer, "a", first, second)
@@ -121,7 +121,7 @@ def test_log_probs_that_are_not_finite_are_refused(tokenizer: ChatTokenizer, bad
         (300, 300, "Raise it if the model allows that."),
     ],
 )
-def test_prompts_that_are_too_long_are_refused_with_possible_lengths(prompt: int, response: int, fix: str) -> None:
+def test_overlong_prompts_are_refused_with_possible_lengths(prompt: int, response: int, fix: str) -> None:
     prompts, mask = torch.ones(1, prompt, dtype=torch.long), torch.ones(1, prompt, dtype=torch.bool)
     sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=response)
     with raises("model.too-long", row="a", found=prompt + response, expected=256) as caught:

@@ -20,7 +20,7 @@ def corrections(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return corrections
 
 
-def test_the_lag_and_the_correction_alone_differ(corrections: ModuleType) -> None:
+def test_variants_differ_only_in_lag_and_correction(corrections: ModuleType) -> None:
     plain = corrections.graph_of("none", 0)
     for lag in corrections.LAGS:
         for method in corrections.METHODS:
@@ -37,7 +37,7 @@ def step(**metrics: float) -> dict[str, float]:
     return {"rollout/kl": 0.0, "actor/pg_clipfrac": 0.0, "rollout/logp_diff_max": 0.0, **metrics}
 
 
-def test_a_point_tells_of_the_steps_since_the_one_before(corrections: ModuleType) -> None:
+def test_each_point_summarizes_the_steps_since_the_previous_one(corrections: ModuleType) -> None:
     steps = [
         step(),
         step(**{"rollout/kl": 0.2, "rollout/logp_diff_max": math.log(3.0)}),
@@ -69,7 +69,7 @@ RESULTS = [
 ]
 
 
-def test_the_tables_tell_ends_and_reasons(corrections: ModuleType) -> None:
+def test_tables_show_final_accuracy_and_failures(corrections: ModuleType) -> None:
     assert corrections.accuracy_table(RESULTS).splitlines() == [
         "|  | lag 0 | lag 2 |",
         "| --- | --- | --- |",
@@ -83,7 +83,7 @@ def test_the_tables_tell_ends_and_reasons(corrections: ModuleType) -> None:
     ]
 
 
-def test_what_was_run_is_not_run_again(
+def test_finished_runs_are_not_repeated(
     corrections: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[int, int]] = []
@@ -97,16 +97,14 @@ def test_what_was_run_is_not_run_again(
     monkeypatch.setattr(corrections, "training", training)
     monkeypatch.setattr(corrections, "build", lambda folder, seed: folder)
     monkeypatch.setattr(corrections, "write_dataset", lambda folder: None)
-    asked = ["--methods", "none,masked", "--steps", "16", "--folder", str(tmp_path)]
-    corrections.main([*asked, "--lags", "0", "--seeds", "0"])
+    arguments = ["--methods", "none,masked", "--steps", "16", "--folder", str(tmp_path)]
+    corrections.main([*arguments, "--lags", "0", "--seeds", "0"])
     assert ran == [(0, 0)] * 2
-    corrections.main([*asked, "--lags", "0,4", "--seeds", "0,1"])
+    corrections.main([*arguments, "--lags", "0,4", "--seeds", "0,1"])
     assert ran == [(0, 0)] * 2 + [(4, 0)] * 2 + [(0, 1)] * 2 + [(4, 1)] * 2
     assert "masked, lag 4, seed 1: 0.000 0.200 0.400 0.600 0.800\n" in capsys.readouterr().out
-    drawn = (tmp_path / "corrections.svg").read_text()
-    assert all(
-        f">{text}</text>" in drawn for text in ("lag 0", "lag 4", "none", "masked", "held-out accuracy, sampled")
-    )
+    svg = (tmp_path / "corrections.svg").read_text()
+    assert all(f">{text}</text>" in svg for text in ("lag 0", "lag 4", "none", "masked", "held-out accuracy, sampled"))
     with pytest.raises(SystemExit):
-        corrections.main([*asked, "--methods", "grpo"])
+        corrections.main([*arguments, "--methods", "grpo"])
     assert "there is no method 'grpo'; expected some of none, to_rollout" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from tests import ROOT
 from tests.support.kernel import exact
 
 
-def test_every_column_of_a_step_is_there_as_it_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_columns_cover_every_column_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import ray_dataplane
 

@@ -25,24 +25,24 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return examples
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
-def test_the_page_shows_what_is_kept_of_three_seeds(kept: Path, examples: ModuleType) -> None:
-    curve = json.loads(kept.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("stored", KEPT, ids=lambda kept: kept.stem)
+def test_the_page_shows_the_stored_results_of_three_seeds(stored: Path, examples: ModuleType) -> None:
+    curve = json.loads(stored.read_text(encoding="utf-8"))
     assert (ROOT / "examples" / curve["example"]).is_file()
-    assert all("".join(arm["seeds"]) == SEEDS.get(kept.stem, "012") for arm in curve["arms"].values())
+    assert all("".join(arm["seeds"]) == SEEDS.get(stored.stem, "012") for arm in curve["arms"].values())
     page = (ROOT / "docs" / curve["page"]).read_text(encoding="utf-8")
-    assert f"<!-- {kept.stem} -->\n\n{examples.table(curve)}\n" in page
-    assert f"](curves/{kept.stem}.svg)" in page
+    assert f"<!-- {stored.stem} -->\n\n{examples.table(curve)}\n" in page
+    assert f"](curves/{stored.stem}.svg)" in page
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
-def test_the_pictures_are_drawn_from_what_is_kept(kept: Path, examples: ModuleType, tmp_path: Path) -> None:
-    """Lines and texts; where things stand to a hair depends on fonts and on matplotlib."""
-    curve = json.loads(kept.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("stored", KEPT, ids=lambda kept: kept.stem)
+def test_plots_show_the_stored_results(stored: Path, examples: ModuleType, tmp_path: Path) -> None:
+    """Lines and texts; exact positions depend on fonts and on matplotlib."""
+    curve = json.loads(stored.read_text(encoding="utf-8"))
     examples.draw(curve, tmp_path / "drawn.svg")
-    drawn, there = ((tmp_path / "drawn.svg").read_text(), kept.with_suffix(".svg").read_text(encoding="utf-8"))
+    svg, there = ((tmp_path / "drawn.svg").read_text(), stored.with_suffix(".svg").read_text(encoding="utf-8"))
     texts = re.compile(r"<text[^>]*>([^<]*)</text>")
-    assert texts.findall(drawn) == texts.findall(there)
+    assert texts.findall(svg) == texts.findall(there)
 
 
 def runs(name: str, arm: str = "") -> dict[str, list[dict[str, float]]]:
@@ -57,8 +57,8 @@ def ends(name: str, key: str, arm: str = "") -> list[tuple[float, float]]:
     return [(points[0][key], points[-1][key]) for points in runs(name, arm).values()]
 
 
-def test_what_the_page_says_of_them_is_so() -> None:
-    """That incidents are told of better than by any rule of thumb is tested with the example."""
+def test_claims_of_the_page_match_the_stored_results() -> None:
+    """That the policy beats simple heuristics is tested with the example."""
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert all(before < 0.36 and after >= 0.95 for before, after in ends("triage", "val/reward/mean"))
     for engine in ("TorchRollout", "VLLM", "SGLang"):
@@ -90,7 +90,7 @@ CURVE: dict[str, Any] = {
 }
 
 
-def test_a_run_is_read_from_its_metrics(examples: ModuleType, tmp_path: Path) -> None:
+def test_results_are_read_from_the_metrics_of_a_run(examples: ModuleType, tmp_path: Path) -> None:
     lines = [
         {"step": 0, "val/reward/mean": 0.12345678, "val/caught": 0.0, "val/else": 1.0},
         {"step": 1, "reward/mean": 0.5},
@@ -103,7 +103,7 @@ def test_a_run_is_read_from_its_metrics(examples: ModuleType, tmp_path: Path) ->
     ]
 
 
-def test_a_run_is_given_what_its_arm_says(
+def test_a_run_gets_the_settings_of_its_arm(
     examples: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "examples").mkdir()
@@ -121,7 +121,7 @@ def test_a_run_is_given_what_its_arm_says(
     assert curve["arms"]["paid"]["seeds"] == {"2": points, "3": []}
 
 
-def test_a_table_is_written_behind_its_mark(examples: ModuleType) -> None:
+def test_a_table_is_inserted_after_its_marker(examples: ModuleType) -> None:
     table = examples.table(CURVE)
     assert table.splitlines() == [
         "| seed | reward | caught | steps |",

@@ -23,7 +23,7 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return learning
 
 
-def test_every_method_has_the_same_budget(learning: ModuleType) -> None:
+def test_every_method_has_the_same_sample_and_optimizer_step_budget(learning: ModuleType) -> None:
     """As many answers a step, and as many optimizer steps out of those of them that it trains on."""
     graphs = learning.methods()
     assert {name for names in PANELS.values() for name in names} == set(graphs)
@@ -38,7 +38,7 @@ def test_every_method_has_the_same_budget(learning: ModuleType) -> None:
         assert graph["update_actor"].operator.ppo_epochs == 1, name
 
 
-def test_the_ablations_change_what_they_say(learning: ModuleType) -> None:
+def test_each_ablation_changes_only_what_its_name_says(learning: ModuleType) -> None:
     graphs = learning.methods()
     whole = graphs["dapo"]
     assert whole.diff(graphs["dapo_without_dynamic_sampling"]).removed == ("collect",)
@@ -73,7 +73,7 @@ def ran(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Ran:
     return ran
 
 
-def test_what_was_run_is_not_run_again(
+def test_finished_runs_are_not_repeated(
     learning: ModuleType, ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> list[tuple[str, int, int]]:
@@ -93,19 +93,19 @@ def test_what_was_run_is_not_run_again(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--methods", "grpo,dpo"], "there is no method 'dpo'; expected some of ppo, "),
         (["--steps", "20"], "--steps 20 does not end with a validation; expected a multiple of 8."),
         (["--steps", "0"], "--steps 0 does not end with a validation"),
     ],
 )
-def test_what_cannot_be_run_is_refused(
-    learning: ModuleType, ran: Ran, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_refused(
+    learning: ModuleType, ran: Ran, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         learning.main(arguments)
-    assert said in capsys.readouterr().err and not ran.runs
+    assert message in capsys.readouterr().err and not ran.runs
 
 
 def result(method: str, seed: int, *accuracies: float) -> dict[str, Any]:
@@ -121,14 +121,14 @@ RESULTS = [
 ]
 
 
-def test_differences_are_taken_seed_by_seed() -> None:
+def test_differences_are_paired_by_seed() -> None:
     assert accuracy_table(RESULTS, against="grpo").splitlines()[2:] == [
         "| `grpo` | 0.550 (0.500 to 0.600) | 0.650 (0.600 to 0.700) |  | 6,144 |",
         "| `rloo` | 0.400 (0.300 to 0.500) | 0.700 (0.500 to 0.900) | +0.050 (-0.100 to +0.200) | 6,144 |",
     ]
 
 
-def test_the_picture_says_what_it_shows_and_does_not_change(tmp_path: Path) -> None:
+def test_the_plot_is_labeled_and_reproducible(tmp_path: Path) -> None:
     draw(RESULTS, tmp_path / "a.svg", against="grpo")
     draw(RESULTS, tmp_path / "b.svg", against="grpo")
     drawn = (tmp_path / "a.svg").read_text()

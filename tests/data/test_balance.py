@@ -10,7 +10,7 @@ from flowrl.data.balance import deal, split_rows
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5))
-def test_no_rank_has_more_than_the_average_and_the_heaviest_item(weights: list[int], ranks: int) -> None:
+def test_load_per_rank_is_at_most_the_average_plus_the_heaviest_item(weights: list[int], ranks: int) -> None:
     rank_of = deal(weights, ranks)
     loads = [sum(w for w, rank in zip(weights, rank_of, strict=True) if rank == r) for r in range(ranks)]
     assert sum(loads) == sum(weights)
@@ -23,7 +23,7 @@ def test_ties_go_to_the_earlier_item_and_the_lower_rank() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5))
-def test_rows_are_dealt_evenly_and_each_once(tokens: list[int], ranks: int) -> None:
+def test_split_rows_balances_tokens_and_assigns_each_row_once(tokens: list[int], ranks: int) -> None:
     shares = split_rows(torch.tensor(tokens, dtype=torch.int64), ranks)
     assert len(shares) == ranks and sorted(torch.cat(shares).tolist()) == list(range(len(tokens)))
     assert all(share.tolist() == sorted(share.tolist()) for share in shares)

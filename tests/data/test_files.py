@@ -12,14 +12,14 @@ from flowrl.data.files import file_digest, parse_json, replaced, write
 from tests.support.errors import raises
 
 
-def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_writing_replaces_an_existing_file(tmp_path: Path) -> None:
     for text in ("first\n", "second ü\u2028\n"):
         write(tmp_path / "run.json", text.encode())
         assert (tmp_path / "run.json").read_text(encoding="utf-8") == text
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_writing_replaces_an_existing_folder(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with replaced(tmp_path / "folder") as draft:
             (draft / "deep").mkdir(parents=True)
@@ -27,7 +27,7 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.rglob("*")] == ["folder", "deep", name]
 
 
-def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_error_leaves_the_existing_file_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "lines", b"whole")
     with pytest.raises(OSError, match="no space"), replaced(tmp_path / "lines") as draft:
         draft.write_text("ha")
@@ -35,7 +35,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_the_next_attempt_clears_up_after_a_crash(tmp_path: Path) -> None:
+def test_the_next_write_removes_the_leftovers_of_a_crash(tmp_path: Path) -> None:
     (tmp_path / ".folder.partial" / "half").mkdir(parents=True)
     (tmp_path / ".folder.replaced" / "old").mkdir(parents=True)
     (tmp_path / "folder").mkdir()
@@ -44,7 +44,7 @@ def test_the_next_attempt_clears_up_after_a_crash(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
 
 
-def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+def test_file_digest_depends_only_on_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"flowrl")
     (tmp_path / "b").write_bytes(b"flowrl")
     (tmp_path / "c").write_bytes(b"flowrl\n")
@@ -52,7 +52,7 @@ def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
     assert a == b != c and len(a) == 32
 
 
-def test_a_link_in_the_way_is_replaced_and_what_it_points_to_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").write_text("kept")
     for name, target in (("folder", "elsewhere"), ("dangling", "nowhere"), ("file", "elsewhere/kept")):
@@ -63,14 +63,14 @@ def test_a_link_in_the_way_is_replaced_and_what_it_points_to_is_left_alone(tmp_p
     assert (tmp_path / "elsewhere" / "kept").read_text() == "kept"
 
 
-def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
+def test_writing_a_file_over_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json").mkdir()
     with raises("data.unwritable-file", path=f"{tmp_path}/trace.json", reason="Is a directory"):
         write(tmp_path / "trace.json", b"{}")
     assert [path.name for path in tmp_path.rglob("*")] == ["trace.json"]
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -81,6 +81,6 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"{", b"\xff", b"", "9" * 5000], ids=lambda text: str(text)[:10])
-def test_json_that_is_none_is_a_value_error(text: bytes | str) -> None:
+def test_invalid_json_is_a_value_error(text: bytes | str) -> None:
     with pytest.raises(ValueError):
         parse_json(text)

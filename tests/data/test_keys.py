@@ -31,7 +31,7 @@ def test_a_seed_is_an_int(seed: Any) -> None:
         Key.of(seed)
 
 
-def test_types_places_and_parents_count() -> None:
+def test_types_positions_and_parents_change_the_key() -> None:
     key = Key.of(0)
     keys = [
         key.derive(1),
@@ -50,14 +50,14 @@ def test_types_places_and_parents_count() -> None:
     assert all(0 <= k.bits < 2**128 for k in keys)
 
 
-def test_keys_are_fixed_for_good() -> None:
+def test_key_values_are_stable_across_versions() -> None:
     """The text that is hashed, spelled out: a run must repeat years later."""
     root = xxhash.xxh3_128_intdigest(f"{0:032x}\x1fstr:seed\x1fint:7".encode())
     child = xxhash.xxh3_128_intdigest(f"{root:032x}\x1fstr:step\x1fint:3\x1fstr:generate".encode())
     assert Key.of(7).derive("step", 3, "generate").bits == child
 
 
-def test_a_row_draws_the_same_whatever_the_batch() -> None:
+def test_random_numbers_of_a_row_do_not_depend_on_the_batch() -> None:
     key = Key.of(0).derive("generate")
     rows = [f"0/{i}" for i in range(5)]
     whole = key.uniforms(rows, 7)
@@ -70,7 +70,7 @@ def test_a_row_draws_the_same_whatever_the_batch() -> None:
     assert not torch.equal(Key.of(1).derive("generate").uniforms(rows, 7), whole)
 
 
-def test_draws_are_uniform_and_rows_independent() -> None:
+def test_random_numbers_are_uniform_and_independent_across_rows() -> None:
     draws = Key.of(0).uniforms([str(i) for i in range(500)], 20).numpy()
     assert draws.min() >= 0
     assert draws.max() < 1
@@ -79,7 +79,7 @@ def test_draws_are_uniform_and_rows_independent() -> None:
     assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.05
 
 
-def test_generators_are_seeded_and_leave_the_global_one_alone() -> None:
+def test_generators_are_seeded_and_do_not_change_the_global_state() -> None:
     state = torch.get_rng_state()
     first, second = (torch.randn(4, generator=Key.of(3).generator()) for _ in range(2))
     assert torch.equal(first, second)

@@ -28,7 +28,7 @@ def report(values: list[int]) -> Metrics:
 
 
 @given(parts)
-def test_parts_merge_exactly_in_any_grouping(split: list[list[int]]) -> None:
+def test_merging_is_exact_in_any_grouping(split: list[list[int]]) -> None:
     values = [v for part in split for v in part]
     whole = report(values).compute()
     left, right = Metrics(), Metrics()
@@ -45,7 +45,7 @@ def test_parts_merge_exactly_in_any_grouping(split: list[list[int]]) -> None:
         assert whole == {"mean": sum(values) / len(values), "sum": sum(values), "min": min(values), "max": max(values)}
 
 
-def test_a_mean_of_means_is_not_taken() -> None:
+def test_means_are_weighted_by_count() -> None:
     metrics = Metrics()
     metrics.mean("loss", 1.0, 1)
     metrics.mean("loss", torch.tensor(9.0), torch.tensor(9))
@@ -54,7 +54,7 @@ def test_a_mean_of_means_is_not_taken() -> None:
     assert metrics["loss"] == Metric("mean", 10.0, 10.0)
 
 
-def test_a_mean_over_nothing_is_nan() -> None:
+def test_a_mean_without_values_is_nan() -> None:
     metrics = Metrics()
     metrics.mean("loss", 0.0, 0)
     assert math.isnan(metrics.compute()["loss"])
@@ -63,21 +63,21 @@ def test_a_mean_over_nothing_is_nan() -> None:
 
 
 @pytest.mark.parametrize(("reduction", "values", "expected"), [("min", (3, 1, 2), 1.0), ("max", (1, 3, 2), 3.0)])
-def test_extremes(reduction: str, values: tuple[int, ...], expected: float) -> None:
+def test_minimum_and_maximum(reduction: str, values: tuple[int, ...], expected: float) -> None:
     metrics = Metrics()
     for value in values:
         getattr(metrics, reduction)("x", value)
     assert metrics.compute() == {"x": expected}
 
 
-def test_one_key_has_one_reduction() -> None:
+def test_mixed_reductions_of_one_metric_are_refused() -> None:
     metrics = Metrics()
     metrics.sum("x", 1)
     with raises("metrics.mixed-reductions", metric="x", reductions=("sum", "mean")):
         metrics.mean("x", 1)
 
 
-def test_is_a_mapping_that_travels() -> None:
+def test_metrics_are_a_picklable_mapping() -> None:
     metrics = report([1, 2, 6])
     assert list(metrics) == ["mean", "sum", "min", "max"]
     assert len(metrics) == 4
@@ -89,7 +89,7 @@ def test_is_a_mapping_that_travels() -> None:
     assert metrics.compute()["sum"] == 9.0
 
 
-def test_what_ranks_report_of_the_same_rows_counts_once() -> None:
+def test_metrics_of_replicated_rows_count_once_across_ranks() -> None:
     """Two ranks of a node are given the same rows: the operator's own numbers are the same on both, an engine's are
     parts. Where each rank has its own rows, all are parts. The same holds after pickling."""
     reports = []

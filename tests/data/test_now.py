@@ -37,7 +37,7 @@ class Later(Moment):
         return super().__call__(values) * when.step
 
 
-def test_a_call_by_hand_knows_everything_but_the_step() -> None:
+def test_direct_calls_have_no_step() -> None:
     metrics = Metrics()
     Moment()(ONES, metrics=metrics)
     assert metrics.compute() == {"round": 0.0, "ahead": 0.0, "shared": 0.0}
@@ -48,7 +48,7 @@ def test_a_call_by_hand_knows_everything_but_the_step() -> None:
     assert "NowByHand" in repr(NowByHand("later", "when"))
 
 
-def test_a_session_injects_the_now_of_its_step() -> None:
+def test_a_session_injects_its_current_step() -> None:
     session, now = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), ahead=1)
     with session.active():
         session.begin_step(4)
@@ -66,7 +66,7 @@ def test_a_session_injects_the_now_of_its_step() -> None:
 
 @pytest.mark.parametrize(("cls", "part"), [(Share, "share"), (Round, "round")])
 @pytest.mark.parametrize("optional", [False, True])
-def test_a_part_of_now_cannot_be_injected(cls: Any, part: str, optional: bool) -> None:
+def test_fields_of_now_cannot_be_injected(cls: Any, part: str, optional: bool) -> None:
     annotation = cls | None if optional else cls
     namespace: dict[str, Any] = {"c": c, "annotation": annotation, "INJECTED": INJECTED}
     exec(f"def call(self, values: c.Values, {part}: annotation = INJECTED) -> c.Values: ...", namespace)

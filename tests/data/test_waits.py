@@ -41,7 +41,7 @@ def test_overlapping_waits_are_merged(clock: Clock) -> None:
     assert found.seconds == 4.0
 
 
-def test_short_waits_are_dropped_and_short_gaps_closed(clock: Clock) -> None:
+def test_short_waits_are_dropped_and_short_gaps_merged(clock: Clock) -> None:
     found = recorded(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
     assert found.recorded() == [Wait("environments", 2.0, 4.0)]
     assert found.seconds == pytest.approx(2.0)

@@ -42,7 +42,7 @@ def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model.build(tmp_path_factory.mktemp("short"), seed=3, steps=SHORT)
 
 
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_build_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Jobs build it while `flowrl check` and the like print."""
     demo_model.build(tmp_path, steps=SHORT)
     assert capfd.readouterr() == ("", "")
@@ -58,7 +58,7 @@ def test_tokenizer_round_trips_every_demonstration(tokenizer: PreTrainedTokenize
     assert tokenizer.batch_decode(ended, skip_special_tokens=True) == texts
 
 
-def test_thinking_words_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_think_tags_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     for word in ("<think>", "</think>"):
         (token,) = tokenizer(word, add_special_tokens=False)["input_ids"]
         assert token not in tokenizer.all_special_ids
@@ -68,8 +68,8 @@ def test_thinking_words_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) 
 
 def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: PreTrainedTokenizerFast) -> None:
     user = {"role": "user", "content": "59+36="}
-    asked = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    assert asked == "<|user|>59+36=<|end|><|assistant|>"
+    rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    assert rendered == "<|user|>59+36=<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
     assert len(ids) == 9
     whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "95"}], return_dict=False)
@@ -78,12 +78,12 @@ def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: Pr
         tokenizer.apply_chat_template([{"role": "tool", "content": "95"}])
 
 
-def test_demonstrations_are_the_same_each_time(data: demo_model.Demonstrations) -> None:
+def test_demonstrations_are_reproducible(data: demo_model.Demonstrations) -> None:
     again = make_demonstrations(demo_model.make_tokenizer())
     assert all(torch.equal(*pair) for pair in zip(data, again, strict=True))
 
 
-def test_demonstrations_label_the_answer_alone(
+def test_demonstrations_label_only_the_answer(
     tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
 ) -> None:
     problems = task.split().train
@@ -98,7 +98,7 @@ def test_demonstrations_label_the_answer_alone(
         assert (labels[data.lengths[i] :] == -100).all()
 
 
-def test_folder_is_small_and_loads(short_folder: Path) -> None:
+def test_the_model_folder_is_small_and_loads(short_folder: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(short_folder), AutoTokenizer.from_pretrained(short_folder)
     # Embeddings 104 x 64; per layer four 64 x 64 projections, three of 64 x 192 and two norms; a last norm.
     assert sum(p.numel() for p in model.parameters()) == 104 * 64 + 2 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64
@@ -119,7 +119,7 @@ def test_folder_is_small_and_loads(short_folder: Path) -> None:
     assert tokenizer.decode(worked, skip_special_tokens=True) == Problem(59, 36).worked
 
 
-def test_backward_is_the_mean_over_answer_tokens(
+def test_backward_uses_the_mean_loss_over_answer_tokens(
     tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
 ) -> None:
     """Buckets and padding change nothing: the same loss and gradients as row by row in float64."""
@@ -160,7 +160,7 @@ def test_warm_start_learns_and_is_deterministic(tokenizer: PreTrainedTokenizerFa
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_finished_folder_is_reused(short_folder: Path) -> None:
+def test_a_finished_folder_is_reused(short_folder: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in short_folder.iterdir()}
     steps: list[int] = []
     assert (
@@ -174,7 +174,7 @@ def test_finished_folder_is_reused(short_folder: Path) -> None:
     "damage",
     ["no stamp", "torn weights", "other seed", *map(nightly, ("torn stamp", "no tokenizer", "other steps"))],
 )
-def test_any_other_folder_is_built_anew(short_folder: Path, tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_or_different_folder_is_rebuilt(short_folder: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for path in short_folder.iterdir():
@@ -198,7 +198,7 @@ def test_any_other_folder_is_built_anew(short_folder: Path, tmp_path: Path, dama
     AutoTokenizer.from_pretrained(folder)
 
 
-def test_a_build_that_stops_half_way_leaves_no_stamp(short_folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_build_leaves_no_stamp(short_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     demo_model.build(folder, seed=3, steps=SHORT)
 

@@ -34,13 +34,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_graphs_keep_every_rule() -> None:
+def test_the_demo_graphs_pass_every_rule() -> None:
     for graph in demo.graphs():
         rows_per_prompt = graph["repeat"].operator.rows_factor
         assert graph.check(prompts=demo.ROWS // rows_per_prompt) == []
 
 
-def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+def test_the_demo_trains_and_prints_both_graphs(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
     small.setattr(demo, "ROWS", 32)
     out = io.StringIO()
     runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=1, seed=5)
@@ -75,7 +75,7 @@ def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, small: p
         assert f"{name} ended after step 5 of 50: a validation reached the goal" in out.getvalue()
 
 
-def test_the_quick_demo_trains_by_grpo_and_leaves_its_curve(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+def test_the_quick_demo_trains_grpo_and_writes_its_curve(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
     small.setattr(demo, "ROWS", 32)
     out = io.StringIO()
     run = demo.run_quick(Console(file=out, width=160), tmp_path, steps=4, seed=5)
@@ -91,7 +91,7 @@ def test_the_quick_demo_trains_by_grpo_and_leaves_its_curve(tmp_path: Path, smal
     assert f"Curve: {tmp_path / 'quick' / '001' / 'curve.svg'}" in shown
 
 
-def test_the_quick_demo_uses_the_model_of_the_demo(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+def test_the_quick_demo_and_the_demo_share_one_model(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
     small.setattr(demo, "ROWS", 16)
     out = Console(file=io.StringIO())
     demo.run_quick(out, tmp_path, steps=1, seed=5)
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         demo.run_demo(Console(file=io.StringIO()), tmp_path / "file", steps=1, seed=0)
 
 
-def test_answers_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_responses_are_printed_without_markup(tmp_path: Path) -> None:
     """Brackets are no markup of the terminal's."""
     line = '{"step": %d, "prompt": [{"content": "1+[b]"}], "response": "[/] 95", "score": %d}\n'
     (tmp_path / "predictions.jsonl").write_text(line % (0, 0) + line % (100, 1))

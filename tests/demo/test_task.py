@@ -27,13 +27,13 @@ TWO_DIGITS = st.integers(10, 99)
         (Problem(7, 2), "<think>7+2=9</think>9"),
     ],
 )
-def test_demonstrations_by_hand(problem: Problem, worked: str) -> None:
+def test_demonstrations_worked_example(problem: Problem, worked: str) -> None:
     assert problem.worked == worked
     assert problem.answer == worked.partition("</think>")[2]
 
 
 @given(TWO_DIGITS, TWO_DIGITS)
-def test_worked_demonstrations_are_right_arithmetic(a: int, b: int) -> None:
+def test_demonstrations_are_correct_arithmetic(a: int, b: int) -> None:
     problem = Problem(a, b)
     parts = re.fullmatch(r"<think>(\d)\+(\d)=(\d+) (\d)\+(\d)(\+1)?=(\d+)</think>(\d+)", problem.worked)
     assert parts is not None
@@ -48,7 +48,7 @@ def test_worked_demonstrations_are_right_arithmetic(a: int, b: int) -> None:
         assert verifier.compute_score("addition", response, str(a + b + 1)) == 0.0
 
 
-def test_split_is_strict_and_complete() -> None:
+def test_train_and_heldout_split_is_disjoint_and_complete() -> None:
     train, heldout = task.split()
     assert len(heldout) == len(set(heldout)) == 500
     assert len(train) == len(set(train)) >= 5000
@@ -60,7 +60,7 @@ def test_split_is_strict_and_complete() -> None:
     assert 200 < sum(a < b for a, b in heldout) < 300
 
 
-def test_problems_of_three_digits_are_drawn_and_split_as_strictly() -> None:
+def test_three_digit_problems_are_split_without_overlap() -> None:
     train, heldout = task.split(3)
     assert len(heldout) == 500 and len(train) == len(set(train)) > 18_900
     assert all(100 <= number <= 999 for problem in (*train, *heldout) for number in problem)
@@ -86,7 +86,7 @@ def test_dataset_has_verls_format(tmp_path: Path) -> None:
         assert {row["prompt"][0]["content"] for row in rows} == {f"{a}+{b}=" for a, b in problems}
 
 
-def test_seed_orders_the_training_rows_and_nothing_else(tmp_path: Path) -> None:
+def test_the_seed_changes_only_the_order_of_training_rows(tmp_path: Path) -> None:
     first, again, other = (task.write_dataset(tmp_path / name, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
     contents = [[path.read_text() for path in paths] for paths in (first, again, other)]
     assert contents[0] == contents[1]

@@ -28,7 +28,7 @@ from flowrl.demo import verifier
         ("<think>9+6=15</think>95</think>94", 0.0),
     ],
 )
-def test_verifier_compares_what_follows_the_last_thought(solution: str, score: float) -> None:
+def test_verifier_compares_the_text_after_the_last_think_block(solution: str, score: float) -> None:
     found = verifier.compute_score("addition", solution, "95", extra_info={"index": 0})
     assert found == score
     assert isinstance(found, float)
@@ -36,5 +36,5 @@ def test_verifier_compares_what_follows_the_last_thought(solution: str, score: f
 
 
 @pytest.mark.parametrize(("text", "expected"), [("<think>1", True), ("95", False), ("", False), ("95<think>", False)])
-def test_a_response_thinks_if_it_starts_with_a_thought(text: str, expected: bool) -> None:
+def test_thinks_requires_a_think_block_at_the_start(text: str, expected: bool) -> None:
     assert verifier.thinks(text) is expected

@@ -28,7 +28,7 @@ def tables() -> list[dict[str, list[str]]]:
 @pytest.mark.skipif(
     find_spec("vllm") is not None or find_spec("sglang") is not None, reason="an engine is installed here"
 )
-def test_engines_that_are_not_installed_are_named() -> None:
+def test_missing_engines_are_named() -> None:
     found, episodes = tables()
     assert set(episodes) == {"2 layers of 64, float32, torch"}
     assert set(found) == {
@@ -42,7 +42,7 @@ def test_engines_that_are_not_installed_are_named() -> None:
 @pytest.mark.engines("vllm", "sglang")
 @pytest.mark.nightly
 @pytest.mark.timeout(480)
-def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
+def test_all_engines_load_the_same_weights_and_match_the_trainer() -> None:
     found, episodes = (
         {
             name.rpartition(" ")[2]: [float(cell.replace(",", "").rstrip("%")) for cell in row]
@@ -70,7 +70,7 @@ def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
         (["sglang", "alone"], {"alone"}),
     ],
 )
-def test_what_is_for_a_gpu_runs(words: list[str], cases: set[str]) -> None:
+def test_gpu_cases_run_on_a_cpu(words: list[str], cases: set[str]) -> None:
     """What the machine lacks is named, and everything else is as it should be."""
     script = str(SCRIPT.with_name("gpu_engines.py"))
     done = subprocess.run([sys.executable, script, "cpu", *words], env=os.environ, capture_output=True, text=True)
@@ -80,7 +80,7 @@ def test_what_is_for_a_gpu_runs(words: list[str], cases: set[str]) -> None:
     assert all(" yes " in line or ": left out" in line for line in lines)
 
 
-def test_a_case_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_case_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     script = str(SCRIPT.with_name("gpu_engines.py"))
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     monkeypatch.setattr(sys, "argv", [script, "asleeep"])

@@ -155,7 +155,7 @@ def tried(job: Job, folder: str, scratch: Path, ranks: int, dies: int, mischief:
 
 
 @pytest.mark.engines("vllm", "ray")
-def test_two_of_vllm(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
+def test_two_vllm_ranks_match_one_and_report_faults(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
     """They draw what one does in this process, whichever rank gets a row; and one job shows both faults."""
     one, mischief = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), tmp_path / "mischief"
     job = job_with(folder, replace(one, ranks=2), Colocate(gpus=2, deadline=DEADLINE))
@@ -174,7 +174,7 @@ def test_two_of_vllm(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
 
 @pytest.mark.engines("vllm", "ray")
 @pytest.mark.nightly
-def test_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
+def test_tensor_parallel_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
     """Where an actor of two ranks is too."""
     rollout = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE), ranks=2)
@@ -183,7 +183,7 @@ def test_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.engines("sglang", "ray")
 @pytest.mark.nightly
-def test_two_of_sglang(folder: str, tmp_path: Path) -> None:
+def test_two_sglang_ranks_match_one(folder: str, tmp_path: Path) -> None:
     rollout = SGLang(folder, ranks=2, dtype="float32", max_model_len=64, max_num_seqs=8, cache_tokens=4096)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE))
     tried(job, folder, tmp_path / "actor", ranks=2, dies=1)
@@ -214,7 +214,7 @@ class Counts(Environment):
         pytest.param("sglang", Colocate(gpus=1, deadline=DEADLINE), 0, marks=pytest.mark.engines("sglang", "ray")),
     ],
 )
-def test_episodes_by_turns_with_the_actor_and_ahead_of_it(
+def test_episodes_run_while_sharing_slots_with_the_actor_and_with_lag(
     kind: str, place: Place, lag: int, folder: str, prompts_file: str, tmp_path: Path, cluster: str
 ) -> None:
     episodes = Interact(Counts, max_turns=2, context=150, max_new_tokens=8)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.nightly
-def test_ten_thousand_episodes_lose_no_group() -> None:
+def test_failures_in_ten_thousand_episodes_lose_no_group() -> None:
     failures(10_000)
 
 
@@ -37,7 +37,7 @@ def test_ten_thousand_episodes_lose_no_group() -> None:
     ("episodes", "model_of"),
     [(256, {"steps": 20, "rows": 32}), pytest.param(15_360, {}, marks=pytest.mark.nightly)],
 )
-def test_episodes_of_triage_have_no_token_off(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
+def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
     """15,360 is as many as examples/triage.py plays while it trains; from its model before, which varies most."""
     example = str(ROOT / "examples" / "triage.py")
     triage, build, incident, environment = (
@@ -99,7 +99,7 @@ def training(home: Path, model: str, data: str, **settings: Any) -> Training:
 
 
 @pytest.mark.runs
-def test_killed_in_the_middle_of_a_batch_and_resumed_the_rows_are_the_same(
+def test_a_run_killed_during_a_batch_resumes_with_the_same_rows(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "environment.py").write_text(WORLD)

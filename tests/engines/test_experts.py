@@ -88,7 +88,7 @@ def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> 
 
 
 @pytest.mark.timeout(480)
-def test_it_computes_with_the_experts_that_came(engine: Any, trainer: Any, other: Any, folder: str) -> None:
+def test_the_engine_uses_the_synced_experts(engine: Any, trainer: Any, other: Any, folder: str) -> None:
     """On a CPU vLLM would load the weights of experts, and then use them as if they were packed."""
     prompts, mask = ragged(engine, [4, 9, 1])
     for version, source in enumerate([trainer, other, trainer]):

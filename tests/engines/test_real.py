@@ -48,7 +48,9 @@ def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> 
     engine.close()
 
 
-def test_a_healthy_engine_is_taken_and_answers_sensibly(engine: Any, trainer: TorchTrainerEngine, folder: str) -> None:
+def test_a_correct_engine_passes_the_probe_and_generates_plausible_text(
+    engine: Any, trainer: TorchTrainerEngine, folder: str
+) -> None:
     receipt = engine.sync(trainer)
     held = dict(trainer.weights())
     assert receipt.bytes == sum(tensor.numel() * (2 if tensor.ndim > 1 else 4) for tensor in held.values())
@@ -88,7 +90,7 @@ def lose_a_matrix(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("change", [swap_layers, permute_heads, lose_a_matrix])
-def test_other_weights_are_found_in_bfloat16(
+def test_the_probe_detects_wrong_weights_in_bfloat16(
     engine: Any, trainer: TorchTrainerEngine, change: Callable[[Weights], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = dict(trainer.weights())
@@ -99,7 +101,7 @@ def test_other_weights_are_found_in_bfloat16(
     assert engine.receipt is None
 
 
-def test_old_weights_are_found_in_bfloat16(
+def test_the_probe_detects_old_weights_in_bfloat16(
     engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an update that is smaller than the tolerance; the digest is of what was sent, and that is new."""

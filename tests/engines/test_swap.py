@@ -106,14 +106,14 @@ def by_vllm(example: str, model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.engines("vllm")
 @pytest.mark.nightly
-def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
+def test_the_example_trains_with_vllm(model: Path, tmp_path: Path) -> None:
     trained = by_vllm("think_by_engine.py", model, tmp_path)
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
 
 
 @pytest.mark.engines("vllm")
 @pytest.mark.nightly
-def test_episodes_are_played_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_plays_the_triage_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How well triage learns on each of them is in docs/engine-notes.md."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     model = load_object(f"{ROOT / 'examples' / 'triage_environment.py'}:build")(tmp_path / "model", steps=40, rows=32)
@@ -123,7 +123,7 @@ def test_episodes_are_played_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
 
 
-def test_the_swap_changes_the_binding_and_nothing_else(tmp_path: Path) -> None:
+def test_swapping_the_engine_changes_only_the_binding(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     before = demo(tmp_path / "model", tmp_path, tmp_path / "run")
     model = str(tmp_path / "model")

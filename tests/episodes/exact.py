@@ -1,4 +1,4 @@
-"""What a batch of episodes has to be, token by token, worked out anew from conversations and from what was drawn."""
+"""The expected batch of episodes, token by token, recomputed from conversations and sampled responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAID = (
 
 
 class Recorded:
-    """An engine, and what it has drawn for the last try of each episode: by row id, a response a turn."""
+    """An engine that records the responses of the last attempt of each episode: by row id, one per turn."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -87,9 +87,9 @@ class Drawing:
         ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
         how: Any = numbers.choice(["turn_end", "turn_end", "turn_end", "eos_id", None])
         ids = [*ids, *([getattr(self.tokenizer, how)] if how else [])]
-        kept = ids[: request.sampling.max_new_tokens]
-        ended: Any = "stop" if how and kept == ids else "length"
-        return Response(kept, [-numbers.random() for _ in kept], [3] * len(kept), ended)
+        sampled_ids = ids[: request.sampling.max_new_tokens]
+        ended: Any = "stop" if how and sampled_ids == ids else "length"
+        return Response(sampled_ids, [-numbers.random() for _ in sampled_ids], [3] * len(sampled_ids), ended)
 
     def take(self, name: str) -> Response:
         return self._answers.pop(name)
@@ -239,5 +239,5 @@ def failures(rows: int, group: int = 8) -> None:
         spread = (sum((score - mean) ** 2 for score in scores.values()) / max(1, len(scores) - 1)) ** 0.5
         for i in range(first, first + group):
             own = (scores[i] - mean) / (spread + 1e-6) if i in scores else 0.0
-            wanted = torch.where(batch.response_mask[i], own, 0.0)
-            torch.testing.assert_close(found[i], wanted, atol=1e-5, rtol=1e-4)
+            expected_log_probs = torch.where(batch.response_mask[i], own, 0.0)
+            torch.testing.assert_close(found[i], expected_log_probs, atol=1e-5, rtol=1e-4)

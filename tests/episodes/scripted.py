@@ -63,9 +63,9 @@ class Scripted:
     def step(self) -> list[str]:
         self.steps += 1
         ended = []
-        for name, (ids, said) in list(self._under_way.items()):
-            self._under_way[name] = (ids, said + 1)
-            if said + 1 == len(ids):
+        for name, (ids, count) in list(self._under_way.items()):
+            self._under_way[name] = (ids, count + 1)
+            if count + 1 == len(ids):
                 del self._under_way[name]
                 (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
                 how: Any = "stop" if ids[-1] == end else "length"

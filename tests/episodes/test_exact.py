@@ -21,7 +21,7 @@ from tests.support.templates import tokenizer_of
     turns=st.integers(1, 6),
     room=st.integers(1, 300),
 )
-def test_no_token_is_off_and_company_changes_nothing(
+def test_episodes_have_exact_tokens_in_any_batch(
     name: str, seed: int, rows: int, failing: float, turns: int, room: int
 ) -> None:
     environment = wandering(seed, failing)
@@ -41,10 +41,10 @@ def test_no_token_is_off_and_company_changes_nothing(
 
 
 @pytest.mark.parametrize("name", sorted(HEADS))
-def test_many_rows_of_each_template(name: str) -> None:
+def test_every_template_plays_many_rows(name: str) -> None:
     batch, _, _ = played(name, tokenizer_of(name), wandering(3), 48)
     assert batch.response_mask.any(1).all() and len(set(batch.turns.tolist())) > 2
 
 
-def test_failures_lose_no_group_and_are_all_counted() -> None:
+def test_failures_lose_no_group_and_are_counted() -> None:
     failures(400)

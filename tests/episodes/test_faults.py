@@ -62,24 +62,24 @@ class TestFaults:
             (lambda: Reply("x", done="no"), "episode.invalid-reply", {"field": "done"}),  # type: ignore[arg-type]
         ],
     )
-    def test_the_error_has_a_code_and_names_the_row(self, wrong: Any, code: str, facts: dict[str, Any]) -> None:
+    def test_a_fault_has_a_code_and_names_the_row(self, wrong: Any, code: str, facts: dict[str, Any]) -> None:
         fault = fault_of(wrong)
         assert fault.code == code and facts.items() <= fault.facts.items(), fault
         assert (fault.facts["row"], fault.facts["answers"], fault.facts["attempt"]) == ("row-0", 1, 1)
 
     @pytest.mark.parametrize("error", [ValueError("theirs"), SystemExit(2), asyncio.CancelledError()])
-    def test_the_message_names_the_line_that_raised(self, error: BaseException) -> None:
+    def test_a_fault_names_the_line_that_raised(self, error: BaseException) -> None:
         message = fault_of(lambda: raised(error)).message
         assert f"{type(error).__name__}" in message and f"{error} (at {__file__}:" in message
 
     @pytest.mark.parametrize("reply", [Reply([{"content": "x"}]), Reply([{"role": "assistant", "content": "x"}])])
-    def test_messages_that_the_transcript_refuses_are_a_fault(self, reply: Reply) -> None:
+    def test_messages_refused_by_the_transcript_are_a_fault(self, reply: Reply) -> None:
         assert fault_of(lambda: reply).facts["row"] == "row-0"
 
-    def test_a_long_reply_is_cut_in_the_message(self) -> None:
+    def test_a_long_reply_is_truncated_in_the_message(self) -> None:
         assert str(fault_of(lambda: "x" * 10_000).facts["found"]).endswith("x... (10002 characters)")
 
-    def test_before_any_answer_there_is_nothing_to_reward(self) -> None:
+    def test_a_reward_before_the_first_response_is_a_fault(self) -> None:
         class Early(Three):
             async def reset(self, row: Row) -> Reply:
                 return Reply(row.messages, reward=1.0)
@@ -112,7 +112,7 @@ class TestFaults:
         assert cause is not None and cause.__notes__[0].startswith("and close() failed then: ValueError: second (at ")
 
     @pytest.mark.parametrize("turns", [1, 4])
-    def test_a_close_that_fails_is_a_fault_however_the_episode_ended(self, turns: int) -> None:
+    def test_a_failing_close_is_a_fault_for_any_end_of_the_episode(self, turns: int) -> None:
         class Unclosed(Three):
             async def close(self) -> None:
                 raise ValueError("planted")
@@ -153,7 +153,7 @@ class TestFaults:
         assert [request.key for request in first] == [request.key for request in second]
         assert [request.ids for request in first] == [request.ids for request in second]
 
-    def test_each_episode_has_an_environment_of_its_own_which_is_closed(self) -> None:
+    def test_each_episode_has_its_own_environment_which_is_closed(self) -> None:
         made: list[Environment] = []
         closed: list[Environment] = []
 
@@ -188,7 +188,7 @@ class TestFaults:
         assert [i for i, one in enumerate(episodes) if one.fault] == list(range(0, 400, 20))
         assert all(one.chat.rewards == [0.0, 1.0, 2.0] for one in episodes if not one.fault)
 
-    def test_its_tasks_end_with_the_batch(self) -> None:
+    def test_tasks_of_an_environment_end_with_the_batch(self) -> None:
         ended: list[str] = []
 
         class Leaks(Three):
@@ -209,7 +209,7 @@ class TestFaults:
         assert set(threading.enumerate()) == before
 
     @pytest.mark.usefixtures("interrupts")
-    def test_an_interrupt_ends_all_and_closes_every_environment(self) -> None:
+    def test_an_interrupt_ends_all_episodes_and_closes_every_environment(self) -> None:
         opened: list[Any] = []
         closed: list[Any] = []
 
@@ -233,7 +233,7 @@ class TestFaults:
         assert {*map(id, opened)} == {*map(id, closed)} and len(opened) == 4
         assert {*engines[0].dropped} == {f"row-{i}" for i in range(4)}
 
-    def test_a_fault_of_the_engine_ends_all(self) -> None:
+    def test_an_engine_error_ends_all_episodes(self) -> None:
         class Breaks(Scripted):
             def submit(self, request: Request) -> None:
                 if len(self.requests) == 4:

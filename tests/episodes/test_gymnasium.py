@@ -47,7 +47,7 @@ class Echoed(Gym):
         return Echo()
 
 
-def test_a_numbered_action_is_the_number_of_an_answer() -> None:
+def test_the_last_number_of_a_response_is_the_action() -> None:
     moves = ["I go down, 1", "1", "2", "2", "1", "so: 2"]
     [one], _ = played(Lake, lambda name, turn: moves[turn], turns=8)
     assert (one.ended, one.chat.rewards) == ("done", [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
@@ -57,15 +57,15 @@ def test_a_numbered_action_is_the_number_of_an_answer() -> None:
     ]
 
 
-@pytest.mark.parametrize("said", ["4", "9", "-1", "1 or 2", "left"])
-def test_an_answer_that_is_not_an_action_gets_an_error_and_no_step(said: str) -> None:
-    [one], _ = played(Lake, lambda name, turn: ["1", said, "1"][turn], turns=3)
-    *_, told, again = [m["content"] for m in one.chat.messages]
-    assert told == f"error: expected one number from 0 to 3, and this is {said!r}" and again == "1"
+@pytest.mark.parametrize("response", ["4", "9", "-1", "1 or 2", "left"])
+def test_an_invalid_action_gets_an_error_reply_and_no_step(response: str) -> None:
+    [one], _ = played(Lake, lambda name, turn: ["1", response, "1"][turn], turns=3)
+    *_, error, again = [m["content"] for m in one.chat.messages]
+    assert error == f"error: expected one number from 0 to 3, and this is {response!r}" and again == "1"
     assert one.ended == "turns" and one.chat.rewards == [0.0] * 3
 
 
-def test_the_seed_of_the_group_seeds_an_episode() -> None:
+def test_episodes_are_seeded_by_group() -> None:
     numbers = {}
     for seed in (row(0).seed, row(2).seed):
         env = Echo()
@@ -76,14 +76,14 @@ def test_the_seed_of_the_group_seeds_an_episode() -> None:
     assert len(set(numbers.values())) == 2
 
 
-@pytest.mark.parametrize("said", ["x", "1234567890", ""])
-def test_a_text_is_an_action_if_its_space_contains_it(said: str) -> None:
-    [one], _ = played(Echoed, lambda name, turn: said or "1", turns=2)
+@pytest.mark.parametrize("response", ["x", "1234567890", ""])
+def test_text_actions_must_be_in_the_action_space(response: str) -> None:
+    [one], _ = played(Echoed, lambda name, turn: response or "1", turns=2)
     misfit = "expected Text(" in one.chat.messages[2]["content"]
-    assert misfit == bool(said) and one.ended == "turns"
+    assert misfit == bool(response) and one.ended == "turns"
 
 
-def test_a_retry_has_the_same_environment() -> None:
+def test_a_retry_has_the_same_seed() -> None:
     class Fails(Gym):
         def make(self) -> Any:
             return Echo(fails_after=1)

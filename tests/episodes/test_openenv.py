@@ -97,14 +97,14 @@ def seeded(seed: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("environment", [Counting, CountingByClient])
-def test_an_environment_of_openenv_is_played(environment: Any) -> None:
+def test_openenv_style_environments_are_played(environment: Any) -> None:
     [one], _ = played(environment, lambda name, turn: ["1", "none", "2"][turn], rows=seeded(7))
     assert (one.ended, one.fault, one.chat.rewards) == ("done", None, [0.0, -0.5, 1.0])
-    said = [message["content"] for message in one.chat.messages]
-    assert said == ["go\n\n3 left", "1", "2 left", "none", "error: take 1 or 2", "2"]
+    contents = [message["content"] for message in one.chat.messages]
+    assert contents == ["go\n\n3 left", "1", "2 left", "none", "error: take 1 or 2", "2"]
 
 
-def test_a_environment_without_rewards_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_rewards_places_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocking, "pays", False)
     [one], _ = played(Counting, lambda name, turn: "1", rows=seeded(0))
     assert one.ended == "done" and not one.chat.rewarded
@@ -119,7 +119,7 @@ def test_each_episode_has_an_environment_which_is_closed(environment: Any, monke
     assert len(made) == 3 and all(getattr(one, "inner", one).closed for one in made)
 
 
-def test_such_a_environment_is_written_with_its_graph() -> None:
+def test_openenv_environments_are_serialized_with_their_graph() -> None:
     graph = grpo(exact, n=2).edit(replace={"generate": Interact(Counting, max_turns=3, context=99)}, drop=["reward"])
     assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
 
@@ -187,7 +187,7 @@ def theirs() -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("by_client", [False, True])
 @pytest.mark.filterwarnings("ignore")  # what OpenEnv and its server warn of is theirs
-def test_openenv_itself_is_played(theirs: Any, by_client: bool) -> None:
+def test_environments_of_the_openenv_package_are_played(theirs: Any, by_client: bool) -> None:
     rows = [row(i)._replace(extra_info={"seed": i}) for i in range(4)]
     episodes, _ = played(theirs[by_client], lambda name, turn: "1", rows=rows)
     assert [(one.fault, one.chat.rewards) for one in episodes] == [(None, [0.0, 1.0]), (None, [0.0, 0.0, 1.0])] * 2

@@ -52,7 +52,7 @@ def test_turns_and_their_rewards(environment: Any) -> None:
     assert sorted(engine.dropped) == [f"row-{i}" for i in range(5)]
 
 
-def test_a_turn_samples_by_its_row_and_number() -> None:
+def test_random_numbers_of_a_turn_depend_on_row_and_turn() -> None:
     _, engine = played(Three, say, count=2)
     keys = {request.key for request in engine.requests}
     assert keys == {KEY.answer(f"row-{i}", turn) for i in range(2) for turn in range(3)}
@@ -66,7 +66,7 @@ def test_each_request_continues_the_earlier_tokens() -> None:
     assert third.ids[: len(second.ids)] == second.ids
 
 
-def test_an_episode_that_waits_does_not_block_the_others() -> None:
+def test_a_waiting_episode_does_not_block_the_others() -> None:
     """Rows of even numbers wait until an odd one is done."""
     done = asyncio.Event()
 
@@ -121,7 +121,7 @@ def test_an_environment_that_hangs_times_out(plain: bool) -> None:
     )
 
 
-def test_the_policy_may_take_its_time() -> None:
+def test_the_environment_time_limit_excludes_generation() -> None:
     class Slow(Scripted):
         def step(self) -> list[str]:
             threading.Event().wait(0.02)
@@ -137,11 +137,11 @@ def test_the_policy_may_take_its_time() -> None:
 
 
 class TestLimits:
-    def test_turns(self) -> None:
+    def test_max_turns_ends_an_episode(self) -> None:
         (one,), engine = played(Three, say, turns=2)
         assert (one.ended, one.chat.rewards, len(engine.requests)) == ("turns", [0.0, 1.0], 2)
 
-    def test_context(self) -> None:
+    def test_a_full_context_ends_an_episode(self) -> None:
         (whole,), _ = played(Three, say)
         assert whole.chat.transcript is not None
         longest = len(whole.chat.transcript.ids)
@@ -151,7 +151,7 @@ class TestLimits:
         (early,), _ = played(Three, say, context=len(engine.requests[-1].ids))
         assert (early.ended, len(early.chat.rewards)) == ("context", 2)
 
-    def test_an_agent_may_score_an_episode_that_is_over(self) -> None:
+    def test_an_agent_may_score_an_episode_after_its_end(self) -> None:
         async def goes_on(chat: Chat, row: Row) -> float:
             try:
                 while True:
@@ -162,7 +162,7 @@ class TestLimits:
         (one,), _ = played(goes_on, say, turns=2)
         assert (one.ended, one.chat.rewards) == ("done", [0.0, 7.0])
 
-    def test_a_long_reply_ends_the_episode_with_its_last_answer(self) -> None:
+    def test_a_reply_beyond_the_context_ends_the_episode_at_its_last_response(self) -> None:
         class Talks(Environment):
             async def step(self, answer: Answer) -> Reply:
                 return Reply("and so on " * 200, reward=1.0)
@@ -170,7 +170,7 @@ class TestLimits:
         (one,), engine = played(Talks, say, context=300)
         assert (one.ended, one.chat.rewards, len(engine.requests)) == ("context", [1.0], 1)
 
-    def test_a_turn_is_cut_where_the_context_ends(self) -> None:
+    def test_a_response_is_cut_at_the_end_of_the_context(self) -> None:
         (one,), _ = played(Three, lambda name, turn: "word " * 50, context=100)
         assert one.chat.transcript is not None
         (answer,) = one.chat.transcript.answers
@@ -186,13 +186,13 @@ class TestLimits:
         assert one.ended == "failed" and one.fault is not None
         assert (one.fault.code, one.fault.facts["seconds"]) == ("episode.timeout", 0.2)
 
-    def test_concurrency(self) -> None:
+    def test_concurrency_limits_open_episodes(self) -> None:
         episodes, engine = played(Three, say, count=9, concurrency=2)
         assert engine.most == 2 and all(one.ended == "done" for one in episodes)
 
 
 class TestTools:
-    def test_calls_run_and_their_results_are_replies(self) -> None:
+    def test_tool_results_are_replies(self) -> None:
         def add(a: int, b: int) -> int:
             """The sum."""
             return a + b
@@ -200,18 +200,18 @@ class TestTools:
         async def twice(text: str) -> dict[str, str]:
             return {"twice": text * 2}
 
-        said = [
+        responses = [
             '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
             '<tool_call>{"name": "twice", "arguments": {"text": "x"}}</tool_call>',
             "3",
         ]
-        (one,), _ = played(None, lambda name, turn: said[turn], tools=[add, twice])
+        (one,), _ = played(None, lambda name, turn: responses[turn], tools=[add, twice])
         replies = [m["content"] for m in one.chat.messages if m["role"] == "tool"]
         assert replies == ["3", '{"twice": "xx"}']
         assert (one.ended, one.chat.tool_calls, one.chat.tool_errors) == ("done", 2, 0)
 
     @pytest.mark.parametrize(
-        ("call", "told"),
+        ("call", "message"),
         [
             ("{", "'{' is not a tool call"),
             ('{"name": "ad", "arguments": {}}', "there is no tool 'ad'; there are add; did you mean 'add'?"),
@@ -222,14 +222,14 @@ class TestTools:
             ('{"name": "add", "arguments": [1, 2]}', "the arguments of 'add' are [1, 2]; expected an object"),
         ],
     )
-    def test_the_policy_gets_the_errors_of_invalid_calls(self, call: str, told: str) -> None:
+    def test_the_policy_gets_the_errors_of_invalid_calls(self, call: str, message: str) -> None:
         def add(a: int, b: int) -> int:
             return a + b
 
-        said = [f"<tool_call>{call}</tool_call>", "sorry"]
-        (one,), _ = played(None, lambda name, turn: said[turn], tools=[add])
+        responses = [f"<tool_call>{call}</tool_call>", "sorry"]
+        (one,), _ = played(None, lambda name, turn: responses[turn], tools=[add])
         (reply,) = [m["content"] for m in one.chat.messages if m["role"] == "tool"]
-        assert reply.startswith("error: ") and told in reply
+        assert reply.startswith("error: ") and message in reply
         assert (one.ended, one.chat.tool_errors) == ("done", 1)
 
     def test_a_tool_that_raises_is_a_fault_of_the_environment(self) -> None:
@@ -241,7 +241,7 @@ class TestTools:
         assert one.ended == "failed" and one.fault is not None
         assert one.fault.code == "episode.environment-failed" and "ValueError: no 1" in one.fault.message
 
-    def test_an_environment_sees_answers_without_calls_alone(self) -> None:
+    def test_an_environment_gets_only_responses_without_tool_calls(self) -> None:
         seen: list[str] = []
 
         class Last(Environment):
@@ -252,6 +252,6 @@ class TestTools:
         async def look() -> str:
             return "a wall"
 
-        said = ['<tool_call>{"name": "look"}</tool_call>', "I see a wall"]
-        (one,), _ = played(Last, lambda name, turn: said[turn], tools=[look], rows=[row(0)])
+        responses = ['<tool_call>{"name": "look"}</tool_call>', "I see a wall"]
+        (one,), _ = played(Last, lambda name, turn: responses[turn], tools=[look], rows=[row(0)])
         assert seen == ["I see a wall"] and one.chat.rewards == [0.0, 1.0]

@@ -165,7 +165,7 @@ def noted(file: Path, name: str) -> list[str]:
     return (file.parent / name).read_text().split()
 
 
-def test_an_environment_keeps_its_state_and_is_closed_and_leaves_nothing(file: Path) -> None:
+def test_an_environment_keeps_its_state_and_leaves_no_process(file: Path) -> None:
     episodes = apart(file, "Counts", count=6)
     assert all((one.ended, one.chat.rewards) == ("done", [1.0, 2.0, 3.0]) for one in episodes)
     pids = {int(pid) for pid in noted(file, "pids")}
@@ -200,18 +200,18 @@ def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: 
     assert one.fault.code == code and words in one.fault.message
 
 
-def test_what_a_class_has_is_there_once_for_each_episode(file: Path) -> None:
+def test_class_attributes_are_not_shared_between_episodes(file: Path) -> None:
     for one in apart(file, "Shares", count=3):
         assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["Prints", "Loops", "Forks"])
-def test_what_does_no_harm(file: Path, name: str) -> None:
+def test_harmless_side_effects_do_not_fail_an_episode(file: Path, name: str) -> None:
     (one,) = apart(file, name)
     assert one.ended == "done"
 
 
-def test_random_numbers_go_by_row_and_try(file: Path) -> None:
+def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
     first, second = apart(file, "Draws", count=2)
     again, _ = apart(file, "Draws", count=2)
     assert first.chat.messages == again.chat.messages and first.chat.rewards == again.chat.rewards
@@ -226,20 +226,20 @@ class TestTools:
         (one,), _ = played(None, lambda name, turn: [call, "so"][min(turn, 1)], toolbox=box, **settings)
         return one
 
-    def test_it_is_called_in_another_process(self, file: Path) -> None:
+    def test_tools_run_in_another_process(self, file: Path) -> None:
         one = self.called(file, "add", '{"a": 1, "b": "2"}')
         assert '"sum": 3' in one.chat.messages[2]["content"]
         assert f'"pid": {os.getpid()}' not in one.chat.messages[2]["content"]
 
     @pytest.mark.parametrize(
-        ("name", "arguments", "told"),
+        ("name", "arguments", "message"),
         [("add", '{"a": 1}', "add does not take these arguments (b: Missing"), ("picky", '{"a": 1}', "no, not that")],
     )
     def test_the_policy_gets_the_error_of_an_invalid_call(
-        self, file: Path, name: str, arguments: str, told: str
+        self, file: Path, name: str, arguments: str, message: str
     ) -> None:
         one = self.called(file, name, arguments)
-        assert told in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
+        assert message in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
 
     def test_a_tool_that_hangs_times_out(self, file: Path) -> None:
         one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
@@ -254,14 +254,14 @@ class TestServer:
             environment_server((f"{tmp_path}/broken.py:Environment",))
         assert "broken.py:2 raises OSError" in caught.value.message
 
-    def test_after_one_has_ended_another_is_started(self, file: Path) -> None:
+    def test_a_closed_server_is_replaced(self, file: Path) -> None:
         server = server_for(file)
         server.close()
         with raises("episode.process-died"):
             Process(server)
         assert apart(file, "Counts")[0].ended == "done"
 
-    def test_a_program_that_is_killed_leaves_nothing(self, file: Path) -> None:
+    def test_a_killed_program_leaves_no_process(self, file: Path) -> None:
         server = server_for(file)
         (file.parent / "pids").unlink(missing_ok=True)
 
@@ -275,20 +275,20 @@ class TestServer:
         wait_until_ended({int(pid) for pid in noted(file, "pids")})
 
     @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
-    def test_what_no_process_can_import_is_refused(self, thing: Any) -> None:
+    def test_objects_that_cannot_be_imported_are_refused(self, thing: Any) -> None:
         with raises("episode.not-importable"):
             reference_of(thing)
 
 
 class TestInteract:
-    def test_a_class_of_a_function_is_refused(self) -> None:
+    def test_a_local_class_is_refused(self) -> None:
         class Local(Environment):
             def step(self, answer: Any) -> Any: ...
 
         with pytest.raises(ParameterError, match=r"A separate process cannot import .*Local"):
             Interact(Local, processes=True)
 
-    def test_an_agent_alone_is_refused(self) -> None:
+    def test_isolating_an_agent_without_environment_is_refused(self) -> None:
         async def agent(chat: Any, row: Any) -> None: ...
 
         with raises("episode.nothing-isolated"):

@@ -39,7 +39,7 @@ def test_templates_that_only_append_pass(name: str, check: Any) -> None:
 
 @pytest.mark.parametrize("parser", ["hermes", "json", lambda text: []])
 @pytest.mark.parametrize(("name", "replies"), [("llama3", True), ("qwen2.5", True), ("qwen3", False)])
-def test_tools_are_tested_too(name: str, replies: bool, parser: Any) -> None:
+def test_templates_are_tested_with_tools(name: str, replies: bool, parser: Any) -> None:
     """Qwen 3 keeps the thinking after the last user message, so with tools alone it only appends."""
     rehearse(tokenizer_of(name), "strict", Toolbox([add], parser), replies)
 
@@ -70,7 +70,7 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
         ("qwen3", TOOLS, {"enable_thinking": False}, "<think></think>", "<|im_start|>assistant<tool_call>"),
     ],
 )
-def test_what_is_written_otherwise_is_shown_with_both_texts(
+def test_a_template_that_rewrites_turns_is_refused_with_both_texts(
     name: str, toolbox: Toolbox | None, arguments: dict[str, Any], there: str, written: str
 ) -> None:
     with pytest.raises(EpisodeError, match="The test episode before loading") as error:
@@ -79,30 +79,30 @@ def test_what_is_written_otherwise_is_shown_with_both_texts(
     assert there in before and (written in after or name == "qwen3")
 
 
-@pytest.mark.parametrize(("name", "said"), [("deaf", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")])
-def test_replies_that_a_template_leaves_out_are_found(name: str, said: str) -> None:
-    with pytest.raises(EpisodeError, match=rf"tool calls\) failed: .*{said}"):
+@pytest.mark.parametrize(("name", "message"), [("deaf", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")])
+def test_replies_omitted_by_a_template_are_refused(name: str, message: str) -> None:
+    with pytest.raises(EpisodeError, match=rf"tool calls\) failed: .*{message}"):
         rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)
     rehearse(tokenizer_of(name), "loose", None, replies=True)
 
 
-def test_two_tools_may_reply_to_one_answer() -> None:
+def test_a_template_that_rejects_two_tool_replies_is_refused() -> None:
     with pytest.raises(EpisodeError, match=r"failed: .*one tool at a time"):
         rehearse(tokenizer_of("single"), "loose", TOOLS, replies=False)
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral"])
-def test_roles_that_a_template_does_not_support_are_found(name: str) -> None:
+def test_unsupported_roles_of_a_template_are_refused(name: str) -> None:
     with pytest.raises(EpisodeError, match=r"tool calls\) failed: .*must alternate"):
         rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "merging"])
-def test_off_tests_nothing(name: str) -> None:
+def test_check_off_skips_the_test_episode(name: str) -> None:
     rehearse(tokenizer_of(name), "off", TOOLS, replies=True)
 
 
-def test_arguments_of_the_template_count() -> None:
+def test_unknown_template_arguments_are_refused() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     with pytest.raises(EpisodeError, match="chat_template_kwargs has 'enable_thinking'"):
         rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
@@ -119,7 +119,7 @@ class TestLaunch:
         operator = Interact(Asks, max_turns=2, context=250, max_new_tokens=4, check=check)
         return job_of("grpo", folder, n=2).edit(replace={"generate": operator}, drop=["reward"])
 
-    def test_it_is_refused_before_a_model_is_loaded(self, folder: str, tmp_path: Path) -> None:
+    def test_a_failing_test_episode_is_reported_before_loading(self, folder: str, tmp_path: Path) -> None:
         for weights in Path(folder).glob("*.safetensors"):
             weights.write_bytes(b"no model can be loaded from this")
         training = Training(self.job(folder), PromptData(write_prompts(tmp_path / "data.jsonl")), steps=1, prompts=2)
@@ -128,13 +128,13 @@ class TestLaunch:
         with pytest.raises(FlowrlError, match=r"^interact: The test episode"), training.job.open():
             raise AssertionError("opened")
 
-    def test_off_lets_it_run(self, folder: str, tmp_path: Path) -> None:
+    def test_check_off_allows_a_rewriting_template(self, folder: str, tmp_path: Path) -> None:
         data = PromptData(write_prompts(tmp_path / "data.jsonl"))
         run = Training(self.job(folder, "off"), data, steps=1, prompts=2, folder=str(tmp_path / "run")).run()
         assert run.metrics[0]["episodes/turns"] == 2
 
     @pytest.mark.parametrize("template", [LLAMA3, QWEN3])
-    def test_a_template_that_appends_runs(self, template: str, folder_with: Callable[[str], str]) -> None:
+    def test_an_appending_template_runs(self, template: str, folder_with: Callable[[str], str]) -> None:
         self.job(folder_with(template)).refuse_missing()
 
 

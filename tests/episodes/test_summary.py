@@ -1,4 +1,4 @@
-"""`summarize`: who said what, what it was worth and how it ended, as JSON-able data."""
+"""`summarize`: messages, rewards and the end of an episode, as JSON-serializable data."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def of(environment: Any, **settings: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_was_sampled_is_told_from_what_was_not() -> None:
+def test_sampled_messages_are_marked() -> None:
     found = of(Counts)
-    said = [(m["role"], m["content"]) for m in found["messages"]]
+    contents = [(m["role"], m["content"]) for m in found["messages"]]
     shot = [("user", "1?"), ("assistant", "2")]  # of the data, although the assistant says it
-    assert said == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
+    assert contents == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
     marks = [m.get("sampled") for m in found["messages"]]
     expected = {"tokens": len("says 0") + 1, "cut": False, "version": 3}
     assert [mark is not None for mark in marks] == [False, False, False, True, False, True]
@@ -50,32 +50,32 @@ def test_what_was_sampled_is_told_from_what_was_not() -> None:
 
 
 @pytest.mark.parametrize(("settings", "ended"), [({"turns": 1}, "turns"), ({"context": 60}, "context")])
-def test_how_it_ended(settings: dict[str, int], ended: str) -> None:
+def test_a_summary_has_the_end_of_the_episode(settings: dict[str, int], ended: str) -> None:
     assert of(Counts, **settings)["ended"] == ended
 
 
-def test_an_answer_that_its_length_ended_is_told() -> None:
+def test_a_summary_marks_truncated_responses() -> None:
     (whole,), _ = played(Counts, lambda name, turn: "says much")
     assert whole.chat.transcript is not None
     [first] = [m["sampled"] for m in of(Counts, context=whole.chat.transcript.prompt_length + 3)["messages"][3:4]]
     assert (first["tokens"], first["cut"]) == (3, True)
 
 
-def test_what_failed_is_there_as_far_as_it_came() -> None:
+def test_a_failed_episode_is_summarized_up_to_its_failure() -> None:
     found = of(Breaks, tries=2)
     assert (found["ended"], found["tries"]) == ("failed", 2)
     assert "planted" in found["fault"] and "after 2 answers, in try 2" in found["fault"]
     assert [m["content"] for m in found["messages"]][-3:] == ["says 0", "and?", "says 1"]
 
 
-def test_without_rewards_none_is_told() -> None:
+def test_a_summary_without_rewards_has_reward_none() -> None:
     async def silent(chat: Chat, row: Row) -> None:
         await chat.answer()
 
     assert of(silent)["messages"][1]["sampled"]["reward"] is None
 
 
-def test_before_the_first_answer_there_is_the_prompt() -> None:
+def test_a_summary_without_responses_has_the_prompt() -> None:
     class Never(Environment):
         async def reset(self, row: Row) -> Reply:
             raise OSError("planted")

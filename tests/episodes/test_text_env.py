@@ -11,14 +11,14 @@ from tests.episodes.scripted import row
 from tests.support.errors import raises
 
 
-def test_a_row_has_the_seed_of_its_group_or_of_the_data() -> None:
+def test_the_seed_of_a_row_is_that_of_its_group_or_the_data() -> None:
     one, same, other = row(0), row(1), row(2)
     assert one.seed == same.seed == one._replace(attempt=3).seed != other.seed
     assert all(0 <= row(i).seed < 2**31 for i in range(50))
     assert one._replace(extra_info={"seed": 12}).seed == 12
 
 
-def test_an_observation_that_is_not_text_is_refused() -> None:
+def test_a_non_text_observation_is_refused() -> None:
     with raises("episode.no-conversion", environment="TextEnvironment", method="tell", found="int"):
         TextEnvironment().tell(3)
 
@@ -38,6 +38,6 @@ def test_the_first_observation_follows_the_prompt(messages: Any, expected: Any) 
     assert TextEnvironment().opening(row(0)._replace(messages=messages), "seen") == expected
 
 
-def test_the_error_names_a_missing_package_and_its_extra() -> None:
+def test_a_missing_package_is_named_with_its_extra() -> None:
     with raises("package.not-installed", package="no_such_package", extra="extra"):
         package("no_such_package", "extra")

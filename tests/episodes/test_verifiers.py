@@ -88,20 +88,20 @@ def by_verifiers(env: Any, script: Any, **limits: Any) -> Any:
     return played(agent, script, rows=rows, **limits)[0]
 
 
-def test_tasks_of_verifiers_are_played_and_scored(words: Any) -> None:
+def test_verifiers_tasks_are_played_and_scored(words: Any) -> None:
     right, wrong, stopped = by_verifiers(words.once, lambda name, turn: "cba" if name == "row-0" else "hello")
     assert right.chat.rewards == [3.0] and wrong.chat.rewards == [0.0]
     assert [m["content"] for m in right.chat.messages] == ["Be brief.", "Reverse abc", "cba"]
     assert (stopped.fault.code, stopped.fault.facts["needs"]) == ("episode.unsupported-task", ("stops",))
 
 
-def test_an_environment_of_verifiers_speaks_for_itself(words: Any) -> None:
+def test_multi_turn_verifiers_environments_reply_and_score(words: Any) -> None:
     right, over, _ = by_verifiers(words.again, lambda name, turn: ["no", "cba", "no"][turn], turns=3)
     assert [m["content"] for m in right.chat.messages[2:]] == ["no", "Again.", "cba"]
     assert right.chat.rewards == [0.0, 3.0 - 0.5 + 0.125]
     assert over.chat.rewards == [0.0, 0.0, 1.0 - 0.75 + 0.125]  # it ran out of turns; verifiers scores what there is
 
 
-def test_an_answer_that_is_cut_off_is_told(words: Any) -> None:
+def test_verifiers_sees_truncated_responses(words: Any) -> None:
     cut, *_ = by_verifiers(words.once, lambda name, turn: "long " * 300)
     assert cut.ended == "done" and cut.chat.rewards == [1.0]

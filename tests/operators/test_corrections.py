@@ -115,7 +115,7 @@ class TestFormulas:
         else:
             assert metrics == {}
 
-    def test_by_hand_per_token(self) -> None:
+    def test_token_level_worked_example(self) -> None:
         found, metrics = run(RolloutCorrection("token", "truncate", high=3.0))
         assert found.tolist() == [pytest.approx(row) for row in ([2.0, -0.5, 6.0], [3.0, -3.0, 0.0], [0.0, 0.0, 0.0])]
         weights = [2.0, 0.5, 3.0, 1.0, 1.0]
@@ -130,7 +130,7 @@ class TestFormulas:
             }
         )
 
-    def test_by_hand_per_row(self) -> None:
+    def test_sequence_level_worked_example(self) -> None:
         found, metrics = run(RolloutCorrection("sequence", "mask", high=3.0))  # the first row's ratio is 4
         assert found.tolist() == [[0.0, 0.0, 0.0], [3.0, -3.0, 0.0], [0.0, 0.0, 0.0]]
         assert {metrics[f"rollout_corr/{key}"] for key in ("bounded", "ess", "weight_mean")} == {0.5}
@@ -146,7 +146,7 @@ class TestFormulas:
         assert outside.tolist() == [False, False, False, True]
 
     @pytest.mark.parametrize("mode", ["mask", "truncate"])
-    def test_nothing_left_has_no_effective_samples(self, mode: Mode) -> None:
+    def test_the_effective_sample_size_without_tokens_is_zero(self, mode: Mode) -> None:
         found, metrics = run(RolloutCorrection("token", mode, high=1e-9))
         if mode == "mask":
             assert not found.any()
@@ -155,12 +155,12 @@ class TestFormulas:
             assert metrics["rollout_corr/ess"] == pytest.approx(1.0)
         assert metrics["rollout_corr/bounded"] == 1
 
-    def test_ratios_stop_at_the_exponent_of_20(self) -> None:
+    def test_log_ratios_are_clamped_to_20(self) -> None:
         ratios = importance_ratios(torch.tensor([[0.0, -500.0]]), torch.tensor([[-500.0, 0.0]]), MASK[:1, :2], "token")
         assert ratios.tolist() == [pytest.approx([math.exp(20), math.exp(-20)])]
 
-    def test_a_sequence_weight_makes_the_expectation_the_trainers(self) -> None:
-        """Over all answers of two tokens, weighed by how often the engine gives them."""
+    def test_sequence_weights_give_the_expectation_of_the_trainer(self) -> None:
+        """Over all responses of two tokens, weighted by the engine's probabilities."""
         draw = torch.Generator().manual_seed(0)
         trainer, engine = (torch.randn(4, 4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
         first = torch.arange(4).repeat_interleave(4)
@@ -178,7 +178,7 @@ class TestFormulas:
         exact_mean = (log_probs(trainer).sum(1).exp() * value[:, 0]).sum()
         assert float(sampled) == pytest.approx(float(exact_mean), rel=1e-5)
 
-    def test_weighing_advantages_is_weighing_the_loss(self) -> None:
+    def test_weighing_advantages_equals_weighing_the_loss(self) -> None:
         draw = torch.Generator().manual_seed(1)
         old, new, advantages, rollout = (torch.randn(4, 5, generator=draw) for _ in range(4))
         mask = torch.ones(4, 5, dtype=torch.bool)
@@ -196,12 +196,12 @@ class TestFormulas:
         uniform = loss.weights(mask)
         assert float(value(corrected, uniform)) == pytest.approx(float(value(advantages, uniform * weights)), rel=1e-5)
 
-    def test_no_gradient_flows_through_it(self) -> None:
+    def test_no_gradient_flows_through_a_correction(self) -> None:
         old = OLD.nan_to_num().requires_grad_()
         found = RolloutCorrection()(ADVANTAGES, old, ROLLOUT, MASK)
         assert not found.requires_grad
 
-    def test_refuses_what_is_no_number(self) -> None:
+    def test_refuses_nan_ratios(self) -> None:
         with raises("correction.nan-ratio", row=0, token=1):
             minus = torch.tensor([[0.0, -math.inf]])
             importance_ratios(minus, minus, torch.ones(1, 2, dtype=torch.bool), "token")
@@ -218,7 +218,7 @@ class TestFormulas:
             {"level": "row"},
         ],
     )
-    def test_refuses_bounds_that_mean_nothing(self, parameters: dict[str, Any]) -> None:
+    def test_refuses_invalid_bounds(self, parameters: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match="RolloutCorrection"):
             RolloutCorrection(**parameters)
 
@@ -229,7 +229,7 @@ def source(graph: Graph, end: str) -> str:
 
 
 class TestInGraphs:
-    def test_behind_whiten_in_ppo(self) -> None:
+    def test_a_correction_after_whiten_in_ppo_is_wired(self) -> None:
         graph = ppo(exact).edit(insert={"correction": After("whiten", RolloutCorrection())})
         assert source(graph, "update_actor.advantages") == "correction.advantages"
         assert source(graph, "correction.advantages") == "whiten.advantages"
@@ -237,12 +237,12 @@ class TestInGraphs:
         assert source(graph, "correction.rollout_log_probs") == "generate.rollout_log_probs"
         assert graph.check() == []
 
-    def test_before_whiten_in_ppo(self) -> None:
+    def test_a_correction_before_whiten_in_ppo_is_wired(self) -> None:
         graph = ppo(exact).edit(insert={"correction": After("gae", RolloutCorrection())})
         assert source(graph, "whiten.advantages") == "correction.advantages"
         assert source(graph, "update_critic.returns") == "gae.returns"
 
-    def test_in_grpo_with_a_veto_before_it(self) -> None:
+    def test_a_correction_after_a_veto_in_grpo_is_wired(self) -> None:
         graph = grpo(exact).edit(
             insert={
                 "veto": After("group_advantage", RolloutCorrection("minimum", "reject", low=1e-4, high=None)),
@@ -254,7 +254,7 @@ class TestInGraphs:
         assert source(graph, "veto.advantages") == "group_advantage.advantages"
         assert graph.check() == []
 
-    def test_a_correction_lets_generation_run_ahead_and_a_rejection_does_not(self) -> None:
+    def test_a_correction_allows_lag_and_a_rejection_does_not(self) -> None:
         def findings(operator: RolloutCorrection) -> list[str]:
             graph = ppo(exact).edit(lag=1, insert={"correction": After("whiten", operator)})
             return [finding.rule for finding in graph.check()]
@@ -262,7 +262,7 @@ class TestInGraphs:
         assert findings(RolloutCorrection()) == findings(RolloutCorrection("sequence", "mask")) == []
         assert findings(RolloutCorrection("geometric", "reject", 0.9, 1.1)) == ["FR006"]
 
-    def test_mismatch_is_a_sink_of_the_stock_graphs_that_holds_back_nothing(self) -> None:
+    def test_mismatch_is_an_optional_sink_of_the_stock_graphs(self) -> None:
         for graph in (ppo(exact), grpo(exact)):
             assert "mismatch" in graph.sinks
             assert source(graph, "mismatch.rollout_log_probs") == "generate.rollout_log_probs"
@@ -278,7 +278,7 @@ class TestInGraphs:
         assert watching.check() == [], "what writes no weights is held to no rule"
 
     @pytest.mark.parametrize("name", ["ppo", "grpo"])
-    def test_a_run_where_both_agree_is_corrected_by_one(
+    def test_a_run_without_mismatch_has_correction_weights_of_one(
         self, name: str, tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         anchor = {"ppo": "whiten", "grpo": "group_advantage"}[name]
@@ -299,7 +299,7 @@ class TestInGraphs:
         assert all(step["rollout/alarm_above"] == 1e-5 for step in metrics[1:])
         assert not [record for record in caplog.records if "alarm" in record.getMessage()]
 
-    def test_a_run_with_the_ratio_to_the_rollout_is_the_same_where_both_agree(
+    def test_a_rollout_ratio_changes_nothing_without_mismatch(
         self, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         job = job_of("grpo", tiny, mini_batch=4)
@@ -313,7 +313,7 @@ class TestInGraphs:
             for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/approx_kl", "kl/ref"):
                 assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
 
-    def test_what_top_k_cuts_off_is_in_the_numbers_and_is_no_alarm(
+    def test_truncated_probability_is_reported_without_an_alarm(
         self, tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         job = job_of("grpo", tiny).edit(set={"mismatch.calibration": 1, "generate.top_k": 5})
@@ -323,7 +323,7 @@ class TestInGraphs:
             assert step["rollout/ratio_outside"] > 0.5
         assert not [record for record in caplog.records if "alarm" in record.getMessage()]
 
-    def test_the_alarm_goes_on_from_a_checkpoint(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_a_run_resumes_the_alarm_from_its_checkpoint(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         job = job_of("ppo", tiny).edit(set={"mismatch.calibration": 2, "generate.top_k": 5})
         whole = Training(
             job, PromptData(prompts_file), steps=4, prompts=4, folder=str(tmp_path / "whole"), save_model=False
@@ -338,7 +338,7 @@ class TestInGraphs:
 
 
 class TestMismatch:
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         metrics = Metrics()
         found = Mismatch()(ROLLOUT, OLD, MASK, metrics=metrics)
         d = [math.log(2), math.log(0.5), math.log(4), 0.0, 0.0]  # old - rollout
@@ -353,7 +353,7 @@ class TestMismatch:
             rel=1e-5,
         )
 
-    def test_kl_is_that_of_the_distributions(self) -> None:
+    def test_the_kl_estimate_matches_the_distributions(self) -> None:
         """In expectation over what the engine samples."""
         draw = torch.Generator().manual_seed(2)
         trainer, engine = (torch.randn(1, 6, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
@@ -378,14 +378,14 @@ class TestMismatch:
         seen = session.state["mismatch.seen"]
         assert seen == {"steps": 5, "largest": pytest.approx(0.02, rel=1e-4), "alarm": False}
 
-    def test_it_warns_once_each_time_that_the_mean_rises_above(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_alarm_warns_once_per_crossing_of_its_threshold(self, caplog: pytest.LogCaptureFixture) -> None:
         mismatch = Mismatch(calibration=1)
         with caplog.at_level(logging.WARNING):
             for shift in (0.01, 0.5, 0.6, 0.7, 0.01, 0.5):
                 mismatch(torch.full((2, 3), -1.0 - shift), torch.full((2, 3), -1.0), MASK[:2])
         assert [message.split(":")[0] for message in caplog.messages] == ["mismatch, step 2", "mismatch, step 6"]
 
-    def test_what_is_infinite_is_an_alarm_and_never_normal(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_infinite_differences_raise_the_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
         session = Session({}, seed=0)
         broken = torch.tensor([[-1.0, -math.inf]])
         with session.active(), caplog.at_level(logging.WARNING):
@@ -394,17 +394,17 @@ class TestMismatch:
         check_json(session.state, "the state")
         assert session.state["mismatch.seen"]["largest"] == 0
 
-    def test_it_holds_what_the_engine_renormalized(self) -> None:
-        """Off by minus the log of the probability that top-k keeps, to the engine's favour."""
+    def test_mismatch_includes_the_renormalization_by_the_engine(self) -> None:
+        """Off by minus the log of the probability that top-k keeps, to the engine's favor."""
         draw = torch.Generator().manual_seed(3)
         trainer = torch.randn(7, 11, generator=draw, dtype=torch.float64).log_softmax(-1)
-        kept, tokens = trainer.topk(3, dim=-1)
-        engine = kept.log_softmax(-1)
+        top, tokens = trainer.topk(3, dim=-1)
+        engine = top.log_softmax(-1)
         picked = torch.randint(3, (7, 1), generator=draw)
         columns = (engine.gather(1, picked).float(), trainer.gather(1, tokens.gather(1, picked)).float())
         metrics = Metrics()
         Mismatch()(*columns, torch.ones(7, 1, dtype=torch.bool), metrics=metrics)
-        cut_off = -kept.logsumexp(-1)
+        cut_off = -top.logsumexp(-1)
         assert metrics.compute()["rollout/logp_diff_mean"] == pytest.approx(float(cut_off.mean()), rel=1e-5)
 
     def test_padding_does_not_change_a_bit(self) -> None:
@@ -418,13 +418,13 @@ class TestMismatch:
 
         assert numbers(40) == numbers(57)
 
-    def test_it_goes_on_from_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_alarm_state_is_restored(self, caplog: pytest.LogCaptureFixture) -> None:
         session = Session({}, seed=0, state={"mismatch.seen": {"steps": 10, "largest": 0.01, "alarm": False}})
         with session.active(), caplog.at_level(logging.WARNING):
             Mismatch()(torch.full((2, 3), -1.5), torch.full((2, 3), -1.0), MASK[:2])
         assert "step 11" in caplog.messages[0]
 
-    def test_rounding_is_no_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_rounding_raises_no_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
         mismatch = Mismatch(calibration=1)
         with caplog.at_level(logging.WARNING):
             mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2], MASK[:2, :2])  # not apart at all
@@ -441,8 +441,8 @@ class TestMismatch:
         assert session.state["mismatch.seen"]["steps"] == 0
 
 
-def test_whiten_then_correct_is_not_correct_then_whiten() -> None:
-    """Why the place matters: behind whiten the weights are applied to what the loss reads."""
+def test_whiten_and_correction_do_not_commute() -> None:
+    """The order matters: after whiten, the weights scale what the loss reads."""
     advantages = torch.tensor([[1.0, 2.0, 4.0]])
     columns = (OLD[:1], ROLLOUT[:1], MASK[:1])
     behind = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)

@@ -61,7 +61,7 @@ def test_a_distance_equals_loops_over_ragged_masks(
 
 @pytest.mark.parametrize("level", ["minimum", "maximum", "k2", "k3"])
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_rows_of_nothing_are_kept(level: Level, shape: tuple[int, int]) -> None:
+def test_empty_rows_are_kept(level: Level, shape: tuple[int, int]) -> None:
     found, metrics = weights(
         RolloutCorrection(level, "reject", high=2.0), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     )
@@ -78,7 +78,7 @@ def test_rows_of_nothing_are_kept(level: Level, shape: tuple[int, int]) -> None:
         {"mode": "reject", "normalize": True},
     ],
 )
-def test_what_means_nothing_is_refused(parameters: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(parameters: dict[str, Any]) -> None:
     with raises("correction.invalid-settings", mode=parameters["mode"]):
         RolloutCorrection(**parameters)
 
@@ -91,17 +91,17 @@ def test_what_means_nothing_is_refused(parameters: dict[str, Any]) -> None:
         ("k3", 0.7047, 0.7045),  # (6.5 - 3 - log(4)) / 3
     ],
 )
-def test_rows_that_are_too_far_apart_are_left_out(level: Level, inside: float, outside: float) -> None:
-    kept, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])
-    assert torch.equal(kept, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
-    left, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])
-    assert left.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+def test_rows_beyond_the_bound_are_rejected(level: Level, inside: float, outside: float) -> None:
+    inner, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])
+    assert torch.equal(inner, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
+    outer, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])
+    assert outer.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     assert metrics["rollout_corr/bounded"] == 0.5
 
 
 @examples(40)
 @given(masks(), st.integers(0, 2**31), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]))
-def test_normalized_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
+def test_normalized_weights_differ_only_by_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
     """Over tokens, or over rows, those of weight 0 among them."""
     d = numbers(mask, seed, off=0.0)
     plain, _ = weights(RolloutCorrection(level, mode, high=1.5), d, mask)
@@ -116,7 +116,7 @@ def test_normalized_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: 
         assert metrics["rollout_corr/weight_mean"] == pytest.approx(1.0)
 
 
-def test_several_in_a_chain_leave_out_what_any_of_them_does() -> None:
+def test_chained_rejections_drop_rows_rejected_by_any() -> None:
     graph = grpo(exact).edit(
         insert={
             "weigh": After("group_advantage", RolloutCorrection.preset("truncate")),
@@ -146,12 +146,12 @@ def test_several_in_a_chain_leave_out_what_any_of_them_does() -> None:
         ("sequence_mask", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
     ],
 )
-def test_a_preset_does_what_its_name_says(name: str, expected: list[list[float]]) -> None:
+def test_each_preset_has_its_documented_weights(name: str, expected: list[list[float]]) -> None:
     found, _ = weights(RolloutCorrection.preset(name), D.double().float())
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
-def test_presets_are_tested_and_others_offered() -> None:
+def test_every_preset_is_tested_and_unknown_ones_get_a_suggestion() -> None:
     assert len(PRESETS) == 10
     with raises("correction.invalid-settings", given="ice_pop") as error:
         RolloutCorrection.preset("ice_pop")

@@ -26,7 +26,7 @@ ALL = torch.ones(1, 6, dtype=torch.bool)
 
 
 class TestShape:
-    def test_worked_example(self) -> None:
+    def test_shaped_rewards_worked_example(self) -> None:
         assert kl_shape(SCORES, OLD, REF, ALL, 0.01)[0].tolist() == pytest.approx(REWARDS, abs=1e-7)
 
     @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -48,13 +48,13 @@ class TestShape:
                 expected = float(scores[i, t]) - 0.3 * kl if mask[i, t] else 0.0
                 assert float(found[i, t]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
-    def test_rewards_are_constants_of_the_policy(self) -> None:
+    def test_shaped_rewards_have_no_gradient(self) -> None:
         scores, old, ref = (column.clone().requires_grad_() for column in (SCORES, OLD, REF))
         assert not kl_shape(scores, old, ref, ALL, 0.01, "k3").requires_grad
         assert not KLShape(0.01)(scores, old, ref, ALL, metrics=Metrics()).requires_grad
 
     @pytest.mark.parametrize("coef", [-0.1, True, float("inf"), NAN])
-    def test_a_coefficient_is_a_number(self, coef: float) -> None:
+    def test_non_numeric_coefficients_are_refused(self, coef: float) -> None:
         with pytest.raises(ParameterError, match="coef"):
             KLShape(coef)
 
@@ -66,14 +66,14 @@ class TestShape:
 
 
 class TestAdaptive:
-    def test_by_hand(self) -> None:
+    def test_adaptive_coefficient_worked_example(self) -> None:
         controller = AdaptiveKL(target=6.0, horizon=10_000, coef=0.2)
         assert adapt_kl_coef(0.2, 6.0, 256, controller) == 0.2
         assert adapt_kl_coef(0.2, 6.6, 256, controller) == pytest.approx(0.2 * (1 + 0.1 * 0.0256))
         assert adapt_kl_coef(0.2, 60.0, 256, controller) == pytest.approx(0.2 * (1 + 0.2 * 0.0256))
         assert adapt_kl_coef(0.2, 0.0, 256, controller) == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
 
-    def test_steers_a_system_to_its_target(self) -> None:
+    def test_converges_to_its_target(self) -> None:
         """Where KL falls as 0.1 / coef, the coefficient that gives the target 0.5 is 0.2."""
         controller = AdaptiveKL(target=0.5, horizon=1000, coef=0.01)
         coef = controller.coef
@@ -81,7 +81,7 @@ class TestAdaptive:
             coef = adapt_kl_coef(coef, 0.1 / coef, 100, controller)
         assert coef == pytest.approx(0.2, rel=1e-2)
 
-    def test_refuses_nonsense(self) -> None:
+    def test_refuses_invalid_settings(self) -> None:
         with pytest.raises(ParameterError, match="target"):
             AdaptiveKL(target=0.0)
         with raises("reward.invalid-settings", given=10.0, expected=64):
@@ -89,7 +89,7 @@ class TestAdaptive:
 
 
 class TestOperator:
-    def test_fixed_coefficient(self) -> None:
+    def test_fixed_coefficient_is_constant(self) -> None:
         shape, metrics = KLShape(coef=0.01), Metrics()
         for _ in range(2):
             rewards = shape(SCORES, OLD, REF, ALL, metrics=metrics)
@@ -112,7 +112,7 @@ class TestOperator:
         shape(SCORES, OLD, REF, ALL, metrics=metrics)
         assert metrics.compute()["kl/coef"] == 0.01
 
-    def test_says_that_it_puts_kl_in(self) -> None:
+    def test_declares_the_kl_effect(self) -> None:
         assert KLShape(0.1).effects == KLShape(AdaptiveKL(target=1.0)).effects == {"kl"}
         assert KLShape(0.0).effects == frozenset()
 

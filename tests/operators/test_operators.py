@@ -98,7 +98,7 @@ def test_repeat_by_one_changes_no_column_but_the_row_id() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, math.inf])
-def test_repeat_of_what_is_no_number_of_rows_is_refused(n: Any) -> None:
+def test_repeat_refuses_invalid_counts(n: Any) -> None:
     with pytest.raises(ParameterError, match="n="):
         Repeat(n)
 
@@ -107,18 +107,18 @@ def test_repeat_of_what_is_no_number_of_rows_is_refused(n: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("operator", "expected"),
     [
         (Generate(max_new_tokens=2), Sampling(1.0, 0, 1.0, 2, (), (), ignore_eos=False)),
         (Generate(0.5, 3, 0.9, 2, (7,), ("x",), True), Sampling(0.5, 3, 0.9, 2, (7,), ("x",), ignore_eos=True)),
     ],
 )
-def test_the_engine_is_asked_for_what_the_operator_says(
-    synced: Any, monkeypatch: pytest.MonkeyPatch, asked: Generate, expected: Sampling
+def test_generate_passes_its_sampling_to_the_engine(
+    synced: Any, monkeypatch: pytest.MonkeyPatch, operator: Generate, expected: Sampling
 ) -> None:
     seen, generate = [], synced.generate
     monkeypatch.setattr(synced, "generate", lambda *given: seen.append(given[3]) or generate(*given))
-    replace(asked, rollout=synced)(prompt_batch(PROMPTS), key=KEY)
+    replace(operator, rollout=synced)(prompt_batch(PROMPTS), key=KEY)
     assert seen == [expected]
 
 
@@ -130,7 +130,7 @@ def synced(tiny: str) -> Any:
     return engine
 
 
-def test_generate_glues_prompts_and_answers_together(synced: Any) -> None:
+def test_generate_concatenates_prompts_and_responses(synced: Any) -> None:
     batch = prompt_batch(PROMPTS)
     out = Generate(max_new_tokens=5, rollout=synced)(batch, key=KEY)
     rows, prompt, response = 3, 3, out.responses.shape[1]
@@ -148,7 +148,7 @@ def test_generate_glues_prompts_and_answers_together(synced: Any) -> None:
     assert out.temperature.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_generate_bears_the_version_of_the_receipt(tiny: str) -> None:
+def test_generate_records_the_version_of_the_receipt(tiny: str) -> None:
     actor, engine = trainer(tiny), TorchRollout(tiny, device="cpu").build(CONTEXT)
     rollout = answers(4)
     UpdateActor(actor=actor)(rollout, torch.zeros(rollout.response_mask.shape), rollout.rollout_log_probs, key=KEY)
@@ -168,7 +168,7 @@ def test_generate_reports_lengths(synced: Any) -> None:
     assert found["response_length/clip_ratio"] == float((lengths == 4).double().mean())
 
 
-def test_generate_reports_what_the_engine_need_not_compute(synced: Any) -> None:
+def test_generate_reports_cached_context_tokens(synced: Any) -> None:
     """Here the copies of a prompt, which are computed once."""
     for n, share in ((4, 3 / 4), (4, 3 / 4), (1, 0)):  # of each call alone
         metrics = Metrics()
@@ -177,7 +177,7 @@ def test_generate_reports_what_the_engine_need_not_compute(synced: Any) -> None:
         assert metrics["throughput/cached_share"].compute() == share
 
 
-def test_greedy_is_an_effect_and_draws_nothing(synced: Any) -> None:
+def test_greedy_is_an_effect_and_ignores_the_key(synced: Any) -> None:
     assert Generate(temperature=0.0).effects == {"greedy"}
     assert Generate(temperature=0.1).effects == frozenset()
     greedy = Generate(temperature=0.0, max_new_tokens=5, rollout=synced)
@@ -185,7 +185,7 @@ def test_greedy_is_an_effect_and_draws_nothing(synced: Any) -> None:
     assert torch.equal(greedy(batch, key=Key.of(1)).responses, greedy(batch, key=Key.of(2)).responses)
 
 
-def test_the_stop_token_ends_a_response_and_is_left_out_of_its_text(synced: Any) -> None:
+def test_the_stop_token_ends_a_response_and_is_not_in_its_text(synced: Any) -> None:
     batch = prompt_batch(PROMPTS)
     plain = Generate(temperature=0.0, max_new_tokens=5, rollout=synced)(batch, key=KEY)
     stop = int(plain.responses[0, 0])
@@ -194,7 +194,7 @@ def test_the_stop_token_ends_a_response_and_is_left_out_of_its_text(synced: Any)
     assert stopped.response_text[0] == ""
 
 
-def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
+def test_generation_before_the_first_sync_is_refused(tiny: str) -> None:
     engine = TorchRollout(tiny, device="cpu").build(CONTEXT)
     with raises("engine.no-receipt", node="generate"):
         Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
@@ -202,13 +202,13 @@ def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
 
 @pytest.mark.parametrize("value", [-1, True, math.inf, math.nan])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens"])
-def test_sampling_parameters_are_held_to_their_range(field: str, value: Any) -> None:
+def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=field):
         Generate(**{field: value})
 
 
 @pytest.mark.parametrize("ids", [(-1,), (5, -7), (True,), (1.5,)])
-def test_stop_ids_that_no_token_has_are_refused(ids: Any) -> None:
+def test_invalid_stop_ids_are_refused(ids: Any) -> None:
     with pytest.raises(ParameterError, match="stop_token_ids"):
         Generate(stop_token_ids=ids)
 
@@ -220,7 +220,7 @@ def test_stop_ids_out_of_the_vocabulary_are_refused_by_the_engine(synced: Any) -
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_trainer_scores_at_the_temperature_that_was_sampled_at(tiny: str, temperature: float) -> None:
+def test_the_trainer_scores_at_the_sampling_temperature(tiny: str, temperature: float) -> None:
     actor, engine = trainer(tiny), TorchRollout(tiny, device="cpu").build(CONTEXT)
     engine.sync(actor)
     out = Generate(temperature=temperature, max_new_tokens=6, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
@@ -237,7 +237,7 @@ def test_the_trainer_scores_at_the_temperature_that_was_sampled_at(tiny: str, te
 # ---- OldLogProb, RefLogProb, Value
 
 
-def test_old_and_reference_log_probs_agree_while_nothing_is_trained(tiny: str) -> None:
+def test_old_and_reference_log_probs_agree_before_training(tiny: str) -> None:
     rollout = answers(5)
     old = OldLogProb(actor=trainer(tiny))(rollout)
     ref = RefLogProb(ref=TorchScorer(tiny, device="cpu").build(CONTEXT))(rollout)
@@ -246,7 +246,7 @@ def test_old_and_reference_log_probs_agree_while_nothing_is_trained(tiny: str) -
     assert (old[~rollout.response_mask] == 0).all()
 
 
-def test_an_untrained_critic_values_everything_at_zero(tiny: str) -> None:
+def test_an_untrained_critic_returns_zero_values(tiny: str) -> None:
     rollout = answers(5)
     assert torch.equal(Value(critic=critic(tiny))(rollout), torch.zeros(rollout.response_mask.shape))
 
@@ -260,16 +260,16 @@ def test_an_untrained_critic_values_everything_at_zero(tiny: str) -> None:
     epochs=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_every_epoch_holds_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
+def test_every_epoch_has_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
     rows = size * batches
-    drawn = mini_batch_rows(rows, size, epochs, Key.of(seed))
-    assert [len(index) for index in drawn] == [size] * (batches * epochs)
+    batches_of_rows = mini_batch_rows(rows, size, epochs, Key.of(seed))
+    assert [len(index) for index in batches_of_rows] == [size] * (batches * epochs)
     for epoch in range(epochs):
-        of_epoch = torch.cat(drawn[epoch * batches : (epoch + 1) * batches])
+        of_epoch = torch.cat(batches_of_rows[epoch * batches : (epoch + 1) * batches])
         assert sorted(of_epoch.tolist()) == list(range(rows))
 
 
-def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() -> None:
+def test_mini_batch_orders_depend_on_key_and_epoch() -> None:
     def order(seed: int) -> list[list[int]]:
         return [index.tolist() for index in mini_batch_rows(12, 4, 2, Key.of(seed))]
 
@@ -278,12 +278,12 @@ def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() ->
     assert order(1)[:3] != order(1)[3:]
 
 
-def test_all_rows_at_once_keep_their_order() -> None:
+def test_a_single_mini_batch_keeps_row_order() -> None:
     (index,) = mini_batch_rows(5, None, 1, KEY)
     assert index.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> None:
+def test_token_weights_are_normalized_per_mini_batch() -> None:
     mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
     weigh = TokenObjective(PPOClip()).weights
     for batch in rank_parts(mini_batch_rows(4, 2, 1, KEY), weigh, mask, mask, None):
@@ -293,7 +293,7 @@ def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> Non
 
 
 @pytest.mark.parametrize(("rows", "mini_batch"), [(6, 4), (4, 8), (0, None), (0, 2)])
-def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) -> None:
+def test_indivisible_mini_batches_are_refused(rows: int, mini_batch: int | None) -> None:
     with raises("update.invalid-mini-batch", given=mini_batch, rows=rows):
         mini_batch_rows(rows, mini_batch, 1, KEY)
 
@@ -302,7 +302,7 @@ def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) 
 
 
 @pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, None, 1), (1, 2, 4), (3, 4, 6), (2, 8, 2)])
-def test_one_optimiser_step_for_each_mini_batch(
+def test_one_optimizer_step_per_mini_batch(
     tiny: str, monkeypatch: pytest.MonkeyPatch, epochs: int, mini_batch: int | None, steps: int
 ) -> None:
     rollout = answers(8)
@@ -321,7 +321,7 @@ def test_one_optimiser_step_for_each_mini_batch(
     assert len(taken) == steps
 
 
-def test_mini_batches_that_do_not_divide_are_refused_before_any_step(tiny: str) -> None:
+def test_an_indivisible_mini_batch_is_refused_before_any_step(tiny: str) -> None:
     rollout, actor = answers(6), trainer(tiny)
     before = weights_of(actor)
     zeros = torch.zeros(rollout.response_mask.shape)
@@ -356,8 +356,8 @@ def test_the_ratio_is_exactly_one_at_the_first_and_only_step(tiny: str) -> None:
     assert metrics.compute()["actor/pg_clipfrac"] == 0
 
 
-def test_the_ratio_to_the_rollout_by_formula(tiny: str) -> None:
-    """In float64, from what the engine said it sampled with and what the trainer makes of it."""
+def test_the_ratio_to_the_rollout_matches_its_formula(tiny: str) -> None:
+    """In float64, from the log-probs of the engine and of the trainer."""
     rollout, actor, metrics = answers(8), trainer(tiny), Metrics()
     mask, draw = rollout.response_mask, torch.Generator().manual_seed(2)
     new = OldLogProb(actor=actor)(rollout)
@@ -372,7 +372,7 @@ def test_the_ratio_to_the_rollout_by_formula(tiny: str) -> None:
     assert 0 < found["actor/pg_clipfrac"] < 1
 
 
-def test_the_ratio_is_one_to_rounding_in_another_micro_batch_layout(tiny: str) -> None:
+def test_another_micro_batch_layout_changes_the_ratio_by_rounding_only(tiny: str) -> None:
     rollout, seen = answers(8), []
     old = OldLogProb(actor=trainer(tiny))(rollout)
 
@@ -409,7 +409,7 @@ def test_micro_batches_do_not_change_the_weights_after_a_step(tiny: str) -> None
             assert (other[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
-def test_a_wanted_reference_is_used_and_reported(tiny: str) -> None:
+def test_a_reference_for_the_kl_loss_is_used_and_reported(tiny: str) -> None:
     rollout, actor, metrics = answers(4), trainer(tiny), Metrics()
     old = OldLogProb(actor=actor)(rollout)
     mask = rollout.response_mask
@@ -421,7 +421,7 @@ def test_a_wanted_reference_is_used_and_reported(tiny: str) -> None:
     assert UpdateActor().effects == frozenset()
 
 
-def test_gradients_that_are_not_finite_leave_the_weights_alone(tiny: str) -> None:
+def test_non_finite_gradients_do_not_change_the_weights(tiny: str) -> None:
     rollout, actor = answers(4), trainer(tiny)
     before, old = weights_of(actor), OldLogProb(actor=actor)(rollout)
     advantages = torch.ones(old.shape)
@@ -432,7 +432,7 @@ def test_gradients_that_are_not_finite_leave_the_weights_alone(tiny: str) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
 
 
-def test_what_is_off_the_mask_changes_nothing(tiny: str) -> None:
+def test_values_off_the_mask_do_not_change_the_update(tiny: str) -> None:
     rollout = answers(4)
     ends = []
     for junk in (0.0, float("nan")):
@@ -445,5 +445,5 @@ def test_what_is_off_the_mask_changes_nothing(tiny: str) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_rollouts_write_columns_that_are_known_by_name() -> None:
+def test_rollout_columns_are_registered() -> None:
     assert all(lookup(name) is not None for name in RolloutBatch._fields)

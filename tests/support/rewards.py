@@ -12,5 +12,5 @@ def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 
 def asked_for(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """The share of characters that are digits, or letters: whichever the prompt asked for."""
-    wanted = {"digits": str.isdigit, "letters": str.isalpha}[ground_truth]
-    return sum(map(wanted, solution_str)) / max(1, len(solution_str))
+    matches = {"digits": str.isdigit, "letters": str.isalpha}[ground_truth]
+    return sum(map(matches, solution_str)) / max(1, len(solution_str))

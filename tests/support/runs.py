@@ -1,4 +1,4 @@
-"""Small runs and steps for tests, what runs leave in their folder, and a reporter that keeps what it is told."""
+"""Small runs and steps for tests, what runs leave in their folder, and a reporter that records its calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def walk(graph: Graph, **engines: Any) -> Steps:
 
 
 class Recorder:
-    """A reporter that keeps what it is told, and raises when it is told `fail_at`."""
+    """A reporter that records its calls, and raises at `fail_at`."""
 
     def __init__(self, fail_at: str = "") -> None:
         self.told: list[Any] = []

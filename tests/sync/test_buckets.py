@@ -16,7 +16,7 @@ Sizes = st.lists(st.integers(0, 40))
 
 @given(Sizes, st.integers(1, 60))
 @example([4, 4, 4], 8)  # two fill a bucket to the last byte
-def test_no_bucket_is_too_large_and_none_could_have_taken_more(sizes: list[int], limit: int) -> None:
+def test_buckets_are_filled_up_to_their_limit(sizes: list[int], limit: int) -> None:
     weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
     buckets = [list(bucket) for bucket in in_buckets(weights, limit)]
     assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in weights]
@@ -27,7 +27,7 @@ def test_no_bucket_is_too_large_and_none_could_have_taken_more(sizes: list[int],
     assert all(size + more > limit for size, more in zip(filled, following, strict=False))
 
 
-def test_one_tensor_is_read_ahead() -> None:
+def test_buckets_read_one_tensor_ahead() -> None:
     read: list[int] = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ def test_one_tensor_is_read_ahead() -> None:
 
 
 @given(Sizes, st.integers(1, 200))
-def test_what_is_packed_is_unpacked(sizes: list[int], limit: int) -> None:
+def test_packed_weights_round_trip(sizes: list[int], limit: int) -> None:
     weights = [(str(i), torch.arange(size, dtype=torch.float64)) for i, size in enumerate(sizes)]
     found = [
         weight

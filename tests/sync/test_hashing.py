@@ -199,7 +199,7 @@ def flip(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [flip, torch.Tensor.flatten])
 @pytest.mark.parametrize("engine", [torch_engine, bfloat16_engine, hosted_engine, engine_with_worker])
-def test_every_engine_names_what_is_damaged(
+def test_every_engine_names_damaged_tensors(
     engine: Callable[..., Any],
     change: Callable[[Tensor], Tensor],
     folder: str,
@@ -223,7 +223,7 @@ def test_the_digest_of_weights_does_not_depend_on_their_order() -> None:
     assert weights_digest(weights) == weights_digest(reversed(weights)) != weights_digest(swapped)
 
 
-def test_the_same_bits() -> None:
+def test_same_bits_compares_bitwise() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert same_bits(nan, nan.clone())
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -231,7 +231,7 @@ def test_the_same_bits() -> None:
     assert same_bits(torch.tensor(2.5).bfloat16(), torch.tensor(2.5).bfloat16())
 
 
-def test_weights_from_another_process_are_probed_by_what_came_with_them(folder: str, trainer: Any) -> None:
+def test_weights_from_another_process_use_the_probe_sent_with_them(folder: str, trainer: Any) -> None:
     """And not by what this engine would ask: of several ranks, the first one's probe was scored."""
     live: Any = hosted_engine(folder, trainer)
     live._probe = Probe([[5]], [[6, 7]])

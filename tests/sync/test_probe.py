@@ -1,4 +1,4 @@
-"""The probe by itself: what it asks, and what it makes of scores, whoever they are from."""
+"""The probe: its prompts, and its judgment of scores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compared(found: Tensor, source: Fixed, tolerance: float | None = 0.02, dtype
 
 class TestQuestions:
     @pytest.mark.parametrize(("longest", "width"), [(17, 8), (31, 15), (40, ANSWER), (4096, ANSWER)])
-    def test_prompt_answer_and_some_more_tokens_fit(self, tiny: str, longest: int, width: int) -> None:
+    def test_probe_prompts_and_responses_fit_the_model(self, tiny: str, longest: int, width: int) -> None:
         tokenizer = ChatTokenizer(tiny)
         prompts, sampling = questions(tokenizer, longest)
         assert (sampling.max_new_tokens, sampling.temperature, sampling.ignore_eos) == (width, 1.0, True)
@@ -66,7 +66,7 @@ class TestQuestions:
         assert prompts == [ids[-(longest - width - 5) :] for ids in whole]
         assert all(1 <= len(ids) <= longest - width - 5 for ids in prompts)
 
-    def test_without_a_chat_template_it_is_plain_text(self, tmp_path: Path) -> None:
+    def test_without_a_chat_template_probe_prompts_are_plain_text(self, tmp_path: Path) -> None:
         plain = char_tokenizer()
         plain.chat_template = None
         plain.save_pretrained(tmp_path)
@@ -83,7 +83,7 @@ class TestBatch:
         assert batch.response_mask.all() and batch.response_mask.shape == (2, 4)
         assert PROBE.rows == [[5, 6, 7, 1, 2, 3, 4], [8, 5, 6, 7, 8]]
 
-    def test_a_trainer_scores_the_answers_row_by_row(self, tiny: str) -> None:
+    def test_a_trainer_scores_the_responses_row_by_row(self, tiny: str) -> None:
         trainer = TorchTrainer(tiny, device="cpu").build(EngineBuilder({}, seed=0))
         expected = []
         for row in PROBE.rows:
@@ -93,33 +93,33 @@ class TestBatch:
 
 
 class TestOtherWeights:
-    def test_what_is_near_is_taken_and_told(self) -> None:
+    def test_scores_within_the_tolerance_are_accepted_and_returned(self) -> None:
         expected = torch.linspace(-1, 0, COUNT)
         found = compared(expected + 0.01, Fixed(expected))
         assert found.trainer == pytest.approx(expected.tolist())
         assert found.engine == pytest.approx((expected + 0.01).tolist())
 
     @pytest.mark.parametrize("off", [0.03, -0.03, float("nan")])
-    def test_what_is_not_is_refused(self, off: float) -> None:
+    def test_scores_beyond_the_tolerance_are_refused(self, off: float) -> None:
         expected = torch.linspace(-1, 0, COUNT)
         with raises("sync.scores-differ", engine="X", dtypes=("float32", "float32")):
             compared(expected + off, Fixed(expected))
 
-    def test_errors_that_cancel_are_found(self) -> None:
+    def test_errors_that_cancel_are_detected(self) -> None:
         expected = torch.full((COUNT,), -0.5)
         off = torch.tensor([0.3, -0.3] * (COUNT // 2))
         with raises("sync.scores-differ") as caught:
             compared(expected + off, Fixed(expected))
         assert [caught.value.facts[name] for name in ("mean", "maximum", "found")] == pytest.approx([0.3] * 3)
 
-    def test_of_unlikely_tokens_the_share_counts(self) -> None:
+    def test_differences_of_unlikely_tokens_are_relative(self) -> None:
         """By hand: of -0.5 a difference of 0.1 is 0.1, of -10 it is 0.01; the mean of both is 0.055."""
         expected = torch.tensor([-0.5, -10.0] * (COUNT // 2))
         compared(expected + 0.1, Fixed(expected), 0.0551)
         with raises("sync.scores-differ", expected=0.0549):
             compared(expected + 0.1, Fixed(expected), 0.0549)
 
-    def test_what_is_expected_knows_both_dtypes(self) -> None:
+    def test_the_tolerance_depends_on_both_dtypes(self) -> None:
         expected = torch.full((COUNT,), -0.5)
         fine, coarse = Fixed(expected), CoarseFixed(expected)
         assert (arithmetic(fine), arithmetic(coarse)) == (FINE, COARSE)
@@ -133,36 +133,36 @@ class TestOtherWeights:
 
 
 class TestOldWeights:
-    def test_at_first_there_is_nothing_to_hold_them_against(self) -> None:
+    def test_the_first_scores_are_accepted(self) -> None:
         assert refuse_old_weights("X", scores(0, 0), None, 0.02) == scores(0, 0)
 
-    def test_who_moves_is_taken_however_little_or_much(self) -> None:
+    def test_an_engine_whose_scores_move_is_accepted(self) -> None:
         before = scores(0, 0)
         for engine, trainer in ((1e-7, 5.0), (5.0, 0.0), (1e-3, 1e-3)):
             assert refuse_old_weights("X", scores(engine, trainer), before, 0.02) == scores(engine, trainer)
 
-    def test_an_update_that_a_coarse_engine_cannot_show_is_taken(self) -> None:
+    def test_an_update_below_the_resolution_is_accepted(self) -> None:
         assert refuse_old_weights("X", scores(0, 0.019), scores(0, 0), 0.02) == scores(0, 0)
 
-    def test_one_that_it_must_show_is_refused(self) -> None:
+    def test_unchanged_scores_after_a_visible_update_are_refused(self) -> None:
         with raises("sync.old-weights", engine="X", followed=0.0, moved=pytest.approx(0.03)):
             refuse_old_weights("X", scores(0, 0.03), scores(0, 0), 0.02)
 
     def test_small_updates_add_up(self) -> None:
-        held: Scores | None = None
+        previous: Scores | None = None
         for step in range(5):
-            held = refuse_old_weights("X", scores(0, 0.0049 * step), held, 0.02)
+            previous = refuse_old_weights("X", scores(0, 0.0049 * step), previous, 0.02)
         with raises("sync.old-weights", engine="X"):
-            refuse_old_weights("X", scores(0, 0.0049 * 5), held, 0.02)
+            refuse_old_weights("X", scores(0, 0.0049 * 5), previous, 0.02)
 
-    def test_of_an_engine_that_moves_again_they_are_counted_anew(self) -> None:
-        held = refuse_old_weights("X", scores(0, 0), None, 0.02)
-        held = refuse_old_weights("X", scores(0, 0.015), held, 0.02)
-        held = refuse_old_weights("X", scores(0.015, 0.018), held, 0.02)
-        assert refuse_old_weights("X", scores(0.015, 0.03), held, 0.02) == scores(0.015, 0.018)
+    def test_accumulated_updates_reset_when_the_engine_moves(self) -> None:
+        previous = refuse_old_weights("X", scores(0, 0), None, 0.02)
+        previous = refuse_old_weights("X", scores(0, 0.015), previous, 0.02)
+        previous = refuse_old_weights("X", scores(0.015, 0.018), previous, 0.02)
+        assert refuse_old_weights("X", scores(0.015, 0.03), previous, 0.02) == scores(0.015, 0.018)
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_beside_other_answers_rounding_is_no_move(self, first: bool) -> None:
+    def test_rounding_with_concurrent_requests_is_not_a_move(self, first: bool) -> None:
         """Whether the engine computed them with these scores or with those before."""
         before = scores(0, 0)._replace(concurrent=first)
         now = scores(0.0029, 0.03)._replace(concurrent=not first)
@@ -173,19 +173,19 @@ class TestOldWeights:
         assert refuse_old_weights("X", followed, before, 0.02) == followed
 
     @pytest.mark.parametrize("sign", [1, -1])
-    def test_tokens_of_which_one_moves_count_as_the_mean(self, sign: int) -> None:
+    def test_a_move_of_one_token_is_averaged_over_all(self, sign: int) -> None:
         trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # by 1/8 on the mean
         moved = scores(0, 0)._replace(trainer=trainer)
         assert refuse_old_weights("X", moved, scores(0, 0), 0.13) == scores(0, 0)
         with raises("sync.old-weights", moved=0.125):
             refuse_old_weights("X", moved, scores(0, 0), 0.12)
 
-    def test_moves_that_cancel_are_found(self) -> None:
+    def test_moves_that_cancel_are_detected(self) -> None:
         trainer = tuple(-3.0 + (0.1 if i % 2 else -0.1) for i in range(COUNT))
         with raises("sync.old-weights", moved=pytest.approx(0.1)):
             refuse_old_weights("X", scores(0, 0)._replace(trainer=trainer), scores(0, 0), 0.02)
 
-    def test_what_must_show_knows_both_dtypes(self) -> None:
+    def test_the_resolution_depends_on_both_dtypes(self) -> None:
         assert resolution(FINE, FINE, None) == pytest.approx(1e-5)
         assert resolution(FINE, FINE, 0.1) == pytest.approx(1e-3)
         for dtype, trainer in ((COARSE, FINE), (FINE, COARSE), (COARSE, COARSE)):
@@ -193,6 +193,6 @@ class TestOldWeights:
             assert resolution(dtype, trainer, 0.5) == pytest.approx(0.1)
 
 
-def test_what_is_expected_of_rounded_arithmetic() -> None:
+def test_default_tolerances_by_dtype() -> None:
     assert default_tolerance(FINE, FINE) == 1e-3
     assert default_tolerance(COARSE, FINE) == default_tolerance(FINE, COARSE) == 0.05

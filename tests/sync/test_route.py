@@ -35,11 +35,11 @@ HERE, THERE = "node a", "node b"
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
     ],
 )
-def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
+def test_the_nearest_transport_is_chosen(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
     assert choose(senders, receivers) == (transport, (0,) * len(receivers))
 
 
-def test_ranks_of_the_trainer_send_to_those_beside_them() -> None:
+def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
     """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
     trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
     replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]

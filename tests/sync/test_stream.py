@@ -1,7 +1,6 @@
 """Tests of `stream.py`, `group.py` and `received.py`: weights as a stream, over gloo between threads and processes.
 
-The tests need no Ray, and errors name every kind of damage. Both sides wait for each other longer than a test may take,
-so a test that ends shows that neither side was waiting.
+Sides wait for each other longer than a test may take, so a test that ends shows that no side keeps waiting.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ def received(
     """What a receiver gets: the weights, its receipt, and what it took of the source before."""
     with ticket.open(rank) as source:
         taken = take(source)
-        held = dict(source.weights())
-        receipt = Receipt(source.version, weights_digest(held.items()), 0, 0.0, "copy")
-        return held, source.check(receipt), taken
+        weights = dict(source.weights())
+        receipt = Receipt(source.version, weights_digest(weights.items()), 0, 0.0, "copy")
+        return weights, source.check(receipt), taken
 
 
 def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> tuple[Future[int], list[Future[Any]]]:
@@ -94,24 +93,24 @@ def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> 
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ticket]) -> None:
+def test_received_weights_equal_sent_weights(receivers: int, meeting: Callable[..., Ticket]) -> None:
     """Bit for bit, in order; and each tensor is the receiver's own."""
     weights = weights_of()
     for _ in range(3):  # that a rank leaves when it is done is no error of the others
         sender, takers = both(meeting(receivers), weights)
         assert sender.result() == sum(tensor.nbytes for _, tensor in weights)
         for taker in takers:
-            held, receipt, _ = taker.result()
-            assert list(held) == [name for name, _ in weights]
-            assert weights_digest(held.items()) == weights_digest(weights)
+            received_weights, receipt, _ = taker.result()
+            assert list(received_weights) == [name for name, _ in weights]
+            assert weights_digest(received_weights.items()) == weights_digest(weights)
             assert receipt == Receipt(3, weights_digest(weights), 0, 0.0, "gloo")
-            assert all(held[name].equal(tensor) for name, tensor in weights if name != "nan")
-            assert len({tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor.nbytes}) == len(
-                [name for name, tensor in weights if tensor.nbytes]
-            )
+            assert all(received_weights[name].equal(tensor) for name, tensor in weights if name != "nan")
+            assert len(
+                {tensor.untyped_storage().data_ptr() for tensor in received_weights.values() if tensor.nbytes}
+            ) == len([name for name, tensor in weights if tensor.nbytes])
 
 
-def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> None:
+def test_received_weights_implement_the_trainer_interface(meeting: Callable[..., Ticket]) -> None:
     """With what an adapter is of, and the trainer's log-probs of the probe."""
     probe, scores = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 9]]), tuple(-0.5 * i for i in range(6))
     for adapter_of in (None, "digest x 2"):
@@ -155,7 +154,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], 
     monkeypatch.setattr(TransferGroup, "tell", tell)
 
 
-def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_detected(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "GlooCarrier", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
@@ -201,7 +200,7 @@ def twice(message: dict[str, Any]) -> None:
         (twice, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
     ],
 )
-def test_damage_is_named(
+def test_damage_is_reported_with_its_kind(
     change: Callable[[dict[str, Any]], None],
     code: str,
     detail: str,
@@ -215,7 +214,7 @@ def test_damage_is_named(
     assert re.search(detail, str(caught.value))
 
 
-def test_a_tensor_that_is_entered_twice_is_refused() -> None:
+def test_a_duplicate_tensor_is_refused() -> None:
     manifest, tensor = Manifest(ORIGIN), torch.zeros(2)
     manifest.enter("w", tensor, "digest")
     with raises("sync.damaged", reason="w was not sent, or arrived twice"):
@@ -224,7 +223,7 @@ def test_a_tensor_that_is_entered_twice_is_refused() -> None:
         manifest.enter("v", tensor, None)
 
 
-def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
+def test_an_error_of_the_sender_ends_all_receivers(meeting: Callable[..., Ticket]) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from weights_of()[:5]
         raise ValueError("out of memory")
@@ -237,8 +236,8 @@ def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticke
             taker.result()
 
 
-def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
-    """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
+def test_an_error_of_a_receiver_ends_sender_and_receivers(meeting: Callable[..., Ticket]) -> None:
+    """In the middle, or before it takes any; a side that does not know the cause reports that the other has ended."""
 
     def refuse(source: ReceivedWeights) -> None:
         raise ValueError("not mine")
@@ -255,7 +254,7 @@ def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Tic
             sender.result()
 
 
-def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket]) -> None:
+def test_partially_read_weights_are_refused(meeting: Callable[..., Ticket]) -> None:
     ticket = meeting()
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
@@ -267,8 +266,8 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
         sender.result()
 
 
-def test_whoever_waits_for_others_is_told_that_none_will_come() -> None:
-    """By letting go of the store; and whoever comes later finds none."""
+def test_a_closed_store_ends_waiting_participants() -> None:
+    """Closing the store ends them; later participants find no store."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
     ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
     with ThreadPoolExecutor(1) as pool:
@@ -351,20 +350,20 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy(strategy)
 
 
-def test_handles_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
+def test_memory_handles_work_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
     """The way of CUDA IPC, with memory of the CPU: a plain process sends, this one maps what it sends."""
     ticket = meeting(transport="cuda ipc")
     with other_side(ticket, "send") as process:
         assert process.stdout is not None
-        held, receipt, _ = received(ticket)
+        weights, receipt, _ = received(ticket)
         assert int(process.stdout.readline()) == sum(tensor.nbytes for _, tensor in weights_of())
     assert process.returncode == 0
-    assert weights_digest(held.items()) == weights_digest(weights_of()) == receipt.digest
+    assert weights_digest(weights.items()) == weights_digest(weights_of()) == receipt.digest
     assert receipt.transport == "cuda ipc"
 
 
 @pytest.mark.parametrize("transport", ["gloo", "cuda ipc"])
-def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
+def test_a_killed_receiver_ends_the_sender(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
     """In the middle: the sender says so at once."""
     ticket = meeting(transport=transport)
     with other_side(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
@@ -376,7 +375,7 @@ def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket
             sender.result()
 
 
-def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) -> None:
+def test_each_sender_has_its_own_receivers(meeting: Callable[..., Ticket]) -> None:
     ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
     weights = weights_of()
     with ThreadPoolExecutor(5) as pool:

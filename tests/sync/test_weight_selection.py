@@ -27,7 +27,7 @@ from flowrl.sync.weight_selection import WeightSelection, dtype_mismatch, rounde
         ("scalar", (), False),
     ],
 )
-def test_large_matrices_are_rounded_and_nothing_else(name: str, shape: tuple[int, ...], rounds: bool) -> None:
+def test_only_matrices_are_rounded(name: str, shape: tuple[int, ...], rounds: bool) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     [(same, found)] = rounded([(name, tensor)], torch.bfloat16)
     assert same == name and found.dtype == (torch.bfloat16 if rounds else torch.float32)
@@ -36,19 +36,19 @@ def test_large_matrices_are_rounded_and_nothing_else(name: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
-def test_what_is_not_float32_goes_as_it_is(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_sent_unchanged(dtype: torch.dtype) -> None:
     tensor = torch.ones(2, 3, dtype=dtype)
     assert next(rounded([("w", tensor)], torch.float16))[1] is tensor
 
 
-def test_an_adapter_goes_as_it_is() -> None:
+def test_adapters_are_sent_unrounded() -> None:
     assert WeightSelection("weights", torch.bfloat16).dtype == torch.bfloat16
     assert WeightSelection("adapter_weights", torch.bfloat16).dtype is None
     assert WeightSelection().dtype is None
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "fits"),
+    ("sent", "expected", "fits"),
     [
         (torch.float32, torch.float32, True),
         (torch.float32, torch.bfloat16, True),
@@ -62,5 +62,5 @@ def test_an_adapter_goes_as_it_is() -> None:
         (torch.int32, torch.int64, False),
     ],
 )
-def test_what_fits(sent: torch.dtype, held: torch.dtype, fits: bool) -> None:
-    assert (dtype_mismatch(sent, held) is None) == fits
+def test_accepted_combinations_of_dtypes(sent: torch.dtype, expected: torch.dtype, fits: bool) -> None:
+    assert (dtype_mismatch(sent, expected) is None) == fits

@@ -44,20 +44,20 @@ def result(server: ForkServer, *does: str) -> Any:
         return json.load(pipe)
 
 
-def test_a_worker_finds_nothing_of_the_one_before(server: ForkServer) -> None:
+def test_workers_do_not_share_state(server: ForkServer) -> None:
     clean = result(server, "state")
     poisoned = result(server, "poison", "state")
-    left = {kind for kind in clean if clean[kind] != poisoned[kind]}
-    assert left == clean.keys(), "the test cannot see what was left of the other kinds"
+    changed = {kind for kind in clean if clean[kind] != poisoned[kind]}
+    assert changed == clean.keys(), "the test cannot see what was left of the other kinds"
     assert result(server, "state") == clean
 
 
-def test_workers_draw_their_own_random_numbers(server: ForkServer) -> None:
+def test_workers_have_different_random_numbers(server: ForkServer) -> None:
     first, second = result(server, "drawn"), result(server, "drawn")
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_a_process_of_the_user_may_connect(server: ForkServer) -> None:
+def test_another_process_of_the_user_may_connect(server: ForkServer) -> None:
     """Its connection is the last of the worker's descriptors."""
     request = json.dumps({"target": f"{poison.__name__}:work", "arguments": ["pid"]}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -67,7 +67,7 @@ def test_a_process_of_the_user_may_connect(server: ForkServer) -> None:
     assert pid not in (os.getpid(), result(server, "pid"))
 
 
-def test_a_request_that_makes_no_sense_stops_no_other(server: ForkServer) -> None:
+def test_a_malformed_request_does_not_stop_others(server: ForkServer) -> None:
     for words in (b"", b"\0\0", struct.pack("!I", 99) + b"cut off"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect("\0" + server.address)
@@ -120,7 +120,7 @@ def test_imports_that_raise_or_exit_are_reported(tmp_path: Path) -> None:
             server.fork("any:thing", None, [])
 
 
-def test_threads_that_imports_start_are_counted(tmp_path: Path) -> None:
+def test_threads_started_by_imports_are_counted(tmp_path: Path) -> None:
     """A fork would be without them, so the owner decides."""
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -130,7 +130,7 @@ def test_threads_that_imports_start_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_the_server_ends_with_a_program_that_is_killed(supervised: bool) -> None:
+def test_the_server_ends_with_a_killed_program(supervised: bool) -> None:
     source = f"""if True:
         import os, signal
         from flowrl.workers.fork_server import ForkServer
@@ -151,7 +151,7 @@ def test_closing_does_not_wait_for_imports(supervised: bool) -> None:
     assert not server.alive
 
 
-def test_closing_in_a_fork_of_the_owner_leaves_the_server(server: ForkServer) -> None:
+def test_closing_in_a_forked_child_keeps_the_server(server: ForkServer) -> None:
     if (child := os.fork()) == 0:
         server.close()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Requests to hosted engines and weights under them: with a toy that computes one token of each answer at a time."""
+"""Requests and weight updates of hosted engines, with a toy that computes one token per request and step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
 
 
-def test_requests_begin_with_the_next_step_and_leave_when_they_end(engine: Toy) -> None:
+def test_requests_start_with_the_next_step_and_leave_when_they_end(engine: Toy) -> None:
     assert isinstance(engine, StreamingRollout)
     one, two, three = asking("one", [7, 8], 3), asking("two", [9], 1), asking("three", [9, 9, 9], 2)
     engine.submit(one)
@@ -29,7 +29,7 @@ def test_requests_begin_with_the_next_step_and_leave_when_they_end(engine: Toy) 
     assert isinstance(engine, CacheStats) and (engine.context_tokens, engine.cached_tokens) == (6, 2)
 
 
-def test_generate_is_the_loop_over_requests(engine: Toy) -> None:
+def test_generate_equals_submitting_requests_and_stepping(engine: Toy) -> None:
     prompts, mask = engine.tokenizer.pad_left([[7, 8, 9], [10]])
     sampled = engine.generate(prompts, mask, ["a", "b"], asking("", []).sampling, KEY)
     rows = [expected(asking(name, ids)).ids for name, ids in (("a", [7, 8, 9]), ("b", [10]))]
@@ -37,22 +37,22 @@ def test_generate_is_the_loop_over_requests(engine: Toy) -> None:
     assert sampled.response_mask.all() and (sampled.log_probs == -1).all()
 
 
-def test_what_ends_while_generate_steps_is_named_by_the_next_step(engine: Toy) -> None:
-    """Unless its response was taken, or it was dropped, or asked anew, by then."""
-    asked = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
-    for each in asked:
+def test_requests_that_end_during_generate_are_returned_by_the_next_step(engine: Toy) -> None:
+    """Unless the response was taken, or the request was dropped or submitted again, before that step."""
+    requests = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
+    for each in requests:
         engine.submit(each)
     engine.generate(*engine.tokenizer.pad_left([[8]]), ["a"], asking("", [], 9).sampling, KEY)
-    assert engine.take("taken") == expected(asked[1])
+    assert engine.take("taken") == expected(requests[1])
     engine.drop("dropped")
     engine.take("again")
-    engine.submit(asked[3])
+    engine.submit(requests[3])
     assert engine.step() == ["named"]
     assert engine.step() == ["again"]
-    assert [engine.take(name) for name in ("named", "again")] == [expected(asked[0]), expected(asked[3])]
+    assert [engine.take(name) for name in ("named", "again")] == [expected(requests[0]), expected(requests[3])]
 
 
-def test_a_response_ends_by_its_own_rule(engine: Toy) -> None:
+def test_each_request_ends_by_its_own_stop_rule(engine: Toy) -> None:
     free = expected(asking("a", [7, 8], 9)).ids
     text = engine.tokenizer.text(free)
     for rule, length in (({"stop_token_ids": (free[4],)}, 5), ({"stop": (text[2:4],)}, 4), ({"stop": ("none",)}, 9)):
@@ -66,7 +66,7 @@ def test_a_response_ends_by_its_own_rule(engine: Toy) -> None:
         assert engine.take("b").ended == "length"
 
 
-def test_one_that_is_dropped_is_gone(engine: Toy) -> None:
+def test_dropped_requests_are_never_returned(engine: Toy) -> None:
     for name in ("waits", "begun", "stays"):
         engine.submit(asking(name, [7], 2))
     engine.drop("waits")
@@ -82,17 +82,17 @@ def test_one_that_is_dropped_is_gone(engine: Toy) -> None:
         engine.take("stays")
 
 
-def test_a_name_is_of_one_request_at_a_time(engine: Toy) -> None:
-    asked = asking("a", [7], 2)
-    engine.submit(asked)
+def test_a_request_name_in_use_is_refused(engine: Toy) -> None:
+    request = asking("a", [7], 2)
+    engine.submit(request)
     for _ in range(3):  # it waits; it is under way; it has ended
         with raises("engine.request-exists", request="a"):
-            engine.submit(asked)
+            engine.submit(request)
         engine.step()
-    assert engine.take("a") == expected(asked)
+    assert engine.take("a") == expected(request)
 
 
-def test_unsupported_requests_are_refused_when_they_are_submitted(engine: Toy) -> None:
+def test_unsupported_requests_are_refused_by_submit(engine: Toy) -> None:
     with raises("engine.unsupported-sampling"):
         engine.submit(asking("a", [7], top_k=3))
     with raises("model.too-long", row="a", found=65, expected=64):
@@ -103,7 +103,7 @@ def test_unsupported_requests_are_refused_when_they_are_submitted(engine: Toy) -
 # Weights
 
 
-def test_weights_change_under_what_waits_and_not_under_what_is_begun(engine: Toy, trainer: Any) -> None:
+def test_sync_accepts_queued_requests_and_refuses_running_ones(engine: Toy, trainer: Any) -> None:
     engine.scores = PROBE.score(trainer)
     later: Any = Altered(trainer, version=5)
     begun, waits = asking("begun", [7], 2), asking("waits", [8], 2)
@@ -124,7 +124,7 @@ def test_weights_change_under_what_waits_and_not_under_what_is_begun(engine: Toy
 
 
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
-def test_weights_change_between_two_tokens(engine: Toy, trainer: Any, caches: Any) -> None:
+def test_a_swap_changes_weights_between_two_tokens(engine: Toy, trainer: Any, caches: Any) -> None:
     """What has none yet begins again where the engine keeps what it computed."""
     assert isinstance(engine, LiveWeightUpdate)
     engine.scores = PROBE.score(trainer)
@@ -144,11 +144,11 @@ def test_weights_change_between_two_tokens(engine: Toy, trainer: Any, caches: An
     engine.swap(Altered(trainer, version=9), caches)  # type: ignore[arg-type]
     assert engine.step() == ["waits"]
     assert engine.step() == ["begun", "late"]
-    for asked, versions in ((begun, [0, 0, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
-        assert engine.take(asked.name) == expected(asked)._replace(versions=versions)
+    for request, versions in ((begun, [0, 0, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
+        assert engine.take(request.name) == expected(request)._replace(versions=versions)
 
 
-def test_where_nothing_is_under_way_a_swap_is_a_sync(engine: Toy, trainer: Any) -> None:
+def test_a_swap_without_running_requests_equals_a_sync(engine: Toy, trainer: Any) -> None:
     engine.scores = PROBE.score(trainer)
     engine.submit(asking("waits", [8], 2))
     engine.swap(Altered(trainer, version=5), "reuse")  # type: ignore[arg-type]
@@ -158,10 +158,10 @@ def test_where_nothing_is_under_way_a_swap_is_a_sync(engine: Toy, trainer: Any) 
     assert engine.take("waits") == expected(asking("waits", [8], 2), version=5)
 
 
-def test_it_has_no_more_requests_than_it_computes_at_a_time(folder: str) -> None:
+def test_running_requests_never_exceed_max_num_seqs(folder: str) -> None:
     engine = Toy(folder, max_num_seqs=3).freeze("of the folder")
-    asked = [asking(f"{i}", [7 + i], 1 + i) for i in range(5)]
-    for each in asked:
+    requests = [asking(f"{i}", [7 + i], 1 + i) for i in range(5)]
+    for each in requests:
         engine.submit(each)
     engine.drop("3")
     assert engine.step() == ["0"]
@@ -170,15 +170,15 @@ def test_it_has_no_more_requests_than_it_computes_at_a_time(folder: str) -> None
     assert engine.told[3:] == ["begin 4"]
     for _ in range(4):
         engine.step()
-    assert [engine.take(name) for name in "0124"] == [expected(asked[i]) for i in (0, 1, 2, 4)]
+    assert [engine.take(name) for name in "0124"] == [expected(requests[i]) for i in (0, 1, 2, 4)]
 
 
-def test_asleep_it_forgets_what_it_computed_and_no_request(engine: Toy) -> None:
-    asked = [asking(name, [7], 3) for name in ("one", "two", "three")]
-    engine.submit(asked[0])
-    engine.submit(asked[1])
+def test_sleep_drops_partial_responses_and_keeps_requests(engine: Toy) -> None:
+    requests = [asking(name, [7], 3) for name in ("one", "two", "three")]
+    engine.submit(requests[0])
+    engine.submit(requests[1])
     engine.step()
-    engine.submit(asked[2])
+    engine.submit(requests[2])
     engine.sleep()
     assert engine.told[2:] == ["abort one", "abort two"]
     for call in (engine.step, lambda: engine.submit(asking("four", [7]))):
@@ -190,10 +190,10 @@ def test_asleep_it_forgets_what_it_computed_and_no_request(engine: Toy) -> None:
     assert engine.told[4:] == ["begin one", "begin three"]
     engine.step()
     assert engine.step() == ["one", "three"]
-    assert [engine.take("one"), engine.take("three")] == [expected(asked[0]), expected(asked[2])]
+    assert [engine.take("one"), engine.take("three")] == [expected(requests[0]), expected(requests[2])]
 
 
-def test_closed_it_has_no_requests(engine: Toy) -> None:
+def test_close_removes_all_requests(engine: Toy) -> None:
     engine.submit(asking("begun", [7]))
     engine.step()
     engine.submit(asking("waits", [7]))

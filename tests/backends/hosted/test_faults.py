@@ -40,12 +40,12 @@ def test_a_failed_sync_stops_the_engine_and_the_next_one_restarts_it(
         engine.submit(asking("a", [7]))
     vars(engine).update({"scores": PROBE.score(trainer), "fault": "", "death": None})
     assert engine.sync(Altered(trainer, version=6)).version == 6  # type: ignore[arg-type]
-    engine.submit(asked := asking("a", [7], 1))
+    engine.submit(request := asking("a", [7], 1))
     assert engine.step() == ["a"]
-    assert engine.take("a") == expected(asked, version=6)
+    assert engine.take("a") == expected(request, version=6)
 
 
-def test_an_end_that_fails_too_is_a_note_of_the_first_error(engine: Toy, trainer: Any) -> None:
+def test_a_failure_to_close_is_a_note_of_the_first_error(engine: Toy, trainer: Any) -> None:
     engine.fault = "close"
     with raises("engine.sync-failed") as caught:
         engine.sync(Altered(trainer, 5, "raises"))  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_a_failed_swap_stops_the_engine_and_is_reported_to_the_requests_in_fligh
 
 @pytest.fixture(params=["begin", "advance", "interrupted", "short", "version"])
 def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
-    """It breaks in the next step; one response is there, and two requests are under way."""
+    """An engine that fails in the next step, with one finished response and two requests in flight."""
     for name, tokens in (("there", 1), ("begun", 5)):
         engine.submit(asking(name, [7], tokens))
     engine.step()
@@ -89,7 +89,7 @@ def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
     yield engine
 
 
-def test_an_error_ends_the_engine_and_all_that_was_under_way(broken: Toy) -> None:
+def test_an_error_ends_the_engine_and_all_requests_in_flight(broken: Toy) -> None:
     facts: dict[str, Any] = {"short": {"found": 2, "reason": "length"}, "version": {"found": ("13",), "expected": (0,)}}
     codes = {"short": "engine.truncated-response", "version": "engine.version-mismatch"}
     code = codes.get(broken.fault, "engine.call-failed")
@@ -106,7 +106,7 @@ def test_an_error_ends_the_engine_and_all_that_was_under_way(broken: Toy) -> Non
             broken.take(name)
 
 
-def test_one_that_cannot_be_stopped_ends_the_engine(engine: Toy) -> None:
+def test_a_request_that_cannot_be_aborted_ends_the_engine(engine: Toy) -> None:
     engine.submit(asking("a", [7]))
     engine.step()
     engine.fault = "abort"
@@ -115,7 +115,7 @@ def test_one_that_cannot_be_stopped_ends_the_engine(engine: Toy) -> None:
     assert engine.receipt is None and not engine.alive
 
 
-def test_a_response_whose_log_probs_are_not_finite_is_refused_and_the_others_go_on(engine: Toy) -> None:
+def test_a_response_with_non_finite_log_probs_is_refused_and_others_continue(engine: Toy) -> None:
     engine.submit(asking("bad", [7], 2))
     engine.submit(asking("good", [7], 3))
     engine.log_prob = float("-inf")

@@ -38,7 +38,7 @@ from tests.support.models import tiny_folder
 @pytest.fixture
 def process() -> Iterator[EngineProcess]:
     folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
-    process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {"COLOUR": "red"}, folder)
+    process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {"COLOR": "red"}, folder)
     yield process
     process.close()
 
@@ -60,29 +60,31 @@ def state(pid: int) -> str | None:
 
 
 class TestProcess:
-    def test_it_answers(self, process: EngineProcess) -> None:
+    def test_calls_return_results(self, process: EngineProcess) -> None:
         assert process.ask("echo", b"12345", n=1)["size"] == 5
         assert process.ask("echo", n=[1.5, "é"])["n"] == [1.5, "é"]
 
-    def test_an_error_over_there_is_one_here(self, process: EngineProcess) -> None:
+    def test_an_error_in_the_process_is_raised_by_the_call(self, process: EngineProcess) -> None:
         with raises("engine.call-failed", engine="Toy", call="fail", error="ValueError: no") as caught:
             process.ask("fail")
         assert caught.value.message.endswith("\n    these are its words")
         assert process.ask("echo", n=1)["n"] == 1
 
     @pytest.mark.parametrize(("call", "words"), [("die", "exited with 3"), ("half", "was killed by SIGABRT")])
-    def test_its_death_is_named_and_nothing_is_left(self, process: EngineProcess, call: str, words: str) -> None:
-        told = process.ask("echo")
+    def test_a_process_that_dies_is_reported_and_leaves_no_resources(
+        self, process: EngineProcess, call: str, words: str
+    ) -> None:
+        reply = process.ask("echo")
         with raises("engine.process-died", engine="Toy", how=words, when=f"during {call}") as caught:
             process.ask(call)
         assert "\n    these are its words" in caught.value.message
         with raises("engine.process-died", when="before echo"):
             process.ask("echo")
-        assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
+        assert str(reply["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
         process.close()
-        self.refuse_leftovers(process, told)
+        self.refuse_leftovers(process, reply)
 
-    def test_what_it_makes_before_it_dies_in_a_request_is_removed(self, process: EngineProcess) -> None:
+    def test_shared_memory_of_a_call_that_kills_the_process_is_removed(self, process: EngineProcess) -> None:
         """As an engine that dies while it starts."""
         with raises("engine.process-died", how="exited with 3", when="during grow") as caught:
             process.ask("grow")
@@ -91,14 +93,14 @@ class TestProcess:
         process.close()
         assert not Path("/dev/shm", name).exists()
 
-    def test_closed_it_leaves_nothing(self, process: EngineProcess) -> None:
-        told = process.ask("echo")
-        assert shared_memory(process.pid) == {Path("/dev/shm", told["memory"])}
+    def test_close_leaves_no_process_or_shared_memory(self, process: EngineProcess) -> None:
+        reply = process.ask("echo")
+        assert shared_memory(process.pid) == {Path("/dev/shm", reply["memory"])}
         process.close()
         process.close()
-        self.refuse_leftovers(process, told)
+        self.refuse_leftovers(process, reply)
 
-    def test_it_answers_where_many_files_are_open(self, process: EngineProcess) -> None:
+    def test_calls_work_with_more_than_1023_open_files(self, process: EngineProcess) -> None:
         """Its pipe may have any number; select.select takes none past 1,023."""
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         number = 1500
@@ -115,7 +117,7 @@ class TestProcess:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    def test_it_ends_with_its_owner_object(self) -> None:
+    def test_the_process_ends_when_its_owner_is_collected(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
         process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {}, folder)
         group = process.pid
@@ -124,7 +126,7 @@ class TestProcess:
         assert not members(group)
         assert not Path(folder.name).exists()
 
-    def test_its_keeper_cleans_up_after_a_kill_of_both_processes(self) -> None:
+    def test_the_keeper_removes_files_after_both_processes_are_killed(self) -> None:
         """As Ray kills an actor and the processes that this has started."""
         code = (
             "import json, os, signal, tempfile; from flowrl.backends.hosted.process import EngineProcess;"
@@ -135,13 +137,13 @@ class TestProcess:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        told, folder = json.loads(done.stdout)
+        reply, folder = json.loads(done.stdout)
         eventually(lambda: not Path(folder).exists())
-        assert not Path("/dev/shm", told["memory"]).exists()
-        eventually(lambda: state(told["child"]) in (None, "Z"))
+        assert not Path("/dev/shm", reply["memory"]).exists()
+        eventually(lambda: state(reply["child"]) in (None, "Z"))
 
-    def test_shared_memory_of_a_process_that_is_killed_with_its_children_is_removed(self) -> None:
-        """As Ray kills an actor: nobody is left who would remove it."""
+    def test_the_keeper_removes_shared_memory_after_a_process_and_its_children_are_killed(self) -> None:
+        """Ray kills actors this way; no other process could remove it."""
         code = (
             "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
             "from flowrl.backends.hosted.keeper import start_keeper;"
@@ -155,7 +157,7 @@ class TestProcess:
         assert done.returncode == -signal.SIGKILL, done.stderr
         eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
 
-    def test_a_keeper_is_an_orphan(self) -> None:
+    def test_the_keeper_is_detached_from_its_parent(self) -> None:
         """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
         descriptor, name = tempfile.mkstemp(dir="/dev/shm")
         os.close(descriptor)
@@ -169,12 +171,12 @@ class TestProcess:
         eventually(lambda: not Path(name).exists())
 
     @staticmethod
-    def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:
+    def refuse_leftovers(process: EngineProcess, reply: dict[str, object]) -> None:
         assert not members(process.pid)
-        assert not Path("/dev/shm", str(told["memory"])).exists()
+        assert not Path("/dev/shm", str(reply["memory"])).exists()
         assert not process._log.parent.exists()
 
-    def test_what_lies_in_the_working_directory_is_none_of_its_business(
+    def test_the_process_ignores_a_flowrl_package_in_the_working_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Such as the checkout of another version."""
@@ -186,15 +188,15 @@ class TestProcess:
         assert process.ask("echo", n=1)["n"] == 1
         process.close()
 
-    def test_it_has_the_environment_that_it_is_given(self, process: EngineProcess) -> None:
+    def test_the_process_gets_the_environment_variables_of_its_owner(self, process: EngineProcess) -> None:
         process.ask("echo")  # it runs; before that, /proc may know no environment of it
         variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        assert b"COLOUR=red" in variables
-        assert os.environ.get("COLOUR") is None
+        assert b"COLOR=red" in variables
+        assert os.environ.get("COLOR") is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
-def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> None:
+def test_expected_weights_are_those_that_a_trainer_sends(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, kind)
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
     sent = {name: (tensor.shape, tensor.dtype) for name, tensor in trainer.weights()}
@@ -214,7 +216,7 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
         ([("a", (2, 3)), ("c", (3,))], "c"),  # is unknown
     ],
 )
-def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], name: str) -> None:
+def test_weights_with_other_names_or_shapes_are_refused(sent: list[tuple[str, tuple[int, ...]]], name: str) -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in sent]
     with raises("engine.weights-mismatch", path="folder", version=4, names=(name,)):
         list(arrival_of(weights).weights())
@@ -227,7 +229,7 @@ def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("way", [IncomingWeights.weights, IncomingWeights.to_send])
-def test_a_tensor_that_comes_twice_is_refused(way: Any) -> None:
+def test_a_duplicate_tensor_is_refused(way: Any) -> None:
     weights = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4)), ("a", torch.ones(2, 3))]
     with raises("engine.weights-mismatch", name="a", version=4):
         list(way(arrival_of(weights)))
@@ -242,7 +244,7 @@ def test_a_tensor_that_comes_twice_is_refused(way: Any) -> None:
         (torch.float16, torch.float32),
     ],
 )
-def test_weights_that_lost_precision_before_they_arrived_are_refused(sent: torch.dtype, engine: torch.dtype) -> None:
+def test_weights_sent_at_lower_precision_are_refused(sent: torch.dtype, engine: torch.dtype) -> None:
     weights = [("a", torch.zeros(2, 3, dtype=sent)), ("b", torch.zeros(4))]
     with raises("engine.weights-mismatch", path="folder", names=("a",)) as caught:
         list(arrival_of(weights, engine).weights())
@@ -250,7 +252,7 @@ def test_weights_that_lost_precision_before_they_arrived_are_refused(sent: torch
         assert str(dtype).removeprefix("torch.") in caught.value.message
 
 
-def test_matrices_for_a_coarser_engine_are_rounded_before_they_are_hashed() -> None:
+def test_matrices_for_a_bfloat16_engine_are_rounded_before_hashing() -> None:
     """As the engine itself would round them: half of the bytes. What it may keep in float32 goes as it is."""
     draw = torch.Generator().manual_seed(0)
     sent = {"a": torch.randn(2, 3, generator=draw), "b": torch.randn(4, generator=draw)}
@@ -261,8 +263,8 @@ def test_matrices_for_a_coarser_engine_are_rounded_before_they_are_hashed() -> N
     assert arrival.digest == weights_digest({"a": sent["a"].bfloat16(), "b": sent["b"]}.items())
 
 
-def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it draws all rows from one; with one seed, two ranks would give the rows of a group the same answers."""
+def test_each_sglang_rank_has_its_own_seed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU SGLang samples all rows from one generator; with one seed, two ranks would sample equal responses."""
     monkeypatch.setattr(sglang, "SGLangEngine", lambda spec, tokenizer, seed: seed)
     for spec, seeds in ((SGLang(tiny, ranks=3), [7, 8, 9]), (SGLang(tiny, ranks=3, seed=20), [20, 21, 22])):
         assert [spec.build(EngineBuilder({}, 7, rank, 3)) for rank in range(3)] == seeds

@@ -22,9 +22,7 @@ from tests.support.jobs import job_of
         (SGLang, {}, "reuse"),
     ],
 )
-def test_a_swap_that_an_engine_does_not_support_is_refused_before_anything_is_loaded(
-    backend: Any, settings: Any, caches: Any
-) -> None:
+def test_an_unsupported_swap_is_refused_before_loading(backend: Any, settings: Any, caches: Any) -> None:
     with raises("engine.no-swap", engine=backend.__name__, caches=caches):
         backend("model", **settings).refuse_swap(caches)
     corrected = {"correction": After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))}

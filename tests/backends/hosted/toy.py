@@ -1,4 +1,4 @@
-"""A toy engine for the tests of what hosted engines share: it computes one token of each answer at a time."""
+"""A toy engine for the tests of hosted engines: it computes one token per request and step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(ids: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 class Toy(HostedRollout):
-    """What it was told is in `told`."""
+    """`told` records the calls."""
 
     name = "Toy"
 
@@ -128,6 +128,6 @@ def asking(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more
     return Request(name, ids, sampling, KEY.answer(name, turn))
 
 
-def expected(asked: Request, version: int = 0) -> Response:
-    ids = said(asked.ids, asked.key.bits & (2**63 - 1), asked.sampling.max_new_tokens)
+def expected(request: Request, version: int = 0) -> Response:
+    ids = said(request.ids, request.key.bits & (2**63 - 1), request.sampling.max_new_tokens)
     return Response(ids, [-1.0] * len(ids), [version] * len(ids), "length")

@@ -98,7 +98,7 @@ def refuse_unsynced(engine: SGLangEngine, trainer: Any) -> None:
     assert answers(engine) == [[WORD] * GREEDY.max_new_tokens] * 2
 
 
-def test_killed_while_it_generates_it_is_named_and_the_next_sync_starts_it(
+def test_a_process_killed_during_generation_is_reported_and_restarted_by_the_next_sync(
     engine: SGLangEngine, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = process_of(engine)
@@ -115,14 +115,14 @@ def test_killed_while_it_generates_it_is_named_and_the_next_sync_starts_it(
     refuse_unsynced(engine, trainer)
 
 
-def test_killed_while_it_receives_weights_it_is_no_fault_of_these(engine: SGLangEngine, trainer: Any) -> None:
+def test_a_process_killed_during_a_sync_is_not_reported_as_damaged_weights(engine: SGLangEngine, trainer: Any) -> None:
     os.kill(process_of(engine).pid, signal.SIGKILL)
     with raises("engine.process-died", **KILLED):
         engine.sync(trainer)
     refuse_unsynced(engine, trainer)
 
 
-def test_killed_in_the_middle_of_episodes_it_is_named(engine: SGLangEngine) -> None:
+def test_a_process_killed_during_episodes_is_reported(engine: SGLangEngine) -> None:
     group = process_of(engine).pid
 
     class Kills(Counts):
@@ -137,7 +137,7 @@ def test_killed_in_the_middle_of_episodes_it_is_named(engine: SGLangEngine) -> N
     assert engine.receipt is None and not members(group)
 
 
-def test_weights_that_are_damaged_on_the_way_are_found_by_the_digest(
+def test_the_digest_detects_weights_damaged_in_transit(
     engine: SGLangEngine, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(bucket: dict[str, Tensor]) -> bytes:
@@ -149,7 +149,7 @@ def test_weights_that_are_damaged_on_the_way_are_found_by_the_digest(
     refuse_unsynced(engine, trainer)
 
 
-def test_weights_of_another_version_are_not_sampled_from(engine: SGLangEngine) -> None:
+def test_generation_with_weights_of_another_version_is_refused(engine: SGLangEngine) -> None:
     engine._ask("end", version="13")
     with raises("engine.version-mismatch", engine="SGLang", found=("13",)):
         answers(engine)
@@ -180,24 +180,24 @@ def test_a_failed_start_leaves_no_processes_or_files(
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("float32", "bfloat16"), ("float16", "auto")])
-def test_auto_is_bfloat16_for_a_folder_in_float32(
+def test_dtype_auto_is_bfloat16_for_a_float32_folder(
     stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what SGLang is called with; by itself it would make that float16."""
     folder = Path(tiny_folder(tmp_path))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Refusing:
         def __init__(self, *given: Any) -> None:
             self.close = given[-1].cleanup
 
         def send(self, arguments: dict[str, Any]) -> None:
-            asked.append(arguments)
+            requests.append(arguments)
             raise EngineError("Enough.", code="engine.call-failed")
 
     monkeypatch.setattr(module, "EngineProcess", Refusing)
     with raises("engine.does-not-start"):
         SGLang(str(folder)).build(CONTEXT)
-    assert [arguments["dtype"] for arguments in asked] == [dtype]
+    assert [arguments["dtype"] for arguments in requests] == [dtype]

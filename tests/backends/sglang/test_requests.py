@@ -115,7 +115,7 @@ class Process:
         return found
 
     def all(self, *new: ResponseRequest) -> dict[str, Any]:
-        """With whatever is under way."""
+        """Together with the requests in flight."""
         found = self.some(*new)
         while self.pool._in_flight:
             found |= self.some()
@@ -136,7 +136,9 @@ def letters(count: int, start: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("support", [False, True])
-def test_an_answer_is_whole(process: Process, manager: Manager, support: bool) -> None:
+def test_a_response_has_ids_log_probs_versions_and_finish_reason(
+    process: Process, manager: Manager, support: bool
+) -> None:
     answer = process.some(asked("a", 4, ids=(2, 3), support=support), lora_path="policy")["a"]
     log_probs = [-i / (16 if support else 8) for i in range(4)]
     ids, versions = letters(4, start=5), ["4", "4", "4", "5"]
@@ -149,9 +151,7 @@ def test_an_answer_is_whole(process: Process, manager: Manager, support: bool) -
     assert request.lora_path == "policy"
 
 
-def test_the_scheduler_gets_all_that_are_new_in_one_message_and_tells_of_few_tokens(
-    process: Process, manager: Manager
-) -> None:
+def test_new_requests_reach_the_scheduler_in_one_message(process: Process, manager: Manager) -> None:
     new = [asked(str(i), 20 + i, *(["zz"] if i == 5 else []), ids=(i,), support=i > 6) for i in range(10)]
     answers = process.all(*new)
     assert [answers[str(i)]["ids"] for i in range(10)] == [letters(20 + i, start=i) for i in range(10)]
@@ -160,7 +160,7 @@ def test_the_scheduler_gets_all_that_are_new_in_one_message_and_tells_of_few_tok
     assert manager.told == 9 * 2 + 25  # the first and the last, but for one that is looked at
 
 
-def test_they_join_and_leave_while_others_are_in_flight(process: Process) -> None:
+def test_requests_join_and_leave_while_others_are_in_flight(process: Process) -> None:
     assert list(process.some(asked("long", 60), asked("short", 2))) == ["short"]
     assert list(process.some(asked("middle", 3))) == ["middle"]
     assert process.some()["long"]["ids"] == letters(60)
@@ -170,7 +170,7 @@ def test_responses_that_end_in_one_step_are_returned_together(process: Process) 
     assert len(process.some(*(asked(str(i), 5) for i in range(40)))) == 40
 
 
-def test_it_waits_no_longer_than_it_may(process: Process) -> None:
+def test_step_waits_no_longer_than_its_time_limit(process: Process) -> None:
     """And has begun what is new all the same, even where something ended before."""
     assert process.some(asked("a", 9), seconds=0.0) == {}
     while not process.pool._ended:
@@ -180,7 +180,7 @@ def test_it_waits_no_longer_than_it_may(process: Process) -> None:
 
 
 @pytest.mark.parametrize("roomless", [False, True])
-def test_one_with_a_stop_string_ends_soon_after_it(process: Process, manager: Manager, roomless: bool) -> None:
+def test_a_request_ends_soon_after_its_stop_string(process: Process, manager: Manager, roomless: bool) -> None:
     """With the tokens that there were when it was found, whatever SGLang adds to its lists or leaves out then."""
     manager.roomless = roomless
     answers = process.all(asked("a", 50, "ef", "no", support=True), asked("b", 20, "EF"))
@@ -190,7 +190,7 @@ def test_one_with_a_stop_string_ends_soon_after_it(process: Process, manager: Ma
     assert answers["b"]["ids"] == letters(20)
 
 
-def test_dropping_a_request_aborts_no_other(process: Process) -> None:
+def test_dropping_a_request_aborts_no_other_request(process: Process) -> None:
     """SGLang would end ten more: those whose ids begin with a 1."""
     process.some(*(asked(str(i), 30) for i in range(20)), seconds=0.0)
     process.pool.drop("1")
@@ -200,7 +200,7 @@ def test_dropping_a_request_aborts_no_other(process: Process) -> None:
     assert all(answer["ids"] == letters(30) for answer in answers.values())
 
 
-def test_a_name_that_is_dropped_is_free_at_once(process: Process) -> None:
+def test_the_name_of_a_dropped_request_can_be_reused_at_once(process: Process) -> None:
     process.some(asked("a", 30), seconds=0.0)
     process.pool.drop("a")
     assert process.all(asked("a", 3, ids=(7,)))["a"]["ids"] == letters(3, start=7)
@@ -215,10 +215,10 @@ def test_an_ended_request_can_be_dropped_before_it_is_returned(process: Process)
 
 
 @pytest.mark.parametrize(("slow", "roomless"), [(0, False), (0, True), (9, False)])
-def test_what_was_dropped_leaves_before_anything_else(
+def test_dropped_requests_are_aborted_before_the_next_call(
     process: Process, manager: Manager, slow: int, roomless: bool
 ) -> None:
-    """Also where it is on its way to the scheduler, which would not know what it is told to abort."""
+    """Also requests that have not reached the scheduler yet, which could not abort them."""
     manager.slow, manager.roomless = slow, roomless
     process.some(asked("a", 10**6), asked("b", 10**6), seconds=0.0)
     assert len(manager.rid_to_state) == 2
@@ -229,7 +229,7 @@ def test_what_was_dropped_leaves_before_anything_else(
     process.wait(process.pool.settled())
 
 
-def test_an_error_of_sglang_s_is_raised(process: Process, manager: Manager) -> None:
+def test_an_sglang_error_is_raised(process: Process, manager: Manager) -> None:
     manager.fault = ValueError("the request is too long")
     with pytest.raises(ValueError, match="too long"):
         process.some(asked("a", 4))

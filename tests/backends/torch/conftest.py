@@ -12,7 +12,7 @@ from tests.support.models import KINDS, tiny_folder
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a kind of model, made when first asked for."""
+    """The folder of a kind of model, created on first use."""
     made: dict[str, str] = {}
 
     def of(kind: str) -> str:

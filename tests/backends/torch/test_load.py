@@ -41,9 +41,9 @@ def weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
     """Changes the weights."""
 
     def rewrite(path: Path) -> None:
-        held = load_file(path / WEIGHTS)
-        change(held)
-        save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+        tensors = load_file(path / WEIGHTS)
+        change(tensors)
+        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
 
     return rewrite
 
@@ -156,7 +156,7 @@ def test_a_malformed_folder_is_refused(name: str, folder: Folder, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["fewer layers", "more layers", "one too many", "misshaped", "NaN", "infinity"])
-def test_a_malformed_folder_is_refused_where_shards_are_loaded(name: str, folder: Folder, tmp_path: Path) -> None:
+def test_a_malformed_folder_is_refused_by_sharded_loading(name: str, folder: Folder, tmp_path: Path) -> None:
     break_it, code = MALFORMED[name]
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
     break_it(tmp_path)
@@ -167,28 +167,28 @@ def test_a_malformed_folder_is_refused_where_shards_are_loaded(name: str, folder
         dist.destroy_process_group()
 
 
-def test_a_tied_head_may_be_stored_or_not(folder: Folder, tmp_path: Path) -> None:
+def test_a_tied_head_may_be_absent_from_the_file(folder: Folder, tmp_path: Path) -> None:
     truth = TorchScorer(folder("qwen2"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("qwen2"), tmp_path, dirs_exist_ok=True)
-    both = weights(lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    both = weights(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     both(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
 
 
-def test_a_critic_needs_embeddings_that_are_tied_to_its_head(folder: Folder, tmp_path: Path) -> None:
+def test_a_critic_refuses_a_folder_without_embeddings(folder: Folder, tmp_path: Path) -> None:
     shutil.copytree(folder("qwen2"), tmp_path, dirs_exist_ok=True)
-    weights(lambda held: held.pop("model.embed_tokens.weight"))(tmp_path)
+    weights(lambda tensors: tensors.pop("model.embed_tokens.weight"))(tmp_path)
     with raises("model.missing-weights", missing=("model.embed_tokens.weight",)):
         TorchCritic(str(tmp_path), device="cpu").build(CONTEXT)
 
 
-def test_buffers_that_older_versions_stored_are_no_fault(
+def test_buffers_stored_by_older_versions_are_accepted(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do they keep a model from going straight into shards."""
     truth = TorchScorer(folder("llama"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    old = weights(lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
+    old = weights(lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     old(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
     monkeypatch.delattr("flowrl.backends.torch.train.shards.load_causal_lm")
@@ -199,7 +199,7 @@ def test_buffers_that_older_versions_stored_are_no_fault(
         dist.destroy_process_group()
 
 
-def test_a_critic_needs_a_body_alone(folder: Folder, tmp_path: Path) -> None:
+def test_a_critic_loads_without_a_language_model_head(folder: Folder, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder("llama")).base_model.save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
     TorchCritic(str(tmp_path), device="cpu").build(CONTEXT)
@@ -222,17 +222,17 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     finally:
         if offload:
             dist.destroy_process_group()
-    saved = {name.removeprefix("model."): held for name, held in load_file(tmp_path / "critic" / WEIGHTS).items()}
+    saved = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "critic" / WEIGHTS).items()}
     body = model.model.state_dict()
     assert saved.keys() == body.keys() and all(torch.equal(saved[name], body[name]) for name in body)
 
 
-def test_a_planted_pickle_would_run(tmp_path: Path) -> None:
+def test_a_malicious_pickle_runs_when_unpickled(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "run")))
     assert (tmp_path / "run").exists()
 
 
-def test_rows_of_another_vocabulary_are_refused(folder: Folder) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(folder: Folder) -> None:
     engines: list[Any] = [TorchScorer(folder("llama"), device="cpu").build(CONTEXT)]
     engines.append(TorchCritic(folder("llama"), device="cpu").build(CONTEXT))
     batch = ragged()

@@ -86,7 +86,7 @@ def peft_folder(engine: Any, base: str, path: Path) -> str:
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_moves_the_adapter_and_nothing_else(folders: dict[str, str], kind: str, checkpointing: bool) -> None:
+def test_an_update_changes_only_the_adapter(folders: dict[str, str], kind: str, checkpointing: bool) -> None:
     engine = trainer(folders[kind], gradient_checkpointing=checkpointing)
     before = stored(engine)
     train(engine)
@@ -98,7 +98,7 @@ def test_an_update_moves_the_adapter_and_nothing_else(folders: dict[str, str], k
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_step_is_that_of_the_chain_rule(folders: dict[str, str], kind: str) -> None:
+def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: str) -> None:
     """W = W0 + s B A (Hu et al. 2021), so dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, with dL/dW of the merged model."""
     engine = trainer(folders[kind], optimizer=SGD(lr=1.0), grad_clip=None)
     with torch.no_grad():
@@ -107,10 +107,10 @@ def test_a_step_is_that_of_the_chain_rule(folders: dict[str, str], kind: str) ->
     before = {name: tensor.double() for name, tensor in engine.adapter_weights()}
     whole = trainer(folders[kind], lora=None, optimizer=SGD(lr=1.0), grad_clip=None)
     whole.model.load_state_dict(dict(engine.weights()), strict=False)  # tied ones are there once
-    held = dict(named_weights(whole.model))
-    start = {name: tensor.double().clone() for name, tensor in held.items()}
+    tensors = dict(named_weights(whole.model))
+    start = {name: tensor.double().clone() for name, tensor in tensors.items()}
     train(whole, 1)
-    slope = {name: start[name] - held[name].double() for name in held}  # with a learning rate of 1
+    slope = {name: start[name] - tensors[name].double() for name in tensors}  # with a learning rate of 1
     train(engine, 1)
     for name, after in engine.adapter_weights():
         layer, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
@@ -120,7 +120,7 @@ def test_a_step_is_that_of_the_chain_rule(folders: dict[str, str], kind: str) ->
         assert float((before[name] - after.double() - due).norm() / due.norm()) < 1e-4, name
 
 
-def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(folders: dict[str, str]) -> None:
+def test_a_new_adapter_is_an_identity_and_depends_only_on_the_seed(folders: dict[str, str]) -> None:
     torch.manual_seed(1)
     one = trainer(folders["llama"], seed=5)
     before = torch.get_rng_state()
@@ -130,12 +130,12 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(folders: 
     assert torch.equal(one.log_probs(ragged()), plain.log_probs(ragged()))
     a, b, c = (dict(engine.adapter_weights()) for engine in (one, two, other))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    drawn = [name for name in a if "lora_A" in name]
-    assert not any(torch.equal(a[name], c[name]) for name in drawn) and not any(a[n].any() for n in a if "lora_B" in n)
-    assert all(float(a[n].abs().max()) <= a[n].shape[1] ** -0.5 and a[n].std() > 0 for n in drawn)
+    lora_a = [name for name in a if "lora_A" in name]
+    assert not any(torch.equal(a[name], c[name]) for name in lora_a) and not any(a[n].any() for n in a if "lora_B" in n)
+    assert all(float(a[n].abs().max()) <= a[n].shape[1] ** -0.5 and a[n].std() > 0 for n in lora_a)
 
 
-def test_targets_are_adapted_and_no_others(folders: dict[str, str]) -> None:
+def test_only_target_layers_are_adapted(folders: dict[str, str]) -> None:
     engine = trainer(folders["llama"], lora=LoRA(r=2, alpha=1, targets=("q_proj", "model.layers.1.mlp.up_proj")))
     assert [name for name, _ in engine.adapter_weights()] == sorted(
         f"base_model.model.model.layers.{layer}.lora_{part}.weight"
@@ -150,7 +150,7 @@ def test_targets_are_adapted_and_no_others(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
-def test_merged_weights_say_what_the_adapter_says(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
+def test_merged_weights_give_the_log_probs_of_the_adapter(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
     engine = trainer(folders[kind])
     train(engine)
     engine.save_pretrained(str(tmp_path / "merged"))
@@ -166,7 +166,7 @@ def test_merged_weights_say_what_the_adapter_says(folders: dict[str, str], kind:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_peft_reads_the_adapter_by_its_names(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_by_its_names(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
     engine = trainer(folders[kind])
     train(engine)
     base = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=torch.float32)
@@ -176,7 +176,7 @@ def test_peft_reads_the_adapter_by_its_names(folders: dict[str, str], kind: str,
         torch.testing.assert_close(theirs(input_ids=ids).logits, engine.model(input_ids=ids).logits)
 
 
-def test_experts_that_are_stored_apart_stay_so(tmp_path: Path) -> None:
+def test_experts_stay_unfused_in_saved_folders(tmp_path: Path) -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
@@ -196,7 +196,7 @@ def test_experts_that_are_stored_apart_stay_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_the_base_bit_for_bit_before_and_after(folders: dict[str, str], dtype: str) -> None:
+def test_a_shared_reference_equals_the_base_model_bit_for_bit(folders: dict[str, str], dtype: str) -> None:
     engine = trainer(folders["qwen2"], dtype=dtype)
     reference = TorchScorer().build(Context(engine))
     assert isinstance(reference, Scorer) and not isinstance(reference, Trainer)
@@ -212,18 +212,18 @@ def test_the_reference_is_the_base_bit_for_bit_before_and_after(folders: dict[st
         assert not torch.equal(engine.log_probs(ragged()), before)
 
 
-def test_the_base_is_a_teacher_with_the_adapter_off(folders: dict[str, str]) -> None:
+def test_a_shared_teacher_disables_the_adapter(folders: dict[str, str]) -> None:
     engine, truth = trainer(folders["qwen2"]), TorchScorer(folders["qwen2"], device="cpu").build(Context())
     train(engine)
     teacher, batch = TorchScorer().build(Context(engine)), ragged()
-    said, expected = teacher.last_states(batch), truth.last_states(batch)
-    assert torch.equal(said.states, expected.states) and said.head == expected.head
+    results, expected = teacher.last_states(batch), truth.last_states(batch)
+    assert torch.equal(results.states, expected.states) and results.head == expected.head
     assert torch.equal(teacher.logit_norms(batch), truth.logit_norms(batch))
     assert all(map(torch.equal, teacher.top_log_probs(batch, 5), truth.top_log_probs(batch, 5)))
     assert not torch.equal(engine.top_log_probs(batch, 5).rest, truth.top_log_probs(batch, 5).rest)
 
 
-def test_an_error_in_the_reference_leaves_the_adapter_on(folders: dict[str, str]) -> None:
+def test_an_error_in_the_reference_reenables_the_adapter(folders: dict[str, str]) -> None:
     engine, batch = trainer(folders["llama"]), ragged()
     train(engine)
     before = engine.log_probs(batch)
@@ -263,7 +263,7 @@ def greedy(engine: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
-def test_adapters_are_synced_alone(folders: dict[str, str], kind: str) -> None:
+def test_only_adapter_weights_are_synced(folders: dict[str, str], kind: str) -> None:
     engine = trainer(folders[kind])
     shared, adapted, whole = (
         rollout(None, engine),
@@ -271,7 +271,7 @@ def test_adapters_are_synced_alone(folders: dict[str, str], kind: str) -> None:
         rollout(folders[kind], device="cpu"),
     )
     assert isinstance(engine, Adapted) and isinstance(adapted, Rollout)
-    said: list[Any] = []
+    results: list[Any] = []
     for version in range(3):
         receipts = [each.sync(engine) for each in (shared, adapted, whole)]
         assert [receipt.version for receipt in receipts] == [version] * 3
@@ -285,9 +285,9 @@ def test_adapters_are_synced_alone(folders: dict[str, str], kind: str) -> None:
             assert tokens == outputs[0][0]
             torch.testing.assert_close(log_probs, outputs[0][1], atol=1e-5, rtol=1e-5)
         assert torch.equal(outputs[1][1], outputs[0][1])  # the same arithmetic
-        said.append(outputs[0][1])
+        results.append(outputs[0][1])
         train(engine)
-    assert said[0].shape != said[2].shape or (said[0] - said[2]).abs().max() > 0.01
+    assert results[0].shape != results[2].shape or (results[0] - results[2]).abs().max() > 0.01
 
 
 def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
         assert receiver.receipt is None
 
 
-def test_an_adapter_that_did_not_arrive_is_found(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_detects_an_unloaded_adapter(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, receiver = trainer(folders["llama"]), rollout(folders["llama"], lora=ADAPTER, device="cpu")
     train(engine)
     stale = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
@@ -321,7 +321,7 @@ def test_an_adapter_that_did_not_arrive_is_found(folders: dict[str, str], monkey
     assert receiver.receipt is None
 
 
-def test_a_rollout_in_bfloat16_holds_the_cast_adapter(folders: dict[str, str]) -> None:
+def test_a_bfloat16_rollout_has_the_cast_adapter(folders: dict[str, str]) -> None:
     engine, receiver = (
         trainer(folders["llama"]),
         rollout(folders["llama"], lora=ADAPTER, dtype="bfloat16", device="cpu"),
@@ -329,13 +329,13 @@ def test_a_rollout_in_bfloat16_holds_the_cast_adapter(folders: dict[str, str]) -
     train(engine)
     assert receiver.sync(engine).digest == weights_digest(engine.adapter_weights())
     assert {p.dtype for p in receiver.model.parameters()} == {torch.bfloat16}
-    held = {n.replace(".default.", "."): p for n, p in receiver.model.named_parameters() if ".lora_" in n}
+    tensors = {n.replace(".default.", "."): p for n, p in receiver.model.named_parameters() if ".lora_" in n}
     for name, tensor in engine.adapter_weights():
-        assert torch.equal(held[name.removeprefix("base_model.model.")], tensor.bfloat16())
+        assert torch.equal(tensors[name.removeprefix("base_model.model.")], tensor.bfloat16())
     assert len(greedy(receiver)[0]) == 4
 
 
-def test_replicas_are_whole_models_of_their_own(folders: dict[str, str]) -> None:
+def test_each_rank_of_a_rollout_is_a_full_replica(folders: dict[str, str]) -> None:
     engine, spec = trainer(folders["llama"]), TorchRollout(folders["llama"], ranks=2, lora=ADAPTER, device="cpu")
     assert (spec.receives, TorchRollout(folders["llama"]).receives) == ("adapter_weights", "weights")
     replicas = [spec.build(Context(rank=rank, world_size=2)) for rank in range(2)]
@@ -353,7 +353,7 @@ def synced(receiver: Any, engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.02), SGD(lr=0.02, momentum=0.9)])
-def test_resuming_is_bit_exact_and_holds_the_adapter_alone(
+def test_resuming_is_bit_exact_with_adapter_checkpoints(
     folders: dict[str, str], optimizer: Any, tmp_path: Path
 ) -> None:
     engine = trainer(folders["llama"], optimizer=optimizer)
@@ -371,7 +371,7 @@ def test_resuming_is_bit_exact_and_holds_the_adapter_alone(
     assert len(digests) == 1 and by_folder.version == 2
 
 
-def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_base_model_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
     engine, path = trainer(folders["llama"]), str(tmp_path / "checkpoint")
     engine.save_checkpoint(path)
     others = [
@@ -391,7 +391,7 @@ def test_a_state_over_another_base_is_refused(folders: dict[str, str], tmp_path:
 # What is refused
 
 
-def test_unknown_targets_are_refused(folders: dict[str, str]) -> None:
+def test_unknown_target_layers_are_refused(folders: dict[str, str]) -> None:
     known = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     for targets, unknown in (
         (("q_proj", "qproj"), ("qproj",)),

@@ -38,7 +38,7 @@ ON_EVERY_COMMIT = ["deepseek_v3", "gpt_oss", "jamba"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    """The folder of an architecture, made when first asked for."""
+    """The folder of an architecture, created on first use."""
     path, folders = tmp_path_factory.mktemp("architectures"), dict[str, str]()
 
     def of(kind: str) -> str:
@@ -61,7 +61,7 @@ def truth(folder: str, batch: Ragged) -> Tensor:
     return out
 
 
-def test_coarse_products_are_no_fault_of_a_model() -> None:
+def test_probe_tolerance_covers_reduced_precision_matmuls() -> None:
     """Each setting in a process of its own, since it is the whole process's."""
     code = """if True:
         import os
@@ -82,14 +82,14 @@ def test_coarse_products_are_no_fault_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("kind", nightly_except(ON_EVERY_COMMIT, SCORED))
-def test_log_probs_are_those_of_plain_attention_in_float64(kind: str, made: Folder) -> None:
+def test_log_probs_match_eager_attention_in_float64(kind: str, made: Folder) -> None:
     batch = ragged(rows=4, prompt=12)
     found = TorchScorer(made(kind), device="cpu").build(CONTEXT).log_probs(batch)
     torch.testing.assert_close(found.double(), truth(made(kind), batch), atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", nightly_except(ON_EVERY_COMMIT, CACHED))
-def test_a_cache_changes_nothing(kind: str, made: Folder) -> None:
+def test_cached_decoding_equals_full_forward_passes(kind: str, made: Folder) -> None:
     actor = trainer(made(kind))
     engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
     engine.sync(actor)
@@ -101,7 +101,7 @@ def test_a_cache_changes_nothing(kind: str, made: Folder) -> None:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["deepseek_v3", "jamba"], ADAPTED))
-def test_all_linear_layers_that_are_adapted_count(kind: str, made: Folder, tmp_path: Path) -> None:
+def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, made: Folder, tmp_path: Path) -> None:
     engine = trainer(made(kind), lora=LoRA(r=2, alpha=2))
     with torch.no_grad():
         for i, (_, tensor) in enumerate(engine.adapter_weights()):
@@ -129,7 +129,7 @@ def test_models_that_cannot_distinguish_padding_from_tokens_are_refused(kind: st
         TorchTrainer(made(kind), device="cpu").build(CONTEXT)
 
 
-def test_nan_is_not_blamed_on_padding(folder: Folder, tmp_path: Path) -> None:
+def test_nan_outputs_are_not_reported_as_a_padding_error(folder: Folder, tmp_path: Path) -> None:
     """Weights that are finite, and a scale that is not."""
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
     stated = json.loads((tmp_path / "config.json").read_text())
@@ -140,7 +140,7 @@ def test_nan_is_not_blamed_on_padding(folder: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv", "minimax", "deepseek_v4"])
-def test_models_with_another_result_from_the_cache_are_refused(kind: str, made: Folder) -> None:
+def test_models_whose_cache_changes_results_are_refused(kind: str, made: Folder) -> None:
     with raises("model.cache", path=made(kind)):
         TorchRollout(made(kind), device="cpu").build(CONTEXT)
 
@@ -153,7 +153,7 @@ def attention_of(engine: Any) -> str:
 
 
 @pytest.mark.parametrize("spec", [TorchScorer, TorchTrainer, TorchRollout])
-def test_attention_is_fused_where_that_computes_the_model(spec: Any, folder: Folder, made: Folder) -> None:
+def test_fused_attention_is_used_only_where_it_equals_the_model(spec: Any, folder: Folder, made: Folder) -> None:
     fused = "sdpa" if spec is TorchRollout else ATTENTION  # which is the same, row by row
     for path, named, used in [
         (folder("llama"), None, fused),
@@ -172,7 +172,7 @@ def test_attention_is_fused_where_that_computes_the_model(spec: Any, folder: Fol
         spec(made("gpt_oss"), attention="sdpa", device="cpu").build(CONTEXT)
 
 
-def test_a_cap_of_attention_shows_even_where_it_bends_nothing_yet(folder: Folder, tmp_path: Path) -> None:
+def test_attention_soft_caps_are_detected_with_small_weights(folder: Folder, tmp_path: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
     with torch.no_grad():
         for layer in lm.model.layers:
@@ -181,7 +181,7 @@ def test_a_cap_of_attention_shows_even_where_it_bends_nothing_yet(folder: Folder
     assert attention_of(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT)) == "eager"
 
 
-def test_attention_that_gives_other_numbers_is_not_used(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_different_results_is_not_used(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers.modeling_utils as utils
 
     sdpa = utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -196,7 +196,7 @@ def test_attention_that_gives_other_numbers_is_not_used(folder: Folder, monkeypa
         TorchScorer(folder("llama"), attention="sdpa", device="cpu").build(CONTEXT)
 
 
-def test_a_critic_has_its_attention_too(folder: Folder) -> None:
+def test_a_critic_selects_its_attention_by_the_same_probe(folder: Folder) -> None:
     for kind, used in (("llama", ATTENTION), ("gemma2", "eager")):
         engine = TorchCritic(folder(kind), device="cpu").build(CONTEXT)
         assert engine._body.module.config._attn_implementation == used
@@ -206,7 +206,7 @@ def test_a_critic_has_its_attention_too(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rollout_that_shares_weights_computes_as_the_trainer(dtype: str, folder: Folder) -> None:
+def test_a_rollout_that_shares_weights_uses_the_attention_of_the_trainer(dtype: str, folder: Folder) -> None:
     actor = trainer(folder("llama"), dtype=dtype)
     engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
     engine.sync(actor)

@@ -1,4 +1,4 @@
-"""A saved DataProto that is damaged, or that somebody sealed anew: the folder is named, whatever is wrong."""
+"""Damaged saved DataProtos, also with a valid digest: the error names the folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def seal(folder: Path) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_forged_seal(saved: Path, file: str, content: bytes) -> None:
+def test_malformed_content_with_a_valid_digest_is_refused(saved: Path, file: str, content: bytes) -> None:
     (saved / file).write_bytes(content)
     seal(saved)
     with pytest.raises(DataError, match=str(saved)):
@@ -64,7 +64,7 @@ def test_a_forged_seal(saved: Path, file: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"3", b"[]", b"{}", b'{"digest": 3}', b"[" * 100_000, b"\xff", b"null"])
-def test_a_manifest_that_is_none(saved: Path, content: bytes) -> None:
+def test_an_invalid_manifest_is_refused(saved: Path, content: bytes) -> None:
     (saved / MANIFEST).write_bytes(content)
     with raises("data.damaged", path=str(saved / MANIFEST)):
         DataProto.load(saved)
@@ -72,7 +72,7 @@ def test_a_manifest_that_is_none(saved: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("replace", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
 @pytest.mark.parametrize("name", [MANIFEST, TENSORS, OBJECTS])
-def test_a_file_that_is_none(saved: Path, name: str, replace: Callable[[Path], Any]) -> None:
+def test_a_missing_or_irregular_file_is_refused(saved: Path, name: str, replace: Callable[[Path], Any]) -> None:
     (saved / name).unlink()
     replace(saved / name)
     with raises("data.damaged", path=str(saved / name)):

@@ -90,7 +90,7 @@ def test_meta_must_be_json(meta: dict[str, Any], where: str) -> None:
         DataProto({}, meta)
 
 
-def test_nothing_reaches_in_from_outside(proto: DataProto) -> None:
+def test_later_changes_of_the_inputs_do_not_change_a_proto(proto: DataProto) -> None:
     meta = {"a": [1]}
     source: dict[str, Tensor | np.ndarray] = {"x": torch.zeros(2), "o": objects([1, 2])}
     made = DataProto(source, meta)
@@ -129,7 +129,7 @@ def test_no_operation_changes_its_operand(proto: DataProto, tmp_path: Path) -> N
 # ---- columns
 
 
-def test_select_drop_rename(proto: DataProto) -> None:
+def test_select_drop_and_rename_columns(proto: DataProto) -> None:
     assert list(proto.select("uid", "values").columns) == ["uid", "values"]
     assert list(proto.drop("uid", "input_ids", "attention_mask").columns) == [
         "prompts", "responses", "response_mask", "values", "policy_version",
@@ -190,7 +190,7 @@ def test_equal_looks_inside_arrays_and_tensors_in_object_columns() -> None:
 # ---- rows
 
 
-def test_indexing(proto: DataProto) -> None:
+def test_indexing_selects_rows(proto: DataProto) -> None:
     assert (
         rows(proto[1:3]) == [1, 2] and rows(proto[::-2]) == [3, 1] and rows(proto[-1:]) == [3] and len(proto[9:]) == 0
     )
@@ -209,7 +209,7 @@ def test_indexing(proto: DataProto) -> None:
             part["uid"][0] = "another"
 
 
-def test_split_and_repeat(proto: DataProto) -> None:
+def test_split_and_repeat_rows(proto: DataProto) -> None:
     ten = DataProto({"x": torch.arange(10)})
     assert [len(part) for part in ten.split(4)] == [4, 4, 2] and [len(part) for part in ten[:0].split(4)] == [0]
     assert rows(proto[:2].repeat(3)) == [0, 0, 0, 1, 1, 1]
@@ -230,7 +230,7 @@ def test_an_error_about_a_verl_method_names_its_replacement(proto: DataProto, me
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint16", "uint64", "float8_e4m3fn", "bfloat16", "float64"])
-def test_rows_of_every_dtype(dtype: str) -> None:
+def test_row_selection_keeps_every_dtype(dtype: str) -> None:
     numbers = [[0, 1], [1, 0], [1, 1]]
     wide = torch.tensor(numbers).to(getattr(torch, dtype))
     picked = DataProto({"wide": wide, "flat": wide[:, 1], "across": wide.T.contiguous().T})[[2, 0, 2]]
@@ -238,7 +238,7 @@ def test_rows_of_every_dtype(dtype: str) -> None:
     assert picked["across"].equal(picked["wide"]) and picked["flat"].double().tolist() == [1, 1, 1]
 
 
-def test_groups() -> None:
+def test_groups_are_row_indices_by_uid() -> None:
     proto = DataProto({"uid": objects(["b", "a", "b", "c", "a"])})
     groups = proto.groups()
     assert list(groups) == ["b", "a", "c"] and [g.tolist() for g in groups.values()] == [[0, 2], [1, 4], [3]]
@@ -251,7 +251,7 @@ def test_groups() -> None:
 
 @fast
 @given(protos(min_rows=1), st.data())
-def test_parts_join_to_the_whole(proto: DataProto, data: st.DataObject) -> None:
+def test_concat_and_union_restore_a_split_proto(proto: DataProto, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, len(proto)))
     assert DataProto.concat(proto.split(n)).equal(proto)
     order = data.draw(st.permutations(range(len(proto))))
@@ -274,7 +274,7 @@ def test_concat_pads_prompt_left_response_right_and_sequence_both() -> None:
 
 @fast
 @given(rows_of_tokens, rows_of_tokens, st.integers(0, 7), st.integers(0, 7))
-def test_concat_of_ragged_batches_is_the_batch_laid_out_at_once(
+def test_concat_of_ragged_batches_equals_building_one_batch(
     a: list[tuple[list[int], list[int]]], b: list[tuple[list[int], list[int]]], prompt: int, response: int
 ) -> None:
     parts = [
@@ -289,21 +289,21 @@ def test_concat_of_ragged_batches_is_the_batch_laid_out_at_once(
         assert DataProto.concat([part.select(*names) for part in parts]).equal(whole.select(*names))
 
 
-def test_concat_pads_with_the_columns_own_value() -> None:
+def test_concat_pads_with_the_pad_value_of_the_column() -> None:
     name = "test_proto_distance"
     column = c.register(c.ColumnType(name, "distance", "float32", ("batch", "response"), -1.5))
     joined = DataProto.concat([DataProto({column.name: torch.ones(1, 1)}), DataProto({column.name: torch.ones(1, 2)})])
     assert joined[name].tolist() == [[1, -1.5], [1, 1]]
 
 
-def test_sequences_of_equal_width_are_aligned_all_the_same() -> None:
+def test_concat_aligns_sequences_of_equal_width_by_prompt_and_response() -> None:
     a, b = rollout([[1, 2, 3]], [[4]]), rollout([[5]], [[6, 7, 8]])
     assert a["input_ids"].shape == b["input_ids"].shape
     joined = DataProto.concat([p.select("input_ids", "response_mask") for p in (a, b)])
     assert joined["input_ids"].tolist() == [[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 7, 8]]
 
 
-def test_sequences_whose_parts_are_unknown_are_refused() -> None:
+def test_concat_refuses_sequences_of_unknown_prompt_width() -> None:
     a, b = (rollout([[1] * n], [[2]]).select("input_ids") for n in (1, 3))
     with raises("data.concat-mismatch", column="input_ids", axis=1, found=(2, 4)):
         DataProto.concat([a, b])
@@ -319,7 +319,7 @@ def test_sequences_whose_parts_are_unknown_are_refused() -> None:
         DataProto.concat([DataProto({"input_ids": torch.ones(1, 1).long(), "prompts": torch.ones(1, 2).long()})])
 
 
-def test_unknown_columns_are_padded_by_pad_or_refused() -> None:
+def test_concat_pads_unknown_columns_only_with_an_explicit_pad() -> None:
     a, b = DataProto({"mine": torch.ones(1, 1, 2).long()}), DataProto({"mine": torch.ones(1, 3, 2).long()})
     with raises("data.concat-mismatch", column="mine", axis=1, found=(1, 3)):
         DataProto.concat([a, b])
@@ -343,7 +343,7 @@ def test_unknown_columns_are_padded_by_pad_or_refused() -> None:
     assert DataProto.concat(like_ids, pad={"seq": (9, "sequence")})["seq"].tolist() == [[9, 1, 2, 9], [3, 4, 5, 6]]
 
 
-def test_concat_refuses_what_does_not_belong_together() -> None:
+def test_concat_refuses_mismatched_protos() -> None:
     a = DataProto({"x": torch.zeros(1), "o": objects([1])}, {"k": 1})
     with raises("data.concat-mismatch", index=1, columns=("o",)):
         DataProto.concat([a, a.drop("o")])
@@ -369,7 +369,7 @@ def prompt_batch() -> PromptBatch:
     )
 
 
-def test_records(proto: DataProto) -> None:
+def test_records_round_trip(proto: DataProto) -> None:
     batch = prompt_batch()
     made = DataProto.from_record(batch, {"k": 1})
     assert tuple(made.columns) == PromptBatch._fields and made["prompts"] is batch.prompts and made.meta == {"k": 1}
@@ -389,7 +389,7 @@ class Scored(NamedTuple):
     update: Updated
 
 
-def test_records_of_other_things_are_refused() -> None:
+def test_records_with_invalid_fields_are_refused() -> None:
     with raises("column.not-a-record", record="Scored", field="update"):
         DataProto.from_record(Scored(torch.zeros(1, 1), Updated(1)))
     with raises("column.not-a-record", record="Updated"):

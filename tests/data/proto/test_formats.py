@@ -28,7 +28,7 @@ fast = examples(40)
 # ---- digest
 
 
-def test_digest_is_that_of_the_content() -> None:
+def test_digest_depends_on_content_only() -> None:
     x, o = torch.arange(6.0).reshape(2, 3), objects([{"a": 1, "b": 2}, "s"])
     proto = DataProto({"x": x, "o": o}, {"k": 1, "l": 2})
     strided = x.t().contiguous().t()
@@ -87,7 +87,7 @@ def test_save_and_load_round_trip(tmp_path_factory: pytest.TempPathFactory, prot
     assert {p.suffix for p in folder.iterdir()} == {".json", ".safetensors"}
 
 
-def test_save_of_views_of_one_storage_and_of_nothing(tmp_path: Path) -> None:
+def test_views_of_one_storage_and_empty_protos_can_be_saved(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for name, proto in (
         (
@@ -120,7 +120,7 @@ def test_save_is_all_or_nothing(proto: DataProto, tmp_path: Path, monkeypatch: p
     assert [p.name for p in tmp_path.rglob("*")] == ["full", "mine"]
 
 
-def test_any_changed_byte_is_found(tmp_path: Path) -> None:
+def test_load_detects_any_changed_byte(tmp_path: Path) -> None:
     rollout([[1]], [[2]]).select("values", "uid").save(tmp_path / "p")
     for path in sorted((tmp_path / "p").iterdir()):
         whole = path.read_bytes()
@@ -135,7 +135,7 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
     DataProto.load(tmp_path / "p")
 
 
-def test_truncated_extended_and_missing_files_are_found(proto: DataProto, tmp_path: Path) -> None:
+def test_load_detects_truncated_extended_and_missing_files(proto: DataProto, tmp_path: Path) -> None:
     proto.save(tmp_path / "p")
     for path in sorted((tmp_path / "p").iterdir()):
         whole = path.read_bytes()
@@ -151,7 +151,7 @@ def test_truncated_extended_and_missing_files_are_found(proto: DataProto, tmp_pa
         DataProto.load(tmp_path / "nowhere")
 
 
-def test_what_was_loaded_outlives_its_files(proto: DataProto, tmp_path: Path) -> None:
+def test_a_loaded_proto_does_not_depend_on_its_files(proto: DataProto, tmp_path: Path) -> None:
     proto.save(tmp_path / "p")
     loaded = DataProto.load(tmp_path / "p")
     for path in (tmp_path / "p").iterdir():
@@ -159,7 +159,7 @@ def test_what_was_loaded_outlives_its_files(proto: DataProto, tmp_path: Path) ->
     assert loaded.equal(proto)
 
 
-def test_a_manifest_of_another_content_is_found(proto: DataProto, tmp_path: Path) -> None:
+def test_load_detects_a_manifest_of_other_content(proto: DataProto, tmp_path: Path) -> None:
     proto.save(tmp_path / "p")
     path = tmp_path / "p" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -194,7 +194,7 @@ def test_tensordict_round_trip(proto: DataProto) -> None:
     assert DataProto.from_tensordict(converted[:1]).equal(proto[:1])  # sliced by tensordict, by us
 
 
-def test_tensordict_of_other_hands() -> None:
+def test_a_tensordict_made_elsewhere_can_be_converted() -> None:
     tensordict = pytest.importorskip("tensordict")
     x = torch.zeros(2, 1)
     made = tensordict.TensorDict({"x": x, "o": ["a", "b"], "data_source": "gsm8k", "note": "n"}, batch_size=[2])
@@ -216,7 +216,9 @@ def test_tensordict_of_other_hands() -> None:
         DataProto({"o": objects([])}).to_tensordict()
 
 
-def test_without_tensordict_the_error_says_so(proto: DataProto, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensordict_package_is_named_with_its_extra(
+    proto: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(ImportError, match=r"flowrl\[tensordict\]"):
         proto.to_tensordict()
@@ -251,7 +253,7 @@ def test_verl_arrays_become_one_object_per_row() -> None:
         ({"meta_info": {"timing": {1: 2}}}, "timing"),
     ],
 )
-def test_verl_data_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
+def test_invalid_verl_data_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         DataProto.from_verl({"batch": {}, "non_tensor_batch": {}, "meta_info": {}, **change})
     with raises("data.conversion", part="meta_info"):

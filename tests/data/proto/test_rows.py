@@ -1,4 +1,4 @@
-"""Which rows and how many: what is no answer to that is refused."""
+"""Invalid row selections, counts and other arguments are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FOUR = DataProto({"x": torch.arange(4), "o": objects("abcd")})
 
 @pytest.mark.parametrize("n", [True, False, "a", 2.0, None, float("nan"), [2], torch.tensor(2)])
 @pytest.mark.parametrize("call", [FOUR.split, FOUR.repeat])
-def test_what_is_no_number_of_rows_is_refused(call: Callable[[Any], Any], n: Any) -> None:
+def test_invalid_row_counts_are_refused(call: Callable[[Any], Any], n: Any) -> None:
     with pytest.raises(DataError):
         call(n)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_integers_are_valid_row_counts() -> None:
     two = np.int64(2)
     assert len(FOUR.split(two)) == 2
     assert len(FOUR.repeat(two)) == 8
@@ -42,13 +42,13 @@ def test_invalid_row_selections_are_refused(key: Any) -> None:
 
 
 @pytest.mark.parametrize("columns", [None, 3, "ab", [("x", torch.zeros(1))], {"x": None}, {3: torch.zeros(1)}], ids=str)
-def test_what_is_no_columns_is_refused(columns: Any) -> None:
+def test_invalid_columns_are_refused(columns: Any) -> None:
     with pytest.raises(DataError):
         DataProto(columns)
 
 
 @pytest.mark.parametrize("meta", [[], [1], 0, 3, "k", {"k": ()}], ids=str)
-def test_what_is_no_meta_is_refused(meta: Any) -> None:
+def test_invalid_meta_is_refused(meta: Any) -> None:
     with pytest.raises(DataError, match="meta"):
         DataProto({}, meta)
 
@@ -67,8 +67,8 @@ def test_an_unknown_device_is_refused(device: Any) -> None:
         FOUR.to(device)
 
 
-def test_a_device_without_room_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a move itself raises is told as torch tells it."""
+def test_an_out_of_memory_error_of_a_device_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors that torch raises while moving columns are not wrapped."""
 
     def full(self: torch.Tensor, *_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
@@ -78,7 +78,7 @@ def test_a_device_without_room_is_there(monkeypatch: pytest.MonkeyPatch) -> None
         FOUR.to("cpu")
 
 
-def test_what_is_no_proto_is_refused() -> None:
+def test_arguments_of_other_types_are_refused() -> None:
     anything: Any = DataProto
     four: Any = FOUR
     for call in (

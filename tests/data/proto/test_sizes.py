@@ -27,26 +27,26 @@ BIG = DataProto({"x": torch.zeros(1024, 1024), "o": objects(["text" * 1000] * 10
         DataProto({"x": BIG["x"][:, :1]}),
     ],
 )
-def test_a_part_is_pickled_alone(part: DataProto) -> None:
+def test_pickling_a_slice_writes_only_its_rows(part: DataProto) -> None:
     raw = pickle.dumps(part)
     assert len(raw) < 20_000
     assert pickle.loads(raw).equal(part)
     assert copy.deepcopy(part).equal(part)
 
 
-def test_a_part_is_saved_alone(tmp_path: Path) -> None:
+def test_saving_a_slice_writes_only_its_rows(tmp_path: Path) -> None:
     BIG[3:4].save(tmp_path / "part")
     assert sum(file.stat().st_size for file in (tmp_path / "part").iterdir()) < 20_000
     assert DataProto.load(tmp_path / "part").equal(BIG[3:4])
 
 
-def test_what_is_whole_or_repeats_is_not_copied() -> None:
+def test_full_and_expanded_columns_are_pickled_without_a_copy() -> None:
     repeated = DataProto({"x": torch.ones(1).expand(1 << 20)})
     assert len(pickle.dumps(repeated)) < 2000
     assert len(pickle.dumps(BIG.select("x"))) < (4 << 20) + 2000
 
 
-def test_a_part_that_asks_for_gradients_does_so_afterwards() -> None:
+def test_pickling_a_slice_keeps_requires_grad() -> None:
     weight = torch.ones(8, 2, requires_grad=True)
     part = DataProto({"x": (weight * 2)[2:3]})
     assert pickle.loads(pickle.dumps(part))["x"].requires_grad

@@ -38,7 +38,7 @@ def load(
     return stream
 
 
-def test_a_demonstration_is_what_the_policy_would_have_sampled(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_a_demonstration_has_the_tokens_that_the_policy_would_sample(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     rows = [{"prompt": ASK, "response": "2"}, {"prompt": "12+12=", "response": "= 24"}]
     batch = load(tmp_path, rows, tokenizer).next(2)
     demos = batch.to_record(DemoBatch)
@@ -55,7 +55,7 @@ def test_a_demonstration_is_what_the_policy_would_have_sampled(tmp_path: Path, t
     assert demos.uid.tolist() == demos.row_id.tolist() == ["0/0/0", "0/1/0"]
 
 
-def test_the_end_of_a_turn_is_that_of_the_chat_template(tmp_path: Path) -> None:
+def test_responses_end_with_the_end_of_turn_token_of_the_chat_template(tmp_path: Path) -> None:
     folder = Path(tiny_folder(tmp_path))
     tokenizer = ChatTokenizer(str(folder))
     assert tokenizer.turn_end in tokenizer.ends
@@ -65,7 +65,7 @@ def test_the_end_of_a_turn_is_that_of_the_chat_template(tmp_path: Path) -> None:
     assert list(rendered["input_ids"] if hasattr(rendered, "keys") else rendered)[: len(prompt + ids)] == prompt + ids
 
 
-def test_messages_are_a_prompt_and_the_last_response(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_the_last_message_of_a_conversation_is_the_response(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     turns = [*ASK, {"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
     conversation = [*turns, {"role": "assistant", "content": "yes"}]
     separate, joined = [{"prompt": turns, "response": "yes"}], [{"messages": conversation}]
@@ -121,14 +121,14 @@ def test_a_pair_is_two_rows_of_one_group(tmp_path: Path, tokenizer: ChatTokenize
         ),
     ],
 )
-def test_malformed_demonstrations(
+def test_malformed_demonstrations_are_refused(
     row: Any, code: str, facts: dict[str, Any], tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     with raises(f"prompts.{code}", where=f"{tmp_path}/rows.jsonl:2", **facts):
         load(tmp_path, [{"prompt": "a", "response": "b"}, row], tokenizer)
 
 
-def test_a_row_that_nests_too_deeply(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_a_row_nested_too_deeply_is_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     deep = "[" * 300 + "]" * 300
     row = json.dumps({"prompt": "a", "response": "b"})
     (tmp_path / "deep.jsonl").write_text(row.replace('"b"', deep))
@@ -145,7 +145,7 @@ def test_a_row_that_nests_too_deeply(tmp_path: Path, tokenizer: ChatTokenizer) -
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "bad-response", {"key": "rejected", "found": "''"}),
     ],
 )
-def test_malformed_preferences(
+def test_malformed_preferences_are_refused(
     row: Any, code: str, facts: dict[str, Any], tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     with raises(f"prompts.{code}", where=f"{tmp_path}/rows.jsonl:1", **facts):
@@ -162,8 +162,8 @@ def test_overlong_rows_are_refused_or_dropped(tmp_path: Path, tokenizer: ChatTok
     setting = {"setting": "max_response_length", "limit": 6}
     with raises("prompts.too-long", where=f"{where}:2", part="response", found=7, longest=7, unit="tokens", **setting):
         load(tmp_path, rows, tokenizer, max_response_length=6)
-    kept = load(tmp_path, rows, tokenizer, max_response_length=6, max_prompt_length=40, overlong="drop")
-    assert (len(kept), kept.dropped) == (1, 2)
+    remaining = load(tmp_path, rows, tokenizer, max_response_length=6, max_prompt_length=40, overlong="drop")
+    assert (len(remaining), remaining.dropped) == (1, 2)
     with raises("prompts.too-long", where=f"{where}:3", part="prompt", setting="max_prompt_length", limit=40):
         load(tmp_path, rows, tokenizer, max_prompt_length=40)
     with raises("prompts.too-long", part="response", count=2, rows=2) as caught:
@@ -174,7 +174,7 @@ def test_overlong_rows_are_refused_or_dropped(tmp_path: Path, tokenizer: ChatTok
         load(tmp_path, pair, tokenizer, PreferenceData, max_response_length=6)
 
 
-def test_bad_parameters_and_missing_files(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_bad_parameters_and_missing_files_are_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     with pytest.raises(ParameterError, match="max_response_length"):
         DemoData("a.jsonl", max_response_length=0)
     with raises("prompts.missing-file", path=f"{tmp_path}/a.jsonl", source="DemoData"):
@@ -183,7 +183,7 @@ def test_bad_parameters_and_missing_files(tmp_path: Path, tokenizer: ChatTokeniz
         DemoData("a.jsonl").load("model", 0)  # type: ignore[arg-type]
 
 
-def test_the_digest_is_of_the_ids(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_the_digest_covers_prompts_and_responses(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}, {"prompt": "ab", "chosen": "d", "rejected": "c"}]
     digests = {load(tmp_path, part, tokenizer, PreferenceData).digest() for part in (rows, rows[:1], rows[1:])}
     assert len(digests) == 3

@@ -38,7 +38,7 @@ def nested(depth: int) -> str:
     ],
     ids=lambda text: text[:30],
 )
-def test_broken_lines(tmp_path: Path, line: str, code: str, detail: str) -> None:
+def test_malformed_lines_are_refused_with_their_line_number(tmp_path: Path, line: str, code: str, detail: str) -> None:
     path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     path.write_text(path.read_text() + line + "\n")
     with raises(f"prompts.{code}") as caught:
@@ -48,7 +48,7 @@ def test_broken_lines(tmp_path: Path, line: str, code: str, detail: str) -> None
 
 
 @pytest.mark.parametrize(("levels", "accepted"), [(99, True), (100, False)])
-def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, accepted: bool) -> None:
+def test_rows_nested_beyond_the_limit_are_refused(tmp_path: Path, levels: int, accepted: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"extra_info": {"a": json.loads(nested(levels))}}])
     if accepted:
         assert len(load(path).next(1)) == 1
@@ -57,7 +57,7 @@ def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, accepted: bool) 
             load(path)
 
 
-def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record(0, "\N{GRINNING FACE}")) + "\n")
     assert "\\ud83d" in path.read_text()
@@ -85,12 +85,12 @@ def test_an_empty_user_message_is_refused(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["", "x" * 101, 3, None, True])
-def test_invalid_roles(tmp_path: Path, role: Any) -> None:
+def test_invalid_roles_are_refused(tmp_path: Path, role: Any) -> None:
     with raises("prompts.bad-messages", index=0):
         load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"prompt": [{"role": role, "content": "a"}]}]))
 
 
-def test_parquet_with_text_that_is_not_utf8(tmp_path: Path) -> None:
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([record(0), record(1)])
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
@@ -101,7 +101,7 @@ def test_parquet_with_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert "utf-8" in str(caught.value)
 
 
-def test_parquet_with_a_duplicate_column(tmp_path: Path) -> None:
+def test_a_duplicate_parquet_column_is_refused(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([record(0)])
     pq.write_table(rows.append_column("prompt", rows["prompt"]), tmp_path / "a.parquet")
     with raises("prompts.broken-file") as caught:
@@ -109,7 +109,7 @@ def test_parquet_with_a_duplicate_column(tmp_path: Path) -> None:
     assert "there are 2 columns 'prompt'" in str(caught.value)
 
 
-def test_a_file_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -121,7 +121,7 @@ def test_a_file_without_read_permission(tmp_path: Path, monkeypatch: pytest.Monk
             read()
 
 
-def test_digests_are_of_the_content(tmp_path: Path) -> None:
+def test_digests_depend_on_file_content(tmp_path: Path) -> None:
     a, b = (write_jsonl(tmp_path / f"{name}.jsonl", [record(0)]) for name in "ab")
     c = write_jsonl(tmp_path / "c.jsonl", [record(1)])
     assert PromptData(a).digests() == PromptData(b).digests() != PromptData(c).digests()
@@ -141,7 +141,7 @@ class Short(Characters):
         return super().prompt_ids(messages)
 
 
-def test_a_prompt_with_more_characters_than_the_limit_of_tokens_can_hold_is_not_tokenized(tmp_path: Path) -> None:
+def test_prompts_too_long_by_characters_are_not_tokenized(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 1000), record(2, "y" * 20)])
 
     def read(**settings: Any) -> Any:
@@ -151,11 +151,11 @@ def test_a_prompt_with_more_characters_than_the_limit_of_tokens_can_hold_is_not_
     with raises("prompts.too-long", found=1003, unit="characters", **facts) as caught:
         read()
     assert "Set max_prompt_length=" not in str(caught.value) and "Shorten them, or drop them" in str(caught.value)
-    kept = read(overlong="drop")
-    assert (len(kept), kept.dropped) == (1, 2)
+    remaining = read(overlong="drop")
+    assert (len(remaining), remaining.dropped) == (1, 2)
 
 
-def test_a_prompt_with_as_many_characters_as_the_limit_of_tokens_can_hold_is_tokenized(tmp_path: Path) -> None:
+def test_prompts_at_the_character_limit_are_tokenized(tmp_path: Path) -> None:
     class Words(Characters):
         def prompt_ids(self, *messages: Any) -> list[int]:
             return super().prompt_ids(*messages)[:8]
@@ -164,7 +164,7 @@ def test_a_prompt_with_as_many_characters_as_the_limit_of_tokens_can_hold_is_tok
     assert len(PromptData(path, max_prompt_length=8).load(Words(), 0)) == 1  # type: ignore[arg-type]
 
 
-def test_without_a_limit_of_tokens_characters_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_are_limited_without_a_token_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_source, "_CHARACTERS", 80)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 78)])
     with raises("prompts.too-long", where=f"{path}:2", found=81, unit="characters", limit=None, count=1, rows=2):
@@ -172,7 +172,7 @@ def test_without_a_limit_of_tokens_characters_are_limited(tmp_path: Path, monkey
     assert len(PromptData(path, max_prompt_length=100).load(Characters(), 0)) == 2  # type: ignore[arg-type]
 
 
-def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_rows, "_LINE", 300)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 300)])
     with raises("prompts.broken-file", path=path, line=2) as caught:
@@ -180,7 +180,7 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "more than 300 bytes" in str(caught.value)
 
 
-def test_the_longest_token_bounds_the_characters_of_tokens(tmp_path: Path) -> None:
+def test_longest_token_bounds_the_characters_per_token(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(tiny_folder(tmp_path))
     assert tokenizer.longest_token == len("<|assistant|>")
     text = "some words, and numbers: 12345"
@@ -191,7 +191,7 @@ def test_the_longest_token_bounds_the_characters_of_tokens(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("n", ["a", True, 1.0, None, 0, -1])
-def test_invalid_numbers_of_rows(tmp_path: Path, n: Any) -> None:
+def test_invalid_row_counts_are_refused(tmp_path: Path, n: Any) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     with raises("data.not-a-count", call="next", found=n):
         stream.next(n)

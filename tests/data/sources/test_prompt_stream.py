@@ -22,7 +22,7 @@ from tests.support.rows.prompt_files import Characters, load, record, truths, wr
 # ---- batches
 
 
-def test_a_batch_has_the_columns_of_prompt_batch(tmp_path: Path) -> None:
+def test_batches_have_the_columns_of_prompt_batch(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0, "ab"), record(1, "c")]), shuffle=False)
     batch = stream.next(2)
     assert list(batch.columns) == list(PromptBatch._fields)
@@ -37,13 +37,13 @@ def test_a_batch_has_the_columns_of_prompt_batch(tmp_path: Path) -> None:
     batch.to_record(PromptBatch)
 
 
-def test_a_batch_is_padded_to_its_own_longest(tmp_path: Path) -> None:
+def test_batches_are_padded_to_their_longest_prompt(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(4)]), shuffle=False)
     assert len(stream) == 4
     assert [stream.next(2)["prompts"].shape[1] for _ in range(2)] == [5, 7]
 
 
-def test_lists_of_equal_length_stay_one_object_a_row(tmp_path: Path) -> None:
+def test_lists_of_equal_length_stay_one_object_per_row(tmp_path: Path) -> None:
     rows = [record(i) | {"reward_model": {"ground_truth": [i, i + 1]}} for i in range(3)]
     batch = load(write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False).all()
     for name in ("uid", "row_id", "data_source", "ground_truth", "extra_info", "raw_prompt"):
@@ -67,7 +67,7 @@ def test_changes_to_a_record_do_not_reach_later_epochs(tmp_path: Path) -> None:
     assert len(stream.next(1)["raw_prompt"][0]) == 2
 
 
-def test_everything_is_tokenized_once(tmp_path: Path) -> None:
+def test_each_prompt_is_tokenized_once(tmp_path: Path) -> None:
     tokenizer = Characters()
     stream = PromptData(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)])).load(tokenizer, 0)  # type: ignore[arg-type]
     stream.next(12)
@@ -78,7 +78,7 @@ def test_everything_is_tokenized_once(tmp_path: Path) -> None:
 # ---- epochs
 
 
-def test_the_order_is_the_permutation_of_the_epoch_s_key(tmp_path: Path) -> None:
+def test_row_order_is_the_permutation_of_the_epoch_key(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(10)]), seed=5)
     for epoch in range(3):
         order = torch.randperm(10, generator=Key.of(5).derive("data", epoch).generator()).tolist()
@@ -87,7 +87,7 @@ def test_the_order_is_the_permutation_of_the_epoch_s_key(tmp_path: Path) -> None
         assert list(batch["uid"]) == [f"{epoch}/{i}/0" for i in order]
 
 
-def test_seeds_and_epochs_differ(tmp_path: Path) -> None:
+def test_seeds_and_epochs_have_different_orders(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(20)])
     a, b = load(path, seed=0), load(path, seed=1)
     orders = [truths(s.next(20)) for s in (a, a, b, b)]
@@ -106,7 +106,7 @@ def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
     seed=st.integers(0, 99),
     shuffle=st.booleans(),
 )
-def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int, shuffle: bool) -> None:
+def test_every_epoch_has_every_row_once(rows: int, sizes: list[int], seed: int, shuffle: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         stream = load(write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)]), seed, shuffle=shuffle)
     uids = []
@@ -131,7 +131,7 @@ def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int
     seed=st.integers(0, 99),
     shuffle=st.booleans(),
 )
-def test_a_resumed_stream_gives_the_batches_of_the_uninterrupted_one(
+def test_a_resumed_stream_returns_the_remaining_batches(
     rows: int, sizes: list[int], stop: int, seed: int, shuffle: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def test_seek_refuses_invalid_positions(tmp_path: Path) -> None:
     assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
 
 
-def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:
+def test_validation_batches_have_every_row_once_in_file_order(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
     stream.next(2)
     before = stream.position
@@ -169,7 +169,7 @@ def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:
     assert stream.position == before
 
 
-def test_a_batch_has_at_least_one_row(tmp_path: Path) -> None:
+def test_empty_batches_are_refused(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     with raises("data.not-a-count", call="next", found=0):
         stream.next(0)

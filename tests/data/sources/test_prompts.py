@@ -41,7 +41,7 @@ def test_parquet_and_jsonl_give_the_same_batches(tmp_path: Path) -> None:
     assert a.all().equal(b.all())
 
 
-def test_a_null_key_of_a_message_is_a_missing_one(tmp_path: Path) -> None:
+def test_a_null_message_key_equals_a_missing_key(tmp_path: Path) -> None:
     """Parquet gives all messages of a file the same keys, so a key that one message has is null in the others."""
     records = [record(0), record(1)]
     records[1]["prompt"][0]["name"] = "sums"
@@ -68,7 +68,7 @@ def test_several_files_are_concatenated(tmp_path: Path) -> None:
     assert list(batch["row_id"]) == ["0/0/0", "0/1/0", "0/2/0", "0/3/0"]
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_expands_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "a.jsonl", [record(0)])
     assert len(load(os.path.join("~", "a.jsonl"))) == 1
@@ -95,7 +95,7 @@ def test_missing_files_are_found_without_a_tokenizer(tmp_path: Path) -> None:
         PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()
 
 
-def test_more_rows_than_one_parquet_read(tmp_path: Path) -> None:
+def test_parquet_files_are_read_in_several_batches(tmp_path: Path) -> None:
     stream = load(write_parquet(tmp_path / "a.parquet", [record(i, "q") for i in range(2500)]), shuffle=False)
     assert truths(stream.all()) == [str(i) for i in range(2500)]
 
@@ -166,7 +166,7 @@ def test_a_missing_file_is_named_before_others_are_read(tmp_path: Path) -> None:
         load(str(tmp_path / "folder.jsonl"))
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+def test_empty_files_are_refused(tmp_path: Path) -> None:
     good, empty = write_jsonl(tmp_path / "a.jsonl", [record(0)]), write_jsonl(tmp_path / "b.jsonl", [])
     with raises("prompts.no-rows", path=empty):
         load((good, empty))
@@ -186,7 +186,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         (b'{"extra_info": {"a": {"b": 1, "b": 1}}}\n', "not JSON (duplicate key 'b'"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, detail: str) -> None:
+def test_a_malformed_line_is_reported_with_its_number(tmp_path: Path, line: bytes, detail: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(record(0)).encode() + b"\n" + line)
     with raises("prompts.broken-file", path=str(path), line=2) as caught:
@@ -223,7 +223,7 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", {"role": "user", "content": "x"}, []])
-def test_a_prompt_is_a_list_of_messages(tmp_path: Path, prompt: Any) -> None:
+def test_prompts_that_are_not_message_lists_are_refused(tmp_path: Path, prompt: Any) -> None:
     refused(tmp_path, record(0) | {"prompt": prompt}, "bad-messages", found=repr(prompt))
 
 
@@ -239,23 +239,23 @@ def test_a_prompt_is_a_list_of_messages(tmp_path: Path, prompt: Any) -> None:
         {"role": 1, "content": "x"},
     ],
 )
-def test_a_message_has_role_and_text(tmp_path: Path, message: Any) -> None:
+def test_messages_without_role_or_text_are_refused(tmp_path: Path, message: Any) -> None:
     row = record(0) | {"prompt": [{"role": "system", "content": "s"}, message]}
     refused(tmp_path, row, "bad-messages", index=1, found=repr(message))
 
 
 @pytest.mark.parametrize("reward", [{}, {"style": "rule"}, {"ground_truth": None}, "42", [1]])
-def test_the_ground_truth_is_required(tmp_path: Path, reward: Any) -> None:
+def test_a_missing_ground_truth_is_refused(tmp_path: Path, reward: Any) -> None:
     refused(tmp_path, record(0) | {"reward_model": reward}, "no-ground-truth", found=repr(reward))
 
 
 @pytest.mark.parametrize("truth", ["", 0, False, 1.5, [], {"answer": [1]}])
-def test_a_ground_truth_may_be_anything_but_null(tmp_path: Path, truth: Any) -> None:
+def test_any_ground_truth_except_null_is_accepted(tmp_path: Path, truth: Any) -> None:
     batch = load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"reward_model": {"ground_truth": truth}}])).next(1)
     assert truths(batch) == [truth] and type(truths(batch)[0]) is type(truth)
 
 
-def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
+def test_other_columns_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, record(0) | {"data_source": 7}, "wrong-type", key="data_source", found="7")
     refused(tmp_path, record(0) | {"extra_info": "x"}, "wrong-type", key="extra_info", found="'x'")
     refused(tmp_path, record(0) | {"images": ["a.png"]}, "media", key="images")
@@ -276,7 +276,7 @@ def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
 # ---- with a real tokenizer
 
 
-def test_prompts_through_a_real_chat_template(tmp_path: Path) -> None:
+def test_prompts_are_rendered_by_a_real_chat_template(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(tiny_folder(tmp_path))
     path = write_jsonl(tmp_path / "a.jsonl", [record(0, "1+1="), record(1, "12+30=")])
     batch = PromptData(path, max_prompt_length=64, shuffle=False).load(tokenizer, 0).next(2)
@@ -288,7 +288,7 @@ def test_prompts_through_a_real_chat_template(tmp_path: Path) -> None:
     assert batch["prompt_mask"].tolist()[0] == [False] * 2 + [True] * (batch["prompts"].shape[1] - 2)
 
 
-def test_a_row_that_the_template_rejects_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_row_rejected_by_the_template_is_reported_with_its_line(tmp_path: Path) -> None:
     folder = Path(tmp_path / "tokenizer")
     tokenizer = char_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only users may speak') if messages[0]['role'] != 'user' }}x"
@@ -300,7 +300,7 @@ def test_a_row_that_the_template_rejects_is_named_with_its_line(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_the_template_gets_arguments_of_the_job_and_of_the_row(tmp_path: Path, write: Any) -> None:
+def test_the_template_gets_the_arguments_of_the_job_and_the_row(tmp_path: Path, write: Any) -> None:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = (
         "{{ messages[-1].content }}{{ '!' if think else '' }}{{ day }}{% for t in tools or [] %}{{ t.name }}"

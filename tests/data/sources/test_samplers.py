@@ -27,16 +27,16 @@ def start(sampler: Sampler, rows: int, seed: int = 3) -> Order:
 
 def answer(order: Order, sampler: Sampler, step: int, n: int) -> list[Any]:
     """Draw, and score the draws: row ``r`` is right in ``r`` of 10 responses."""
-    drawn = order.next(n)
+    sampled = order.next(n)
     if sampler.learns:
-        order.learn(step, {one.row: [1.0] * one.row + [0.0] * (10 - one.row) for one in drawn})
-    return drawn
+        order.learn(step, {one.row: [1.0] * one.row + [0.0] * (10 - one.row) for one in sampled})
+    return sampled
 
 
 @every
 @examples(20)
 @given(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=2, max_size=7), st.integers(0, 5))
-def test_a_position_is_the_complete_state(sampler: Sampler, rows: int, sizes: list[int], cut: int) -> None:
+def test_restoring_a_position_restores_the_sampler(sampler: Sampler, rows: int, sizes: list[int], cut: int) -> None:
     uninterrupted, cut = start(sampler, rows), min(cut, len(sizes) - 1)
     for step, n in enumerate(sizes[:cut], start=1):
         answer(uninterrupted, sampler, step, n)
@@ -51,15 +51,15 @@ def test_a_position_is_the_complete_state(sampler: Sampler, rows: int, sizes: li
 
 @every
 @given(st.integers(1, 7), st.lists(st.integers(1, 20), min_size=1, max_size=8))
-def test_no_two_draws_are_the_same(sampler: Sampler, rows: int, sizes: list[int]) -> None:
+def test_every_sampled_row_id_is_unique(sampler: Sampler, rows: int, sizes: list[int]) -> None:
     order = start(sampler, rows)
-    drawn = [one for step, n in enumerate(sizes, start=1) for one in answer(order, sampler, step, n)]
-    assert len(drawn) == sum(sizes) == len(set(drawn))
-    assert all(0 <= one.row < rows for one in drawn)
+    sampled = [one for step, n in enumerate(sizes, start=1) for one in answer(order, sampler, step, n)]
+    assert len(sampled) == sum(sizes) == len(set(sampled))
+    assert all(0 <= one.row < rows for one in sampled)
 
 
 @every
-def test_invalid_positions(sampler: Sampler) -> None:
+def test_invalid_positions_are_refused(sampler: Sampler) -> None:
     order = start(sampler, 9)
     for step in (1, 2, 3):
         answer(order, sampler, step, 4)
@@ -89,7 +89,7 @@ def posterior(counts: list[tuple[float, int]], decay: float) -> tuple[float, flo
     return a, b
 
 
-def test_by_difficulty_samples_the_rows_nearest_to_its_target() -> None:
+def test_by_difficulty_samples_rows_nearest_to_its_target() -> None:
     """Step by step against the paper's equations."""
     sampler, key = ByDifficulty(0.4, decay=0.7), Key.of(5)
     order = sampler.start(range(10), key)
@@ -99,9 +99,9 @@ def test_by_difficulty_samples_the_rows_nearest_to_its_target() -> None:
         generator = np.random.Generator(np.random.Philox(key=key.derive("by difficulty", step - 1).bits))
         rates = generator.beta(betas[:, 0], betas[:, 1])
         expected = sorted(range(10), key=lambda row: abs(rates[row] - 0.4))[:3]
-        drawn = [one.row for one in answer(order, sampler, step, 3)]
-        assert drawn == expected
-        for row in drawn:
+        sampled = [one.row for one in answer(order, sampler, step, 3)]
+        assert sampled == expected
+        for row in sampled:
             counts[row].append((row, 10))
 
 
@@ -139,7 +139,7 @@ def test_rows_without_scores_are_sampled_again_after_their_step() -> None:
     assert {one.row for one in order.next(3)} == set(second)
 
 
-def test_by_difficulty_finds_the_prompts_that_teach() -> None:
+def test_by_difficulty_converges_to_prompts_near_its_target() -> None:
     sampler = ByDifficulty(0.5, decay=1.0)
     order = start(sampler, 11)
     for step in range(1, 60):
@@ -148,7 +148,7 @@ def test_by_difficulty_finds_the_prompts_that_teach() -> None:
     assert sum(row in (4, 5, 6) for row in late) > 0.75 * len(late)
 
 
-def test_scores_beyond_the_worst_and_the_best_are_clamped() -> None:
+def test_scores_outside_worst_and_best_are_clamped() -> None:
     orders = [start(ByDifficulty(worst=-1.0, best=1.0), 2) for _ in range(2)]
     for order, scores in zip(orders, ([-5.0, 0.0, 7.0], [-1.0, 0.0, 1.0]), strict=True):
         order.next(2)
@@ -157,7 +157,7 @@ def test_scores_beyond_the_worst_and_the_best_are_clamped() -> None:
     assert orders[0].position["known"]["1"][1:] == [1.0 + 1.5, 1.0 + 1.5] and orders[0].heard == 4
 
 
-def test_replay_samples_hard_rows_again() -> None:
+def test_replay_resamples_hard_rows() -> None:
     order = start(Replay(share=0.5, below=0.5, above=0.0), 20)
     first = [one.row for one in order.next(4)]
     assert len(set(first)) == 4
@@ -181,6 +181,6 @@ def test_replay_samples_hard_rows_again() -> None:
         (lambda: Replay(share=1.0), "share"),
     ],
 )
-def test_invalid_parameters(make: Callable[[], Any], message: str) -> None:
+def test_invalid_parameters_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         make()

@@ -19,7 +19,7 @@ def stream_of(tmp_path: Path, rows: int = 6, **settings: Any) -> Any:
     return PromptData(path, sampler=ByDifficulty(), **settings).load(Characters(), 0)  # type: ignore[arg-type]
 
 
-def test_scores_reach_the_rows_that_were_sampled(tmp_path: Path) -> None:
+def test_scores_are_recorded_for_their_rows(tmp_path: Path) -> None:
     """A uid has the row's index in the file, dropped rows included."""
     stream = stream_of(tmp_path, max_prompt_length=6, overlong="drop")  # of "add" and 1 to 6 characters
     assert (len(stream), stream.dropped) == (3, 3)
@@ -39,18 +39,18 @@ def test_scores_of_repeated_groups_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uid", ["a", "", "0/9/0", "0/1", "0/x/0", "0/1/x", "0/1/"])
-def test_scores_of_unknown_groups(uid: str, tmp_path: Path) -> None:
+def test_scores_of_unknown_groups_are_refused(uid: str, tmp_path: Path) -> None:
     stream = stream_of(tmp_path)
     with raises("sampler.unknown-group", uid=uid):
         stream.learn(1, {uid: [1.0]})
 
 
-def test_an_endless_stream_has_no_batches(tmp_path: Path) -> None:
+def test_batches_of_an_endless_stream_are_refused(tmp_path: Path) -> None:
     with raises("prompts.endless-stream", stream="PromptStream"):
         Stream.batches(stream_of(tmp_path), 2)
 
 
-def test_the_defaults_of_a_source(tmp_path: Path) -> None:
+def test_a_source_has_default_methods(tmp_path: Path) -> None:
     class Bare(Source):
         level: int = 3
 

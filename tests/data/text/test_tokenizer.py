@@ -35,7 +35,7 @@ def tokenizer(folder: str) -> ChatTokenizer:
     return ChatTokenizer(folder)
 
 
-def test_ids_and_sizes(tokenizer: ChatTokenizer) -> None:
+def test_special_ids_and_vocabulary_size(tokenizer: ChatTokenizer) -> None:
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (PAD, EOS, VOCAB)
     assert tokenizer.encode("2+2=4") == char_ids("2+2=4")
 
@@ -46,7 +46,7 @@ def test_text_round_trip(tokenizer: ChatTokenizer, text: str) -> None:
     assert tokenizer.decode(char_ids(text)) == text
 
 
-def test_prompt_ids_follow_the_template_and_end_where_the_assistant_continues(tokenizer: ChatTokenizer) -> None:
+def test_prompt_ids_follow_the_template_and_end_with_the_generation_prompt(tokenizer: ChatTokenizer) -> None:
     one = [{"role": "user", "content": "1+1="}]
     assert tokenizer.prompt_ids(one) == [USER, *char_ids("1+1="), EOS, ASSISTANT]
     three = [*one, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok"}]
@@ -74,7 +74,7 @@ def test_malformed_messages_are_refused(tokenizer: ChatTokenizer, messages: obje
         tokenizer.prompt_ids(messages)  # type: ignore[arg-type]
 
 
-def test_a_template_that_raises(tmp_path: Path) -> None:
+def test_an_error_raised_by_the_template_is_reported(tmp_path: Path) -> None:
     core = char_tokenizer()
     core.chat_template = "{{ raise_exception('only users may speak') }}"
     core.save_pretrained(tmp_path)
@@ -90,7 +90,7 @@ def test_a_template_that_raises(tmp_path: Path) -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
-def test_errors_inside_a_template_name_it(tmp_path: Path, template: str, reason: str) -> None:
+def test_template_errors_name_the_folder_and_reason(tmp_path: Path, template: str, reason: str) -> None:
     with raises("tokenizer.template-rejects", path=str(tmp_path)) as caught:
         configured(tmp_path, template).prompt_ids([{"role": "user", "content": "a"}])
     assert reason in caught.value.facts["reason"]
@@ -105,14 +105,14 @@ def test_a_template_with_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     assert "roles" not in str(caught.value)
 
 
-def test_a_broken_config_is_not_called_a_missing_tokenizer(tmp_path: Path) -> None:
+def test_a_broken_config_is_not_reported_as_a_missing_tokenizer(tmp_path: Path) -> None:
     char_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
     with raises("tokenizer.broken-config", path=f"{tmp_path}/config.json"):
         ChatTokenizer(str(tmp_path))
 
 
-def test_without_a_template_messages_are_refused_but_text_is_not(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_encodes_only_text(tmp_path: Path) -> None:
     core = char_tokenizer()
     core.chat_template = None
     core.save_pretrained(tmp_path)
@@ -122,7 +122,7 @@ def test_without_a_template_messages_are_refused_but_text_is_not(tmp_path: Path)
     assert tokenizer.encode("a") == char_ids("a")
 
 
-def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
+def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     with raises("model.not-found", path=f"{tmp_path}/nowhere"):
         ChatTokenizer(str(tmp_path / "nowhere"))
     with raises("tokenizer.cannot-load", path=str(tmp_path)):
@@ -143,7 +143,7 @@ def test_pad_falls_back_to_eos(tmp_path: Path) -> None:
     assert tokenizer.decode([*char_ids("ab"), EOS, EOS, EOS]) == "ab"
 
 
-def test_decode_gives_what_a_reward_reads(tokenizer: ChatTokenizer) -> None:
+def test_decode_removes_special_tokens_and_padding(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.decode([*char_ids("4"), EOS, PAD, PAD]) == "4"
     assert tokenizer.decode([ASSISTANT, *char_ids("4"), EOS]) == "4"
     assert tokenizer.decode([]) == tokenizer.decode([EOS]) == tokenizer.decode([PAD]) == ""
@@ -164,7 +164,7 @@ def test_decode_keeps_added_tokens_that_are_not_special(tmp_path: Path) -> None:
     assert tokenizer.decode([*ids, EOS]) == "<think>9+6</think>15"
 
 
-def test_pad_left(tokenizer: ChatTokenizer) -> None:
+def test_pad_left_returns_ids_and_mask(tokenizer: ChatTokenizer) -> None:
     ids, mask = tokenizer.pad_left([[7], [8, 9, 10], [11, 12]])
     assert ids.dtype == torch.int64 and mask.dtype == torch.bool
     assert ids.tolist() == [[PAD, PAD, 7], [8, 9, 10], [PAD, 11, 12]]
@@ -174,7 +174,7 @@ def test_pad_left(tokenizer: ChatTokenizer) -> None:
         tokenizer.pad_left([[1], []])
 
 
-def test_assemble_by_hand() -> None:
+def test_assemble_worked_example() -> None:
     input_ids, attention, position = assemble(
         prompts=torch.tensor([[PAD, 7, 8], [9, 10, 11]]),
         prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
@@ -187,7 +187,7 @@ def test_assemble_by_hand() -> None:
     assert (input_ids.dtype, attention.dtype, position.dtype) == (torch.int64, torch.bool, torch.int64)
 
 
-def test_positions_are_those_of_generate(tmp_path: Path) -> None:
+def test_positions_equal_those_of_transformers_generate(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     passed: list[torch.Tensor] = []
@@ -206,7 +206,7 @@ def test_positions_are_those_of_generate(tmp_path: Path) -> None:
     assert torch.equal(expected[present], position[:, :-1][present])
 
 
-def test_responses_are_never_tokenized_again(tokenizer: ChatTokenizer) -> None:
+def test_responses_are_never_retokenized(tokenizer: ChatTokenizer) -> None:
     """A model may spell out a special token; its text encodes to other ids, so only the sampled ids are kept."""
     sampled = char_ids("<eos>")
     assert tokenizer.encode(tokenizer.decode(sampled)) == [EOS]
@@ -240,7 +240,7 @@ def configured(tmp_path: Path, template: str | None = None, **configs: object) -
         ({"config": {"eos_token_id": [-1, VOCAB, 50256]}}, {EOS: ("tokenizer",)}),  # not ids of any token
     ],
 )
-def test_every_id_that_ends_a_turn_counts(
+def test_every_end_of_turn_id_ends_a_response(
     tmp_path: Path, configs: dict[str, object], ends: dict[int, tuple[str]]
 ) -> None:
     tokenizer = configured(tmp_path, **configs)
@@ -259,20 +259,20 @@ def test_every_id_that_ends_a_turn_counts(
         ("{% if %}", None),
     ],
 )
-def test_the_template_defines_where_a_turn_ends(tmp_path: Path, template: str, ends: int | None) -> None:
+def test_the_end_of_turn_token_is_read_from_the_template(tmp_path: Path, template: str, ends: int | None) -> None:
     found = configured(tmp_path, template).ends
     assert found == {EOS: ("tokenizer",)} | ({} if ends is None else {ends: ("chat template",)})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "\udcff"])
-def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+def test_a_broken_configuration_file_is_named(tmp_path: Path, text: str) -> None:
     char_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
     with raises("tokenizer.broken-config", path=f"{tmp_path}/generation_config.json"):
         ChatTokenizer(str(tmp_path))
 
 
-def test_a_configuration_that_breaks_the_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_configuration_that_breaks_loading_is_named(tmp_path: Path) -> None:
     char_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
     with raises("tokenizer.cannot-load", path=str(tmp_path)) as caught:
@@ -289,7 +289,7 @@ THINKING = (
 )
 
 
-def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     tokenizer, messages = configured(tmp_path, THINKING), [{"role": "user", "content": "hi"}]
     assert tokenizer.prompt_ids(messages) == char_ids("hi")
     assert tokenizer.prompt_ids(messages, {"enable_thinking": False}) == char_ids("hi==")
@@ -313,13 +313,13 @@ def test_unused_and_reserved_arguments_are_refused(tmp_path: Path, argument: str
 
 
 @pytest.mark.parametrize("tools", ["add", [3]])
-def test_arguments_that_the_template_rejects(tmp_path: Path, tools: object) -> None:
+def test_arguments_rejected_by_the_template_are_reported(tmp_path: Path, tools: object) -> None:
     with raises("tokenizer.template-rejects", path=str(tmp_path)) as caught:
         configured(tmp_path, THINKING).prompt_ids([{"role": "user", "content": "hi"}], {"tools": tools})
     assert f"with the arguments {{'tools': {tools!r}}}" in str(caught.value)
 
 
-def test_arguments_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_arguments_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows of a file have the same arguments, or none, so the template is searched once for all of them."""
     read: list[str] = []
     findall = re.findall

@@ -28,7 +28,7 @@ def end_of(name: str) -> int:
 
 @pytest.mark.parametrize("name", ADDING)
 @given(answers=st.lists(WORDS, min_size=1, max_size=4), replies=st.lists(WORDS, min_size=4, max_size=4))
-def test_the_text_is_that_of_the_template_and_sampled_ids_stay(
+def test_a_transcript_equals_the_rendered_template_and_keeps_sampled_ids(
     name: str, answers: list[str], replies: list[str]
 ) -> None:
     tokenizer = tokenizer_of(name)
@@ -50,7 +50,7 @@ def test_the_text_is_that_of_the_template_and_sampled_ids_stay(
 
 
 @pytest.mark.parametrize("name", ADDING)
-def test_a_turn_that_was_cut_off_is_ended_by_the_template(name: str) -> None:
+def test_the_template_ends_a_truncated_turn(name: str) -> None:
     tokenizer = tokenizer_of(name)
     transcript = Transcript(tokenizer, QUESTION)
     cut = one_by_one(tokenizer, "and the")
@@ -61,7 +61,7 @@ def test_a_turn_that_was_cut_off_is_ended_by_the_template(name: str) -> None:
     assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
 
 
-def test_another_token_that_ends_a_turn_stays_where_it_was_sampled() -> None:
+def test_a_sampled_alternative_end_token_is_kept() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     transcript = Transcript(tokenizer, QUESTION)
     transcript.answer([*tokenizer.encode("3"), tokenizer.eos_id], [-1.0, -1.0])
@@ -72,7 +72,7 @@ def test_another_token_that_ends_a_turn_stays_where_it_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_replies_of_tools_follow_as_one_turn(name: str) -> None:
+def test_tool_replies_form_one_turn(name: str) -> None:
     tokenizer = tokenizer_of(name)
     transcript = Transcript(tokenizer, QUESTION, check="strict")
     call = [*tokenizer.encode("<think>the</think>call"), end_of(name)]
@@ -100,7 +100,7 @@ def test_an_assistant_reply_is_refused() -> None:
         transcript.reply([{"role": "assistant", "content": "1"}])
 
 
-def test_a_response_has_one_log_prob_per_token() -> None:
+def test_a_response_without_one_log_prob_per_token_is_refused() -> None:
     for ids, log_probs, message in (([], [], "has 0 tokens"), ([1, 2], [0.0], "has 2 tokens but 1 log-probs")):
         with pytest.raises(ValueError, match=message):
             Transcript(tokenizer_of("qwen2.5"), QUESTION).answer(ids, log_probs)
@@ -130,7 +130,7 @@ class TestRewriting:
         assert expected in "".join(caught.value.facts["expected"].split())
         assert found in "".join(caught.value.facts["found"].split())
 
-    def test_off_continues_with_the_tokens_as_they_are(self) -> None:
+    def test_check_off_keeps_the_sampled_tokens(self) -> None:
         transcript = self.answered("qwen3", "<think>12</think>3", "off")
         transcript.reply([{"role": "user", "content": "sure?"}])
         assert "<think>12</think>3<|im_end|>\n<|im_start|>user\nsure?" in tokenizer_of("qwen3").shown(transcript.ids)
@@ -153,7 +153,7 @@ def test_a_template_rejects_roles_that_it_does_not_support() -> None:
     assert "must alternate" in caught.value.facts["reason"]
 
 
-def test_turns_alternate() -> None:
+def test_answers_and_replies_must_alternate() -> None:
     tokenizer = tokenizer_of("llama3")
     transcript = Transcript(tokenizer, QUESTION)
     with pytest.raises(ValueError, match="expected one before a reply"):

@@ -85,13 +85,11 @@ class AnswerTests:
 
     nucleus_of_whole: ClassVar[bool] = False  # whether top-p is of the distribution before top-k
 
-    def test_it_is_a_rollout_that_sleeps(self, engine: Rollout) -> None:
+    def test_the_engine_is_a_rollout_and_a_sleeper(self, engine: Rollout) -> None:
         assert isinstance(engine, Rollout)
         assert isinstance(engine, Sleeper)
 
-    def test_greedy_tokens_are_those_of_transformers(
-        self, engine: Rollout, trainer: TorchTrainerEngine, folder: str
-    ) -> None:
+    def test_greedy_tokens_equal_transformers(self, engine: Rollout, trainer: TorchTrainerEngine, folder: str) -> None:
         prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
         answers = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
         for ids, kept, answer in zip(prompts, mask, answers, strict=True):
@@ -101,7 +99,7 @@ class AnswerTests:
             assert answer == generated[0, int(kept.sum()) :].tolist()
 
     @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
-    def test_log_probs_are_those_of_the_trainer(
+    def test_log_probs_match_the_trainer(
         self, engine: Rollout, trainer: TorchTrainerEngine, temperature: float
     ) -> None:
         prompts, mask = ragged(engine, [3, 1, 25, 131, 9, 2, 60, 4])
@@ -109,7 +107,7 @@ class AnswerTests:
         refuse_other_log_probs(trainer, prompts, mask, sampled, temperature or 1.0)
 
     @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (12, 0.8), (1, 1.0)])
-    def test_log_probs_are_of_the_truncated_distribution(
+    def test_log_probs_are_renormalized_after_top_k_and_top_p(
         self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int, top_p: float
     ) -> None:
         prompts, mask = ragged(engine, [3, 1, 9, 14])
@@ -124,7 +122,7 @@ class AnswerTests:
                 expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
                 assert log_probs[t].item() == pytest.approx(expected, abs=1e-4)
 
-    def test_tokens_are_drawn_by_their_probability(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
+    def test_token_frequencies_match_the_model(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
         prompts, mask = ragged(engine, [6])
         count = 2000
         once = Sampling(1.0, 0, 1.0, max_new_tokens=1)
@@ -134,14 +132,14 @@ class AnswerTests:
         deviation = (seen - expected).abs() / (expected * (1 - expected) / count).sqrt()
         assert deviation[expected > 0.01].max() < 6
 
-    def test_padding_never_reaches_the_model(self, engine: Rollout) -> None:
+    def test_padding_does_not_reach_the_model(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [4, 2, 6])
         expected = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         wide = torch.cat([torch.full((3, 5), 10**9), prompts.masked_fill(~mask, -1)], dim=1)
         wide_mask = torch.cat([torch.zeros(3, 5, dtype=torch.bool), mask], 1)
         assert rows(engine.generate(wide, wide_mask, names(3), GREEDY, KEY)) == expected
 
-    def test_a_response_ends_with_eos_or_a_stop_token_and_nothing_else(self, engine: Rollout) -> None:
+    def test_only_eos_and_stop_tokens_end_a_response(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [3] * 64)
         stop = 20  # and not others of 10 to 29, as the folder's generation config may say
         sampling = Sampling(1.5, 0, 1.0, max_new_tokens=60, stop_token_ids=(stop,))
@@ -151,9 +149,7 @@ class AnswerTests:
         assert {token for row in answers for token in row[:-1]} >= {11, 15, 25}
 
     @pytest.mark.parametrize("top_k", [0, 40])
-    def test_eos_ends_no_response_where_it_is_ignored(
-        self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int
-    ) -> None:
+    def test_ignore_eos_continues_after_eos(self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int) -> None:
         prompts, mask = ragged(engine, [3] * 64)
         stop = 20
         sampling = Sampling(1.5, top_k, 1.0, max_new_tokens=60, stop_token_ids=(stop,), ignore_eos=True)
@@ -182,7 +178,7 @@ class AnswerTests:
         assert sum(map(len, rows(sampled))) < sum(map(len, long)) / 2
         refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
 
-    def test_stop_strings_of_tokens_that_top_k_leaves(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
+    def test_stop_strings_work_with_top_k_and_top_p(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
         prompts, mask = ragged(engine, [4, 7, 3, 12])
         sampling = Sampling(1.0, 8, 0.9, 60, stop=("e", "a", "3", "T"))
         sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
@@ -198,11 +194,11 @@ class AnswerTests:
         answers = rows(engine.generate(prompts, mask, names(1), whole, KEY))
         assert answers == by_torch(trainer, folder, prompts, mask, whole)
 
-    def test_no_rows_are_answered_by_none(self, engine: Rollout) -> None:
+    def test_generating_zero_rows_returns_empty_columns(self, engine: Rollout) -> None:
         none = torch.zeros(0, 3, dtype=torch.int64)
         assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 4
 
-    def test_prompts_that_the_model_cannot_take_are_refused_and_leave_it_well(self, engine: Rollout) -> None:
+    def test_invalid_prompts_are_refused_without_ending_the_engine(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [4, 4])
         expected = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         long, long_mask = ragged(engine, [240])
@@ -232,7 +228,7 @@ def adapted_trainer(folder: str, alpha: float = 12.0, seed: int = 0) -> LoRATrai
 class AdapterTests:
     """An engine over a folder, to which an adapter is sent and nothing else; `adapted` is the engine."""
 
-    def test_an_adapter_arrives_alone(self, adapted: Any, folder: str) -> None:
+    def test_only_the_adapter_is_synced(self, adapted: Any, folder: str) -> None:
         prompts, mask = ragged(adapted, [3, 150, 9])  # one is long enough to be found in a cache
         answers = []
         for seed in (0, 1):
@@ -248,16 +244,14 @@ class AdapterTests:
             assert answers[-1] == by_torch(trainer, folder, prompts, mask)
         assert answers[0] != answers[1]
 
-    def test_without_an_adapter_over_the_same_weights_it_is_refused(
-        self, adapted: Any, folder: str, trainer: Any
-    ) -> None:
+    def test_an_adapter_of_another_base_is_refused(self, adapted: Any, folder: str, trainer: Any) -> None:
         with raises("checkpoint.mismatch", found=None):
             adapted.sync(trainer)
         with raises("checkpoint.mismatch"):
             adapted.sync(adapted_trainer(folder, alpha=24.0))
         assert adapted.receipt is None
 
-    def test_ended_it_starts_with_the_weights_of_the_folder_again(self, adapted: Any, folder: str) -> None:
+    def test_a_closed_engine_restarts_from_the_folder(self, adapted: Any, folder: str) -> None:
         trainer = adapted_trainer(folder)
         adapted.sync(trainer)
         adapted.close()
@@ -276,7 +270,9 @@ class SyncTests:
         """Let the engine itself think that its weights are of another version."""
         raise NotImplementedError
 
-    def test_it_brings_the_new_weights_and_a_receipt(self, engine: Any, trainer: Any, other: Any, folder: str) -> None:
+    def test_sync_loads_new_weights_and_returns_a_receipt(
+        self, engine: Any, trainer: Any, other: Any, folder: str
+    ) -> None:
         prompts, mask = ragged(engine, [4, 9, 1])
         old = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         with hashes() as hashed:
@@ -291,7 +287,7 @@ class SyncTests:
         assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == old
 
     @pytest.mark.engines("peft")
-    def test_an_adapter_comes_merged_into_all_weights(self, engine: Any, folder: str) -> None:
+    def test_a_full_sync_contains_the_merged_adapter(self, engine: Any, folder: str) -> None:
         trainer = adapted_trainer(folder)
         receipt = engine.sync(trainer)
         assert receipt.digest == weights_digest(trainer.weights())
@@ -299,7 +295,7 @@ class SyncTests:
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts, mask)
 
-    def test_the_engine_keeps_weights_of_its_own(self, engine: Any, other: Any) -> None:
+    def test_the_engine_has_its_own_copy_of_the_weights(self, engine: Any, other: Any) -> None:
         engine.sync(other)
         prompts, mask = ragged(engine, [4, 9, 1])
         before = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
@@ -312,7 +308,7 @@ class SyncTests:
                 tensor.copy_(weights[name])
         assert before == after
 
-    def test_an_update_that_fails_ends_it_and_the_next_one_mends_it(
+    def test_a_failed_sync_ends_the_engine_and_the_next_sync_recovers(
         self, engine: Any, trainer: Any, other: Any, folder: str
     ) -> None:
         prompts, mask = ragged(engine, [4, 9])
@@ -326,21 +322,19 @@ class SyncTests:
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts, mask)
 
-    def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
-        self, surviving: Any, other: Any, trainer: Any
-    ) -> None:
+    def test_the_probe_detects_an_engine_with_old_weights(self, surviving: Any, other: Any, trainer: Any) -> None:
         with raises("sync.scores-differ", engine=surviving.name):
             surviving.sync(Crooked(other, trainer.weights()))
         assert surviving.receipt is None
 
-    def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
+    def test_generation_with_externally_updated_weights_is_refused(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4])
         self.bear(engine, "13")
         with raises("engine.version-mismatch", engine=engine.name, found=("13",)):
             engine.generate(prompts, mask, names(1), GREEDY, KEY)
         assert engine.receipt is None
 
-    def test_asleep_it_computes_nothing_and_awake_it_goes_on(self, engine: Any, trainer: Any) -> None:
+    def test_a_sleeping_engine_refuses_calls_and_wakes_unchanged(self, engine: Any, trainer: Any) -> None:
         prompts, mask = ragged(engine, [4, 2])
         before = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         engine.sleep()

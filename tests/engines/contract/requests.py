@@ -136,7 +136,7 @@ class RequestTests:
 
     own_draws: ClassVar[bool] = True  # an answer draws from its key alone, so it is the same in any company
 
-    def test_they_join_and_leave_between_steps_and_go_on_for_turns(
+    def test_requests_join_and_leave_between_steps_over_several_turns(
         self, engine: Any, trainer: TorchTrainerEngine
     ) -> None:
         """Each with a sampling of its own."""
@@ -169,7 +169,7 @@ class RequestTests:
             assert set(response.versions) == {engine.receipt.version}
             assert not self.own_draws or alone(engine, request).ids == response.ids
 
-    def test_generate_is_the_loop_over_them(self, engine: Any) -> None:
+    def test_generate_equals_submitting_requests_and_stepping(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4, 9, 140, 4])
         sampling = FREE if self.own_draws else GREEDY
         requests = [
@@ -185,7 +185,7 @@ class RequestTests:
             ours = taken[name].log_probs
             assert ours == pytest.approx(log_probs[: len(ours)].tolist(), abs=2e-5)
 
-    def test_one_that_is_dropped_leaves_the_others_as_they_are(self, engine: Any, trainer: TorchTrainerEngine) -> None:
+    def test_dropping_a_request_does_not_change_the_others(self, engine: Any, trainer: TorchTrainerEngine) -> None:
         stays, gone = (Request(name, tokens(5, 1), replace(GREEDY, ignore_eos=True), KEY) for name in ("stays", "gone"))
         for request in (stays, gone):
             engine.submit(request)
@@ -201,14 +201,12 @@ class RequestTests:
         engine.drop("gone")
         assert engine.step() == []
 
-    def test_a_turn_goes_on_from_what_is_known_and_never_from_old_weights(
+    def test_a_turn_reuses_caches_but_never_those_of_old_weights(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         refuse_stale_turns(engine, trainer, other, self.own_draws)
 
-    def test_asleep_in_the_middle_of_an_answer_it_begins_it_anew(
-        self, engine: Any, trainer: TorchTrainerEngine
-    ) -> None:
+    def test_sleep_during_a_response_restarts_the_response(self, engine: Any, trainer: TorchTrainerEngine) -> None:
         requests = [Request(name, tokens(6, 3), replace(FREE, max_new_tokens=30), KEY.answer(name)) for name in "ab"]
         expected = [alone(engine, request).ids for request in requests]
         engine.submit(requests[0])
@@ -228,7 +226,7 @@ class RequestTests:
         [{"environment": Counts}, {"environment": doubter}, {"tools": [letters], "parser": calling}],
         ids=["environment", "agent", "tools"],
     )
-    def test_episodes_are_exact(
+    def test_episodes_have_exact_tokens_and_log_probs(
         self, engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     ) -> None:
         engine.sync(Altered(trainer, version=3))

@@ -121,12 +121,12 @@ class SwapTests:
     def caches(self, request: pytest.FixtureRequest) -> Any:
         return request.param
 
-    def test_each_token_is_of_its_version(
+    def test_each_token_was_sampled_by_its_recorded_version(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
     ) -> None:
         refuse_tokens_of_other_versions(engine, trainer, other, caches)
 
-    def test_the_same_weights_under_another_version_change_no_token(
+    def test_swapping_in_equal_weights_changes_no_token(
         self, engine: Any, trainer: TorchTrainerEngine, caches: Any
     ) -> None:
         if not self.own_draws:
@@ -140,7 +140,7 @@ class SwapTests:
         found = finished(engine, 1)["a"]
         assert found.ids == undisturbed.ids and found.versions == [0] * 7 + [5] * 13
 
-    def test_another_thread_swaps_while_this_one_generates(
+    def test_another_thread_can_swap_weights_during_generate(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
     ) -> None:
         prompts, mask = ragged(engine, [140, 4, 30, 9])
@@ -172,7 +172,7 @@ class SwapTests:
             assert set(response.versions) == {0, 5}
             refuse_others(models, prompts[i][mask[i]].tolist(), response, caches)
 
-    def test_other_weights_than_were_sent_are_found_under_answers_too(
+    def test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         """By the probe, which is computed beside them; the engine ends, and names the swap to what was under way."""

@@ -93,7 +93,7 @@ class TestAnswers(AnswerTests):
 
     nucleus_of_whole = True
 
-    def test_it_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
+    def test_generation_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
         prompts, mask = ragged(engine, [4, 7])
         requests = [ids[kept].tolist() for ids, kept in zip(prompts, mask, strict=True)]
         sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
@@ -103,7 +103,7 @@ class TestAnswers(AnswerTests):
         assert 8 <= lengths[0] < 100
         assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
 
-    def test_a_nucleus_that_cannot_be_renormalized_is_refused(
+    def test_top_p_with_too_large_a_support_is_refused(
         self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(engine._about, "support", 50)
@@ -125,22 +125,22 @@ class TestSync(SyncTests):
         engine._ask("end", version=version)
 
     @pytest.mark.nightly
-    def test_an_update_that_fails_ends_it_and_the_next_one_mends_it(
+    def test_a_failed_sync_ends_the_engine_and_the_next_sync_recovers(
         self, engine: Any, trainer: Any, other: Any, folder: str
     ) -> None:
-        super().test_an_update_that_fails_ends_it_and_the_next_one_mends_it(engine, trainer, other, folder)
+        super().test_a_failed_sync_ends_the_engine_and_the_next_sync_recovers(engine, trainer, other, folder)
 
     @pytest.mark.nightly
-    def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
-        super().test_weights_that_others_updated_are_not_sampled_from(engine)
+    def test_generation_with_externally_updated_weights_is_refused(self, engine: Any) -> None:
+        super().test_generation_with_externally_updated_weights_is_refused(engine)
 
-    def test_weights_change_between_two_tokens(
+    def test_a_swap_changes_weights_between_two_tokens(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         """By default SGLang is a step ahead of what it says, and all the same each token is of its version."""
         refuse_tokens_of_other_versions(engine, trainer, other, "recompute")
 
-    def test_in_many_buckets(
+    def test_a_sync_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("flowrl.backends.sglang.engine.BUCKET_BYTES", 20_000)
@@ -149,7 +149,7 @@ class TestSync(SyncTests):
         answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         assert answers == by_torch(other, folder, prompts, mask)
 
-    def test_its_process_opens_what_is_shared_with_it(
+    def test_the_process_opens_shared_tensors(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As tensors of a GPU are; here by shared memory."""
@@ -161,9 +161,7 @@ class TestSync(SyncTests):
         answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         assert answers == by_torch(other, folder, prompts, mask)
 
-    def test_what_was_computed_with_old_weights_is_forgotten(
-        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str
-    ) -> None:
+    def test_a_sync_clears_the_prefix_cache(self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str) -> None:
         prompts, mask = ragged(engine, [150] * 4)
         engine.generate(prompts, mask, names(4), GREEDY, KEY)
         process = process_of(engine)
@@ -176,7 +174,7 @@ class TestSync(SyncTests):
         assert stale != expected
         assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
 
-    def test_what_is_damaged_on_the_way_is_found_by_the_digest(
+    def test_the_digest_detects_weights_damaged_in_transit(
         self, surviving: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = surviving
@@ -234,14 +232,14 @@ def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.Mo
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
 class TestProcess:
-    def test_killed_while_it_generates_it_is_named_and_nothing_is_left(
+    def test_a_process_killed_during_generation_is_reported_and_leaves_no_resources(
         self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         refuse_other_death(engine, process_of(engine).pid, monkeypatch)
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
-    def test_killed_while_it_generates_the_next_sync_starts_it(
+    def test_the_next_sync_restarts_a_process_killed_during_generation(
         self,
         engine: SGLangEngine,
         trainer: TorchTrainerEngine,
@@ -257,7 +255,7 @@ class TestProcess:
         assert answers == by_torch(trainer, folder, prompts, mask)
 
     @pytest.mark.nightly
-    def test_killed_while_it_takes_over_weights_it_is_no_fault_of_these(
+    def test_a_process_killed_during_a_sync_is_not_reported_as_damaged_weights(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
     ) -> None:
         os.kill(process_of(engine).pid, signal.SIGKILL)
@@ -267,7 +265,7 @@ class TestProcess:
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
 
     @pytest.mark.nightly
-    def test_a_frozen_one_answers_by_its_folder_and_ends_with_the_process_that_started_it(self, folder: str) -> None:
+    def test_a_frozen_engine_uses_its_folder_and_ends_with_its_owner_process(self, folder: str) -> None:
         """The owner is killed, and so can end nothing by itself."""
         done = subprocess.run([sys.executable, "-c", OWNER, folder], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -283,7 +281,7 @@ class TestProcess:
 class TestOthers:
     """Engines with other settings, after the shared one has ended: there is not memory for many."""
 
-    def test_tied_weights_on_two_devices(self, running: SGLangEngine, tmp_path: Path) -> None:
+    def test_tied_weights_are_loaded_on_two_devices(self, running: SGLangEngine, tmp_path: Path) -> None:
         running.close()
         folder = tiny_folder(tmp_path, "qwen2")
         engine = SGLang(folder, tensor_parallel=2, **SETTINGS).build(CONTEXT)
@@ -298,7 +296,9 @@ class TestOthers:
         gc.collect()
         assert not members(group)
 
-    def test_bfloat16_is_near(self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str) -> None:
+    def test_bfloat16_log_probs_are_close_to_the_trainer(
+        self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str
+    ) -> None:
         running.close()
         engine = SGLang(folder, max_num_seqs=8).build(CONTEXT)  # "auto" is bfloat16 for a float32 folder
         engine.sync(trainer)
@@ -315,7 +315,7 @@ class TestOthers:
             ({"cache_tokens": 100}, "sglang.cache-too-small", "room for"),
         ],
     )
-    def test_a_start_that_fails_says_why_and_leaves_nothing(
+    def test_a_failed_start_is_explained_and_leaves_no_resources(
         self, folder: str, settings: dict[str, Any], code: str, words: str, left: Callable[[], set[str]]
     ) -> None:
         with raises(code) as caught:
@@ -340,21 +340,21 @@ class TestAdapters(AdapterTests):
     """On SGLang."""
 
     @pytest.mark.nightly
-    def test_ended_it_starts_with_the_weights_of_the_folder_again(self, adapted: Any, folder: str) -> None:
-        super().test_ended_it_starts_with_the_weights_of_the_folder_again(adapted, folder)
+    def test_a_closed_engine_restarts_from_the_folder(self, adapted: Any, folder: str) -> None:
+        super().test_a_closed_engine_restarts_from_the_folder(adapted, folder)
 
 
 class TestWithoutTheEngine:
-    def test_it_says_how_to_get_it(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_sglang_is_named_with_its_extra(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with raises("package.not-installed", package="sglang", extra="sglang"):
             SGLang(folder).build(CONTEXT)
 
-    def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:
+    def test_max_model_len_beyond_the_model_is_refused(self, folder: str) -> None:
         with raises("sglang.max-model-len", found=300, expected=256):
             SGLang(folder, max_model_len=300).build(CONTEXT)
 
     @pytest.mark.parametrize("name", ["tp_size", "context_length", "skip_tokenizer_init"])
-    def test_it_refuses_arguments_that_are_fields_or_not_open(self, folder: str, name: str) -> None:
+    def test_reserved_engine_arguments_are_refused(self, folder: str, name: str) -> None:
         with raises("engine.reserved-argument", argument=name):
             SGLang(folder, engine_args={name: 1})

@@ -55,10 +55,10 @@ class TestSwaps(SwapTests):
     own_draws = False
 
     @pytest.mark.nightly
-    def test_other_weights_than_were_sent_are_found_under_answers_too(
+    def test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
-        super().test_other_weights_than_were_sent_are_found_under_answers_too(engine, trainer, other)
+        super().test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(engine, trainer, other)
 
 
 @pytest.mark.engines("sglang")
@@ -68,9 +68,7 @@ class TestRequests(RequestTests):
 
     own_draws = False
 
-    def test_what_is_dropped_is_out_of_the_way_of_the_next_sync(
-        self, engine: SGLangEngine, other: TorchTrainerEngine
-    ) -> None:
+    def test_dropped_requests_do_not_block_the_next_sync(self, engine: SGLangEngine, other: TorchTrainerEngine) -> None:
         """One that is computed, one that SGLang has not begun, and some that wait in it for room."""
         long = replace(FREE, max_new_tokens=200)
         for i in range(90):
@@ -83,7 +81,9 @@ class TestRequests(RequestTests):
         request = Request("0", tokens(4, 1), FREE, KEY)
         refuse_other_response(engine, other.model, request, alone(engine, request))
 
-    def test_a_environment_that_fails_fails_alone(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+    def test_a_failing_environment_does_not_affect_other_episodes(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
         metrics = Metrics()
         interact = Interact(Flaky, max_turns=4, context=200, max_new_tokens=8, failed="leave", rollout=engine)
         batch = interact(prompts_of(engine.tokenizer, 9), key=KEY, metrics=metrics)
@@ -92,7 +92,7 @@ class TestRequests(RequestTests):
         assert batch.response_mask.any(1).tolist() == [False, True, True] * 3
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
-    def test_one_long_answer_holds_no_environment_up(self, engine: SGLangEngine) -> None:
+    def test_a_long_response_does_not_block_other_episodes(self, engine: SGLangEngine) -> None:
         """A step is short although nothing ends: who waits for an environment that replies goes on."""
         engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
         steps = 1
@@ -101,7 +101,7 @@ class TestRequests(RequestTests):
         assert steps > 3
 
     @pytest.mark.nightly
-    def test_killed_in_the_middle_of_episodes_it_is_named_and_the_next_sync_mends_it(
+    def test_a_process_killed_during_episodes_is_reported_and_restarted_by_the_next_sync(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
     ) -> None:
         group = pid_of(engine)
@@ -126,7 +126,7 @@ class TestRequests(RequestTests):
         assert (batch.turns == 3).all() and (batch.policy_version == 6).all()
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
-    def test_weights_that_others_update_end_it(self, engine: SGLangEngine) -> None:
+    def test_externally_updated_weights_end_the_engine(self, engine: SGLangEngine) -> None:
         """By itself SGLang updates none while answers are under way; of the next one it says the version. This test is
         the last of the file, since it leaves the engine ended."""
         for name in "ab":

@@ -107,7 +107,7 @@ class TestSwaps(SwapTests):
 
 
 @needs_vllm
-def test_generate_draws_what_vllm_does_with_the_same_seeds(engine: VLLMEngine) -> None:
+def test_generate_equals_vllm_with_the_same_seeds(engine: VLLMEngine) -> None:
     from vllm import SamplingParams
 
     prompts, mask = ragged(engine, [5, 2, 140, 9])
@@ -128,7 +128,7 @@ def test_generate_draws_what_vllm_does_with_the_same_seeds(engine: VLLMEngine) -
 
 @needs_vllm
 @pytest.mark.parametrize("sampling", [Sampling(-1.0, 0, 1.0, 4), Sampling(1.0, 0, 1.5, 4), Sampling(1.0, 0, 1.0, 0)])
-def test_what_it_does_not_sample_by_is_refused_and_leaves_it_well(engine: VLLMEngine, sampling: Sampling) -> None:
+def test_unsupported_samplings_are_refused_without_ending_the_engine(engine: VLLMEngine, sampling: Sampling) -> None:
     prompts, mask = ragged(engine, [4])
     with raises("engine.unsupported-sampling", engine="vLLM"):
         engine.generate(prompts, mask, names(1), sampling, KEY)
@@ -136,7 +136,7 @@ def test_what_it_does_not_sample_by_is_refused_and_leaves_it_well(engine: VLLMEn
 
 
 @needs_vllm
-def test_a_row_is_drawn_from_its_key_alone(engine: VLLMEngine) -> None:
+def test_a_row_depends_only_on_its_key(engine: VLLMEngine) -> None:
     prompts, mask = ragged(engine, [5, 2, 9, 130, 1, 17, 3, 8])
     sampling = Sampling(1.0, top_k=0, top_p=1.0, max_new_tokens=20)
     first = rows(engine.generate(prompts, mask, names(8), sampling, KEY))
@@ -151,7 +151,7 @@ def test_a_row_is_drawn_from_its_key_alone(engine: VLLMEngine) -> None:
 
 @needs_vllm
 @pytest.mark.parametrize("forgets", [True, False])
-def test_what_was_computed_with_old_weights_is_forgotten(
+def test_a_sync_clears_the_prefix_cache(
     engine: VLLMEngine,
     other: TorchTrainerEngine,
     folder: str,
@@ -191,7 +191,7 @@ def delivering_nothing(engine: VLLMEngine) -> Iterator[None]:
 
 
 @needs_vllm
-def test_a_small_update_that_is_not_delivered_is_refused(surviving: VLLMEngine, folder: str) -> None:
+def test_an_undelivered_small_update_is_detected(surviving: VLLMEngine, folder: str) -> None:
     """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
     engine, trainer = surviving, TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
@@ -206,7 +206,7 @@ def test_a_small_update_that_is_not_delivered_is_refused(surviving: VLLMEngine, 
 
 @needs_vllm
 @pytest.mark.nightly
-def test_an_engine_that_was_interrupted_starts_anew(
+def test_an_interrupted_engine_restarts(
     engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, mask = ragged(engine, [4, 2])
@@ -224,7 +224,7 @@ def test_an_engine_that_was_interrupted_starts_anew(
 
 
 @needs_vllm
-def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEngine, folder: str) -> None:
+def test_an_undelivered_swap_with_requests_in_flight_is_detected(engine: VLLMEngine, folder: str) -> None:
     """A small one. In company scores are rounded otherwise, so that they are not the same bit by bit."""
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
@@ -243,7 +243,7 @@ def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEn
 
 
 @needs_vllm
-def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(vllm_slot: VLLMSlot, tmp_path: Any) -> None:
+def test_tied_weights_are_loaded_twice_and_dropped_by_sleep_level_2(vllm_slot: VLLMSlot, tmp_path: Any) -> None:
     folder = tiny_folder(tmp_path, "qwen2")
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine = vllm_slot.start(VLLM(folder, sleep_level=2, **VLLM_SETTINGS))
@@ -261,7 +261,7 @@ def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(vllm
 
 @needs_vllm
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
-def test_a_step_that_is_under_way_ends_before_weights_change(
+def test_a_running_step_ends_before_weights_change(
     ahead: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:
     vllm_slot.claim(ahead).sync(trainer)
@@ -269,7 +269,9 @@ def test_a_step_that_is_under_way_ends_before_weights_change(
 
 
 @needs_vllm
-def test_bfloat16_is_near(vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str) -> None:
+def test_bfloat16_log_probs_are_close_to_the_trainer(
+    vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str
+) -> None:
     engine = vllm_slot.start(VLLM(folder, kv_cache_bytes=64 << 20))  # "auto" is bfloat16 for a float32 folder
     engine.sync(trainer)
     prompts, mask = ragged(engine, [4, 9, 1])
@@ -279,7 +281,7 @@ def test_bfloat16_is_near(vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, fold
 
 
 @needs_vllm
-def test_a_frozen_one_answers_by_its_folder_and_ends_with_its_last_reference(
+def test_a_frozen_engine_uses_its_folder_and_ends_with_its_last_reference(
     vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str
 ) -> None:
     engine = vllm_slot.start(VLLM(folder, frozen=True, **VLLM_SETTINGS))
@@ -299,7 +301,7 @@ def test_a_frozen_one_answers_by_its_folder_and_ends_with_its_last_reference(
         ({"kv_cache_bytes": 1000}, "cache blocks"),
     ],
 )
-def test_a_start_that_fails_says_why(vllm_slot: VLLMSlot, folder: str, settings: Any, words: str) -> None:
+def test_a_failed_start_is_explained(vllm_slot: VLLMSlot, folder: str, settings: Any, words: str) -> None:
     with pytest.raises(BindError, match=words):
         vllm_slot.start(VLLM(folder, **VLLM_SETTINGS | settings))
 
@@ -320,7 +322,7 @@ BESIDE = """if True:
 
 
 @needs_vllm
-def test_beside_a_process_group_of_others_it_is_refused(folder: str) -> None:
+def test_starting_with_an_existing_process_group_is_refused(folder: str) -> None:
     """It would end that with its own: of a trainer that offloads, say, which has to live on. In a process of its own,
     since here other vLLM have been before."""
     command, root = [sys.executable, "-c", BESIDE, folder], ROOT
@@ -343,7 +345,7 @@ def adapted(lora_engine: VLLMEngine, vllm_slot: VLLMSlot) -> VLLMEngine:
 class TestAdapters(AdapterTests):
     """On vLLM."""
 
-    def test_turns_are_computed_with_the_adapter_that_came_last(self, adapted: VLLMEngine, folder: str) -> None:
+    def test_turns_use_the_latest_adapter(self, adapted: VLLMEngine, folder: str) -> None:
         first, second = (adapted_trainer(folder, seed=seed) for seed in (0, 1))
         adapted.sync(Altered(first, version=2))
         refuse_stale_turns(adapted, first, second)
@@ -352,7 +354,7 @@ class TestAdapters(AdapterTests):
 # Without the engine
 
 
-def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_named_with_its_extra(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with raises("package.not-installed", package="vllm", extra="vllm"):
         VLLM(folder).build(CONTEXT)
@@ -369,12 +371,12 @@ def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.Mon
         ("distributed_executor_backend", {}),
     ],
 )
-def test_arguments_that_flowrl_sets_are_refused(name: str, facts: dict[str, str]) -> None:
+def test_arguments_set_by_flowrl_are_refused(name: str, facts: dict[str, str]) -> None:
     with raises("engine.reserved-argument", argument=name, **facts):
         VLLM("somewhere", engine_args={name: 1})
 
 
-def test_the_deeper_sleep_forgets() -> None:
+def test_sleep_level_2_drops_the_weights() -> None:
     assert VLLM("somewhere", sleep_level=2).loses_weights_asleep
     assert not VLLM("somewhere").loses_weights_asleep
 
@@ -387,13 +389,13 @@ def test_the_deeper_sleep_forgets() -> None:
         ({"frozen": True, "lora": ADAPTER}, ("frozen", "lora")),
     ],
 )
-def test_settings_that_conflict_are_refused(settings: dict[str, Any], names: tuple[str, str]) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], names: tuple[str, str]) -> None:
     with raises("engine.conflicting-settings", settings=names):
         VLLM("somewhere", **settings)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
-def test_the_weights_that_are_due_are_those_that_a_trainer_sends(tmp_path: Any, kind: str) -> None:
+def test_expected_weights_are_those_that_a_trainer_sends(tmp_path: Any, kind: str) -> None:
     folder = tiny_folder(tmp_path, kind)
     sent = TorchTrainer(folder, device="cpu").build(CONTEXT).weights()
     assert {name: due.shape for name, due in expected_weights(folder).items()} == {name: w.shape for name, w in sent}

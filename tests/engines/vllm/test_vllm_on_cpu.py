@@ -18,7 +18,7 @@ from tests.support.models import char_tokenizer, tiny_config
 pytestmark = pytest.mark.engines("vllm")
 
 
-def test_more_prompt_tokens_than_it_reads_at_a_time(
+def test_more_prompt_tokens_than_max_num_batched_tokens(
     vllm: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine
 ) -> None:
     engine = vllm_slot.claim(vllm)
@@ -33,7 +33,7 @@ def test_more_prompt_tokens_than_it_reads_at_a_time(
     assert rows(alone) == rows(sampled)[-3:]
 
 
-def test_a_head_size_that_it_lacks_is_named_when_it_starts(vllm_slot: VLLMSlot, tmp_path: Path) -> None:
+def test_an_unsupported_head_size_is_named_at_start(vllm_slot: VLLMSlot, tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.head_dim = 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

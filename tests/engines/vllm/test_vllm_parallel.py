@@ -107,7 +107,7 @@ def hashed_so_far(worker: Any) -> list[str]:
     return list(worker.hashed)
 
 
-def test_weights_reach_both_workers(
+def test_weights_reach_both_tensor_parallel_workers(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
     """Which hash each tensor once, as this process does."""
@@ -125,7 +125,7 @@ def test_weights_reach_both_workers(
 
 
 @pytest.mark.nightly
-def test_closed_it_leaves_nothing(engine: VLLMEngine, trainer: TorchTrainerEngine) -> None:
+def test_close_leaves_no_process_or_shared_memory(engine: VLLMEngine, trainer: TorchTrainerEngine) -> None:
     engine.sync(trainer)
     workers = children()
     segments = shared_memory(workers)
@@ -137,7 +137,7 @@ def test_closed_it_leaves_nothing(engine: VLLMEngine, trainer: TorchTrainerEngin
 
 
 @pytest.mark.nightly
-def test_turns_are_computed_with_the_weights_that_came_last(
+def test_turns_use_the_latest_weights(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
 ) -> None:
     engine.sync(trainer)
@@ -146,14 +146,14 @@ def test_turns_are_computed_with_the_weights_that_came_last(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
-def test_weights_change_between_two_tokens(
+def test_a_swap_changes_weights_between_two_tokens(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:
     engine.sync(trainer)
     refuse_tokens_of_other_versions(engine, trainer, other, caches)
 
 
-def test_workers_open_what_is_shared_with_them(
+def test_workers_open_shared_tensors(
     engine: VLLMEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As tensors of a GPU are; here by shared memory."""
@@ -165,7 +165,7 @@ def test_workers_open_what_is_shared_with_them(
 
 
 @pytest.mark.nightly
-def test_an_update_that_fails_is_mended_by_the_next(
+def test_the_next_sync_recovers_from_a_failed_one(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
     with raises("engine.weights-mismatch"):
@@ -176,7 +176,7 @@ def test_an_update_that_fails_is_mended_by_the_next(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
-def test_a_worker_killed_while_it_generates_is_named_and_nothing_is_left(
+def test_a_worker_killed_during_generation_is_reported_and_leaves_no_resources(
     engine: VLLMEngine, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sync(trainer)
@@ -236,7 +236,7 @@ def on_worker(engine: VLLMEngine, act: str) -> None:
         ("killed", "engine.process-died", {"how": "Worker 1 of 2 of vLLM was killed by SIGKILL"}),
     ],
 )
-def test_one_worker_that_fails_in_an_update_is_not_waited_for(
+def test_a_worker_that_fails_in_a_sync_does_not_block_the_others(
     engine: VLLMEngine,
     trainer: TorchTrainerEngine,
     other: TorchTrainerEngine,
@@ -259,7 +259,7 @@ def test_one_worker_that_fails_in_an_update_is_not_waited_for(
 
 
 @pytest.mark.nightly
-def test_a_start_that_fails_late_leaves_nothing(
+def test_a_late_start_failure_leaves_no_resources(
     folder: str, vllm_slot: VLLMSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the workers are there; here vLLM does not even end without an error."""
@@ -304,7 +304,7 @@ if __name__ == "__main__":  # vLLM's workers import this file
 
 
 @pytest.mark.nightly
-def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Path) -> None:
+def test_workers_end_with_the_process_that_started_them(folder: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     with subprocess.Popen(

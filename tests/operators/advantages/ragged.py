@@ -19,5 +19,5 @@ def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
 
 def numbers(mask: Tensor, seed: int, off: float = NAN) -> Tensor:
     """Seeded normal numbers on the mask, `off` elsewhere."""
-    drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.masked_fill(~mask, off)
+    values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
+    return values.masked_fill(~mask, off)

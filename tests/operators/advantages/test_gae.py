@@ -58,7 +58,7 @@ class TestGAE:
         assert advantages.dtype == returns.dtype == torch.float32
         assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         # delta = [0 + .5*2 - 1, 1 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1] = [-.25, -1]; R = A + V = [.75, 1]
         mask = torch.tensor([[True, True]])
         advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), mask, 0.5, 0.5)
@@ -77,7 +77,7 @@ class TestGAE:
 
     @examples(30)
     @given(masks(), st.integers(0, 2**31))
-    def test_holes_and_padding_change_nothing(self, mask: Tensor, seed: int) -> None:
+    def test_holes_and_padding_do_not_change_results(self, mask: Tensor, seed: int) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
         advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
         for row in range(mask.shape[0]):
@@ -130,8 +130,8 @@ def long_masks(draw: st.DrawFn) -> Tensor:
     width = draw(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 1000, 1024, 1025, 1056, 1057, 2500]))
     ends = torch.tensor(draw(st.lists(st.integers(0, width), min_size=1, max_size=3)))
     mask = torch.arange(width) < ends[:, None]
-    drawn = torch.rand(mask.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
-    return mask & (drawn > draw(st.sampled_from([-1.0, 0.02, 0.5, 0.99])))
+    uniforms = torch.rand(mask.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
+    return mask & (uniforms > draw(st.sampled_from([-1.0, 0.02, 0.5, 0.99])))
 
 
 class TestLongResponses:
@@ -143,9 +143,7 @@ class TestLongResponses:
         st.sampled_from([0.0, 1e-6, 0.95, 0.999, 1.0]),
         st.sampled_from([0.0, 100.0]),
     )
-    def test_no_number_is_off_by_more_than_a_few_roundings(
-        self, mask: Tensor, seed: int, gamma: float, lam: float, level: float
-    ) -> None:
+    def test_errors_are_a_few_roundings(self, mask: Tensor, seed: int, gamma: float, lam: float, level: float) -> None:
         """Relative to advantages and values: of few tokens, all advantages may be small."""
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1) + level
         advantages, returns = gae(rewards, values, mask, gamma, lam)
@@ -158,7 +156,7 @@ class TestLongResponses:
 
     @examples(30)
     @given(long_masks(), st.integers(0, 2**31))
-    def test_a_row_is_the_same_to_the_bit_wherever_it_stands(self, mask: Tensor, seed: int) -> None:
+    def test_a_row_is_bit_equal_in_any_batch_layout(self, mask: Tensor, seed: int) -> None:
         """Alone, without its holes, or in a wider batch: so a batch may be cut and padded anyhow."""
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
         advantages, returns = gae(rewards, values, mask, 0.99, 0.95)
@@ -171,7 +169,9 @@ class TestLongResponses:
 
     @pytest.mark.parametrize("share", [1.1, 0.85])
     @pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (1.0, 0.99)])
-    def test_in_a_batch_by_at_most_3e_7_of_the_largest_advantage(self, share: float, gamma: float, lam: float) -> None:
+    def test_batch_errors_are_at_most_3e_7_of_the_largest_advantage(
+        self, share: float, gamma: float, lam: float
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         mask = torch.arange(4096) < torch.randint(1000, 4097, (32, 1), generator=generator)
         mask &= torch.rand(32, 128, generator=generator).repeat_interleave(32, 1) < share
@@ -189,7 +189,7 @@ class TestLongResponses:
         torch.testing.assert_close(advantages.double(), truth, rtol=0, atol=3e-7 * float(truth.abs().max()))
 
     @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
-    def test_what_is_no_number_spoils_no_later_token_and_no_other_row(self, bad: float) -> None:
+    def test_nan_and_inf_affect_no_later_token_and_no_other_row(self, bad: float) -> None:
         mask = torch.ones(3, 80, dtype=torch.bool)
         mask[:, 5:9] = False
         rewards, values = numbers(mask, 0, 0.0), numbers(mask, 1)
@@ -205,7 +205,7 @@ class TestLongResponses:
 class TestReturnToGo:
     @examples(50)
     @given(masks(), st.integers(0, 2**31), unit)
-    def test_equals_the_discounted_sum_of_what_is_still_to_come(self, mask: Tensor, seed: int, gamma: float) -> None:
+    def test_equals_the_discounted_sum_of_later_rewards(self, mask: Tensor, seed: int, gamma: float) -> None:
         rewards = numbers(mask, seed)
         found = ReturnToGo(gamma)(rewards, mask)
         for row in range(len(mask)):
@@ -218,7 +218,7 @@ class TestReturnToGo:
 class TestBaselineOfAnotherAnswer:  # ReMax
     @settings(deadline=None)
     @given(masks(), st.integers(0, 2**16), st.floats(0, 1))
-    def test_what_is_still_to_come_less_the_other_s_score(self, mask: Tensor, seed: int, gamma: float) -> None:
+    def test_equals_the_return_to_go_minus_the_baseline_score(self, mask: Tensor, seed: int, gamma: float) -> None:
         rewards = numbers(mask, seed)
         theirs = masks_like(mask, seed)
         scores = numbers(theirs, seed + 1)
@@ -245,7 +245,9 @@ def masks_like(mask: Tensor, seed: int) -> Tensor:
 class TestDecoupledGAE:
     @examples(50)
     @given(masks(), st.integers(0, 2**31), unit, unit)
-    def test_each_has_its_own_lambda(self, mask: Tensor, seed: int, lam: float, critic_lam: float) -> None:
+    def test_actor_and_critic_have_their_own_lambda(
+        self, mask: Tensor, seed: int, lam: float, critic_lam: float
+    ) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
         advantages, returns = DecoupledGAE(0.9, lam, critic_lam=critic_lam)(rewards, values, mask)
         torch.testing.assert_close(
@@ -283,13 +285,13 @@ class TestWhiten:
         assert found[mask].tolist() == pytest.approx(expected, abs=1e-5)
         assert found.dtype == torch.float32 and (found[~mask] == 0).all()
 
-    def test_equal_numbers_become_zero(self) -> None:
+    def test_equal_values_become_zero(self) -> None:
         mask = torch.ones(7, 3, dtype=torch.bool)
         assert (whiten(torch.full((7, 3), 0.1), mask) == 0).all()
 
     @pytest.mark.parametrize("level", [0.0, -1e3, 1e6])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e25])
-    def test_float32_is_all_that_is_lost(self, level: float, scale: float) -> None:
+    def test_errors_are_float32_rounding_only(self, level: float, scale: float) -> None:
         """Also where the mean is far from 0, or squares do not fit into float32."""
         mask = torch.rand(60, 50, generator=torch.Generator().manual_seed(1)) < 0.7
         x = (numbers(mask, 0) + level) * scale
@@ -301,14 +303,14 @@ class TestWhiten:
 
     @pytest.mark.parametrize("shift_mean", [True, False])
     @pytest.mark.parametrize("bad", [NAN, math.inf])
-    def test_what_is_no_number_stays_on_the_mask(self, shift_mean: bool, bad: float) -> None:
+    def test_non_finite_values_do_not_leave_the_mask(self, shift_mean: bool, bad: float) -> None:
         mask = torch.tensor([[True, True, False], [True, False, False]])
         found = whiten(torch.tensor([[bad, 1.0, NAN], [2.0, 5.0, NAN]]), mask, shift_mean)
         assert (found[~mask] == 0).all() and not found[mask].isfinite().any()
 
 
 class TestOperators:
-    def test_compute_what_the_functions_compute(self) -> None:
+    def test_operators_equal_their_functions(self) -> None:
         mask = torch.tensor([[True, True, False], [True, True, True]])
         rewards, values = numbers(mask, 0, 0.0), numbers(mask, 1, 0.0)
         out = GAE(gamma=0.9, lam=0.7)(rewards, values, mask)
@@ -319,7 +321,7 @@ class TestOperators:
         assert float(white[mask].mean()) == pytest.approx(0, abs=1e-6)
         assert float(white[mask].std()) == pytest.approx(1, abs=1e-6)
 
-    def test_what_they_need_together(self) -> None:
+    def test_granularity_of_the_operators(self) -> None:
         assert (GAE.granularity, ReturnToGo.granularity, Whiten.granularity) == ("row", "row", "batch")
 
     @pytest.mark.parametrize("value", [-0.1, 1.1])

@@ -121,7 +121,7 @@ class TestGroupAdvantage:
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
         assert found.dtype == torch.float32
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         # Group a has scores 1 and 0: mean 1/2, sample std sqrt(1/2), so ±1/sqrt(2). Group b has 3, 1, 2: std 1.
         rewards = torch.tensor([[0.0, 1.0], [1.0, 2.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
         mask = torch.tensor([[True, True], [True, True], [True, False], [True, False], [True, True]])
@@ -140,7 +140,7 @@ class TestGroupAdvantage:
         rewards[:, -1] = score
         assert (group_advantage(rewards, mask, np.array(["p"] * size, dtype=object)) == 0).all()
 
-    def test_a_row_without_tokens_leaves_its_group(self) -> None:
+    def test_a_row_without_tokens_is_excluded_from_its_group(self) -> None:
         rewards = torch.tensor([[1.0], [0.0], [NAN]])
         mask = torch.tensor([[True], [True], [False]])
         uid = np.array(["p"] * 3, dtype=object)
@@ -205,7 +205,7 @@ class TestBaselines:
         assert (operator(rewards, mask, np.array(["p"] * 5, dtype=object)) == 0).all()  # type: ignore[operator]
 
     @pytest.mark.parametrize("operator", EVERY, ids=repr)
-    def test_many_rows_are_as_few(self, operator: object) -> None:
+    def test_nan_off_the_mask_changes_no_result_across_blocks(self, operator: object) -> None:
         """Rows are worked on in blocks; one of NaN off the mask, and blocks without, give the same numbers."""
         mask = torch.rand(600, 9, generator=torch.Generator().manual_seed(0)) < 0.7
         uid = np.array([f"p{i % 50}" for i in range(600)], dtype=object)
@@ -214,7 +214,7 @@ class TestBaselines:
         assert torch.equal(operator(clean, mask, uid), operator(dirty, mask, uid))  # type: ignore[operator]
 
     @pytest.mark.parametrize("operator", EVERY, ids=repr)
-    def test_need_a_group_and_lose_no_reward(self, operator: object) -> None:
+    def test_refuse_single_row_groups_and_rewards_off_the_mask(self, operator: object) -> None:
         uid = np.array(["a", "lonely", "a"], dtype=object)
         with raises("rows.small-group", uid="lonely", found=1):
             operator(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), uid)  # type: ignore[operator]
@@ -223,20 +223,20 @@ class TestBaselines:
             operator(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))  # type: ignore[operator]
         assert "group baseline" in operator.effects  # type: ignore[attr-defined]
 
-    def test_rloo_by_hand(self) -> None:
+    def test_rloo_worked_example(self) -> None:
         # scores 1, 0, 0.5: less the means of the others, 0.25, 0.75, 0.5
         rewards, mask = torch.tensor([[1.0], [0.0], [0.5]]), torch.ones(3, 1, dtype=torch.bool)
         uid = np.array(["p"] * 3, dtype=object)
         assert RLOOAdvantage()(rewards, mask, uid).flatten().tolist() == [0.75, -0.75, 0.0]
 
-    def test_opo_by_hand(self) -> None:
+    def test_opo_worked_example(self) -> None:
         # one token scores 1, three score 0: the baseline is 1/4 by length, and the other's score without the own
         rewards, mask = torch.tensor([[1.0, 0, 0], [0.0, 0, 0]]), torch.tensor([[True, False, False], [True] * 3])
         uid = np.array(["p"] * 2, dtype=object)
         assert OPOAdvantage()(rewards, mask, uid)[:, 0].tolist() == [0.75, -0.25]
         assert OPOAdvantage(leave_one_out=True)(rewards, mask, uid)[:, 0].tolist() == [1.0, -1.0]
 
-    def test_gpg_makes_up_for_groups_that_tell_nothing(self) -> None:
+    def test_gpg_rescales_for_groups_of_equal_scores(self) -> None:
         rewards, mask = torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.ones(4, 1, dtype=torch.bool)
         uid = np.array(["a", "a", "b", "b"], dtype=object)
         assert GPGAdvantage()(rewards, mask, uid).flatten().tolist() == [1.0, -1.0, 0.0, 0.0]
@@ -245,7 +245,7 @@ class TestBaselines:
 class TestPassAtK:
     @examples(80)
     @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=6), min_size=1, max_size=3), st.integers(1, 3))
-    def test_equals_the_mean_over_all_sets(self, groups: list[list[bool]], k: int) -> None:
+    def test_equals_the_mean_over_all_subsets(self, groups: list[list[bool]], k: int) -> None:
         flat = [(f"p{i}", right) for i, group in enumerate(groups) for right in group]
         mask = torch.ones(len(flat), 2, dtype=torch.bool)
         rewards, uid = torch.zeros(len(flat), 2), np.array([name for name, _ in flat], dtype=object)
@@ -254,7 +254,7 @@ class TestPassAtK:
         found = PassAtKAdvantage(k)(rewards, mask, uid)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
-    def test_a_group_that_is_too_small_is_named(self) -> None:
+    def test_a_group_smaller_than_k_is_refused(self) -> None:
         mask = torch.tensor([[True], [True], [True], [False]])
         uid = np.array(["a", "b", "b", "a"], dtype=object)
         with raises("rows.small-group", uid="a", expected=2, found=1):

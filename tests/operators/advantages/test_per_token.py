@@ -39,26 +39,26 @@ def categoricals(seed: int, size: int = 5, scale: float = 1.0) -> tuple[Tensor, 
 
 
 class TestMasked:
-    def test_only_what_is_on_the_mask_is_left(self) -> None:
+    def test_select_zeroes_values_off_the_mask(self) -> None:
         x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
         mask = torch.tensor([[True, False, True], [False, False, False]])
         assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
 
     @examples(60)
     @given(masks(), st.data())
-    def test_the_bits_of_what_is_left_are_those_that_were_given(self, mask: Tensor, data: st.DataObject) -> None:
+    def test_select_preserves_the_bits_of_selected_values(self, mask: Tensor, data: st.DataObject) -> None:
         """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
-        drawn = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
-        x = torch.tensor(data.draw(drawn)).view(mask.shape)
+        floats = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
+        x = torch.tensor(data.draw(floats)).view(mask.shape)
         given_bits, on = x.view(torch.int32).flatten().tolist(), mask.flatten().tolist()
-        left = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
-        assert select(x, mask).view(torch.int32).flatten().tolist() == left
+        expected = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
+        assert select(x, mask).view(torch.int32).flatten().tolist() == expected
         across = select(x.T.contiguous().T, mask.T.contiguous().T).contiguous()
-        assert across.view(torch.int32).flatten().tolist() == left
+        assert across.view(torch.int32).flatten().tolist() == expected
         with_gradient = select(x.clone().requires_grad_(), mask)
-        assert with_gradient.detach().view(torch.int32).flatten().tolist() == left
+        assert with_gradient.detach().view(torch.int32).flatten().tolist() == expected
 
-    def test_a_number_a_row_and_half_precision(self) -> None:
+    def test_select_broadcasts_row_values_and_keeps_half_precision(self) -> None:
         mask = torch.tensor([[True, False, True], [False, True, True]])
         assert select(torch.tensor([1.5, NAN])[:, None].expand(2, 3), mask)[0].tolist() == [1.5, 0, 1.5]
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -68,16 +68,16 @@ class TestMasked:
 
     @examples(60)
     @given(masks())
-    def test_a_hole_is_a_token_behind_one_that_is_off_the_mask(self, mask: Tensor) -> None:
+    def test_a_hole_is_an_unmasked_token_before_a_masked_one(self, mask: Tensor) -> None:
         rows = ["".join("x" if on else "." for on in row) for row in mask.tolist()]
         assert has_holes(mask) == any(".x" in row for row in rows)
         assert has_holes(mask.T.contiguous().T) == has_holes(mask)
 
-    def test_masks_of_nothing_have_no_holes(self) -> None:
+    def test_empty_masks_have_no_holes(self) -> None:
         for shape in ((0, 4), (3, 0), (3, 1)):
             assert not has_holes(torch.zeros(shape, dtype=torch.bool))
 
-    def test_equal_numbers_are_equal_in_any_dtype_and_nan_is_not(self) -> None:
+    def test_equality_ignores_dtype_and_excludes_nan(self) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             x = torch.tensor([0.5, -0.0], dtype=dtype, requires_grad=True)
             assert equal_numbers(x, torch.tensor([0.5, 0.0]))
@@ -92,7 +92,7 @@ class TestMasked:
             with raises("reward.off-mask", column="rewards", row=1, token=2):
                 select_rewards(padded, mask, "rewards")
 
-    def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
+    def test_no_gradient_reaches_values_off_the_mask(self) -> None:
         x = torch.tensor([[2.0, NAN]], requires_grad=True)
         select(x, torch.tensor([[True, False]])).square().sum().backward()
         assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
@@ -126,7 +126,7 @@ class TestEstimators:
             assert float(mean) == pytest.approx(exact, rel=1e-5)
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_gradients_follow_what_the_docs_say(self, seed: int) -> None:
+    def test_expected_gradients_match_the_docs(self, seed: int) -> None:
         """As a loss on own samples, in expectation: k1 nothing, k2 KL(policy || ref), k3 KL(ref || policy)."""
         policy, ref = categoricals(seed)
         p, q = policy.detach().softmax(0), ref.softmax(0)
@@ -144,7 +144,7 @@ class TestEstimators:
         torch.testing.assert_close(of_estimator("k2"), reverse, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(of_estimator("k3"), forward, atol=1e-6, rtol=1e-5)
 
-    def test_k3_keeps_its_digits_near_zero(self) -> None:
+    def test_k3_is_accurate_near_zero(self) -> None:
         # At d = 2**-13 the value is 7.45e-9: exp(-d) - 1 + d in float32 would give 0 or 6e-8.
         d = 2.0**-13
         assert float(kl_penalty(torch.tensor([d]), torch.zeros(1), "k3")) == pytest.approx(d * d / 2, rel=1e-3)
@@ -157,7 +157,7 @@ class TestEstimators:
         assert value.item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
         assert x.grad is not None and float(x.grad) == 0
 
-    def test_k3_still_pulls_where_verl_clamps(self) -> None:
+    def test_k3_has_a_gradient_where_verl_clamps(self) -> None:
         x = torch.tensor([-5.0, -0.01], requires_grad=True)
         kl_penalty(x, torch.tensor([-0.01, -40.0]), "k3").sum().backward()  # k3 is 141 and 39
         assert x.grad is not None

@@ -50,7 +50,7 @@ class TestFormula:
         torch.testing.assert_close(found.double(), by_loops(rewards, norms, mask, uid), atol=1e-5, rtol=1e-5)
         assert found.dtype == torch.float32
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         """Scores 1 and 0; the first row has pulled three times as hard by its first token, and is alone after it."""
         rewards, mask = torch.tensor([[0.0, 1.0], [0.0, NAN]]), torch.tensor([[True, True], [True, False]])
         norms, uid = torch.tensor([[1.5, 0.2], [0.5, NAN]]), np.array(["p", "p"], dtype=object)
@@ -64,8 +64,8 @@ class TestFormula:
         norms = numbers(mask, 0).square()
         assert (OTB(rewards, norms, mask, np.array(["p"] * 5, dtype=object)) == 0).all()
 
-    def test_many_rows_are_as_few(self) -> None:
-        """Groups are worked on some at a time, wherever their rows stand."""
+    def test_groups_in_blocks_equal_each_group_alone(self) -> None:
+        """Groups are processed in blocks, in any row order."""
         mask = torch.rand(300, 9, generator=torch.Generator().manual_seed(0)) < 0.7
         uid = np.array([f"p{i % 50}" for i in range(300)], dtype=object)
         rewards, norms = numbers(mask, 1), numbers(mask, 2).square()
@@ -75,12 +75,12 @@ class TestFormula:
             alone = OTB(rewards[own], norms[own], mask[own], uid[own.numpy()])
             torch.testing.assert_close(found[own], alone, atol=1e-6, rtol=1e-6)
 
-    def test_a_norm_that_is_no_number_is_not_taken_for_none(self) -> None:
+    def test_a_nan_norm_is_not_treated_as_zero(self) -> None:
         norms, mask = torch.tensor([[1.0, torch.nan], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
         found = OTB(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), norms, mask, np.array(["p", "p"], dtype=object))
         assert found.isfinite().tolist() == [[True, False], [True, False]]
 
-    def test_needs_a_group_and_loses_no_reward(self) -> None:
+    def test_refuses_single_row_groups_and_rewards_off_the_mask(self) -> None:
         ones = torch.ones(3, 2, dtype=torch.bool)
         with raises("rows.small-group", uid="lonely", found=1):
             OTB(torch.zeros(3, 2), torch.zeros(3, 2), ones, np.array(["a", "lonely", "a"], dtype=object))
@@ -90,7 +90,7 @@ class TestFormula:
         assert "group baseline" in OTB.effects
 
 
-def test_it_is_the_number_that_makes_the_squares_least() -> None:
+def test_the_baseline_minimizes_the_weighted_squared_error() -> None:
     """At each token ``sum_i W_t (G_t - b)**2`` has its minimum at the baseline, so its slope there is 0."""
     mask = torch.ones(8, 5, dtype=torch.bool)
     rewards, norms = numbers(mask, 3), numbers(mask, 4).square()

@@ -65,7 +65,7 @@ def returns_of(rewards: Tensor, turns: dict[int, list[int]], row: int, gamma: fl
 class TestTurnGAE:
     @examples(100)
     @given(episodes(), st.integers(0, 2**31), unit, unit)
-    def test_equals_the_sum_over_the_turns_that_are_there(
+    def test_equals_the_sum_over_existing_turns(
         self, given_turns: tuple[Tensor, Tensor], seed: int, gamma: float, lam: float
     ) -> None:
         mask, turn_ids = given_turns
@@ -84,7 +84,7 @@ class TestTurnGAE:
         torch.testing.assert_close(returns.double(), expected_returns, atol=5e-5, rtol=5e-5)
         assert advantages.dtype == returns.dtype == torch.float32
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         # Two turns with two tokens of the environment between; R = [1 + 2, 4], V = [3, 5] at their first tokens.
         mask = torch.tensor([[True, True, False, False, True, True, True, False]])
         turn_ids = torch.tensor([[0, 0, -1, -1, 1, 1, 1, -1]])
@@ -96,16 +96,16 @@ class TestTurnGAE:
         assert advantages.tolist() == [[2.25, 2.25, 0.0, 0.0, -1.0, -1.0, -1.0, 0.0]]
         assert returns.tolist() == [[5.25, 5.25, 0.0, 0.0, 4.0, 4.0, 4.0, 0.0]]
 
-    def test_two_answers_that_touch_are_two_turns(self) -> None:
+    def test_adjacent_responses_are_separate_turns(self) -> None:
         mask, rewards = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]])
         values = torch.tensor([[0.5, 0.25]])
-        apart, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 1]]), 1.0, 0.0)
+        separate, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 1]]), 1.0, 0.0)
         one, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 0]]), 1.0, 0.0)
-        assert apart.tolist() == [[0.75, 1.75]] and one.tolist() == [[2.5, 2.5]]
+        assert separate.tolist() == [[0.75, 1.75]] and one.tolist() == [[2.5, 2.5]]
 
     @examples(30)
     @given(masks(), st.integers(0, 2**31), unit, unit)
-    def test_turns_of_one_token_are_gae_over_tokens(self, mask: Tensor, seed: int, gamma: float, lam: float) -> None:
+    def test_single_token_turns_equal_token_gae(self, mask: Tensor, seed: int, gamma: float, lam: float) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
         each = torch.arange(mask.shape[1]).expand(mask.shape)
         for found, expected in zip(
@@ -113,7 +113,7 @@ class TestTurnGAE:
         ):
             assert torch.equal(found, expected)
 
-    def test_gamma_counts_turns_and_not_tokens(self) -> None:
+    def test_gamma_discounts_per_turn_not_per_token(self) -> None:
         def first(length: int) -> float:
             turn_ids = torch.tensor([[0] * length + [1] * length])
             rewards = torch.zeros(1, 2 * length)
@@ -144,7 +144,7 @@ class TestTurnGroupAdvantage:
                 assert found[row, at].tolist() == pytest.approx([expected] * len(at), abs=1e-3)
         assert (found[~mask] == 0).all() and found.dtype == torch.float32
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         # G = [1 + 2, 2], [0 + 4, 4], [5]: means 4 of the first turns, 3 of the second.
         mask = torch.tensor([[True, False, True], [True, False, True], [True, False, False]])
         turn_ids = torch.tensor([[0, -1, 1], [0, -1, 1], [0, -1, -1]])
@@ -158,17 +158,17 @@ class TestTurnGroupAdvantage:
 
     @examples(30)
     @given(masks(min_rows=2), st.integers(0, 2**31), st.booleans())
-    def test_one_turn_a_row_is_the_advantage_of_its_group(self, mask: Tensor, seed: int, normalize: bool) -> None:
+    def test_one_turn_per_row_equals_the_group_advantage(self, mask: Tensor, seed: int, normalize: bool) -> None:
         rewards, uid = numbers(mask, seed), column(["a"] * len(mask))
         found = turn_group_advantage(rewards, mask, torch.zeros(mask.shape, dtype=torch.int64), uid, 1.0, normalize)
         torch.testing.assert_close(found, group_advantage(rewards, mask, uid, normalize), atol=1e-3, rtol=1e-5)
 
-    def test_turns_that_are_paid_alike_have_no_advantage(self) -> None:
+    def test_turns_of_equal_reward_have_no_advantage(self) -> None:
         mask, turn_ids = torch.ones(3, 4, dtype=torch.bool), torch.tensor([[0, 0, 1, 1]]).expand(3, 4)
         rewards = torch.tensor([0.1, 0.0, 0.0, 0.3]).expand(3, 4)
         assert not turn_group_advantage(rewards, mask, turn_ids, column(["a"] * 3)).any()
 
-    def test_a_turn_that_one_row_alone_has_is_its_own_baseline(self) -> None:
+    def test_a_turn_index_of_a_single_row_has_zero_advantage(self) -> None:
         mask, turn_ids = torch.tensor([[True, True], [True, False]]), torch.tensor([[0, 1], [0, -1]])
         rewards = torch.tensor([[0.0, 7.0], [1.0, 0.0]])
         found = turn_group_advantage(rewards, mask, turn_ids, column(["a"] * 2), normalize_std=False)
@@ -187,28 +187,28 @@ class TestRefusals:
             turn_group_advantage(rewards, self.mask, turn_ids, column(["a", "a"]))
         assert str(of_gae.value) == str(of_groups.value)
 
-    def test_a_reward_off_the_mask(self) -> None:
+    def test_a_reward_off_the_mask_is_refused(self) -> None:
         rewards = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
         self.both(rewards, self.turn_ids, "reward.off-mask", column="token_level_rewards", row=0, token=1)
 
-    def test_a_token_without_a_turn(self) -> None:
+    def test_a_token_without_a_turn_is_refused(self) -> None:
         self.both(torch.zeros(2, 2), torch.tensor([[0, -1], [0, -1]]), "advantage.no-turn", row=1, token=1)
 
-    def test_turns_of_other_tokens(self) -> None:
+    def test_turn_ids_of_another_shape_are_refused(self) -> None:
         self.both(torch.zeros(2, 2), torch.tensor([[0], [0]]), "rows.shape-mismatch", expected=(2, 2), found=(2, 1))
 
-    def test_values_of_other_tokens(self) -> None:
+    def test_values_of_another_shape_are_refused(self) -> None:
         with raises("rows.shape-mismatch", expected=(2, 2), found=(2, 1)):
             turn_gae(torch.zeros(2, 2), torch.zeros(2, 1), self.mask, self.turn_ids, 1.0, 1.0)
 
     @pytest.mark.parametrize("gamma", [-0.1, 1.1])
-    def test_a_discount_out_of_range(self, gamma: float) -> None:
+    def test_a_discount_out_of_range_is_refused(self, gamma: float) -> None:
         for operator in (TurnGAE, TurnGroupAdvantage):
             with pytest.raises(ParameterError, match="gamma="):
                 operator(gamma=gamma)
 
 
-def test_no_rows_and_no_tokens() -> None:
+def test_empty_batches_are_accepted() -> None:
     for shape in ((0, 3), (2, 0), (2, 3)):
         mask, zeros = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
         none = torch.full(shape, -1)
@@ -217,7 +217,7 @@ def test_no_rows_and_no_tokens() -> None:
         assert not turn_group_advantage(zeros, mask, none, uid).any()
 
 
-def test_they_stand_behind_episodes_by_one_edit() -> None:
+def test_turn_operators_replace_token_operators_by_one_edit() -> None:
     episodes: Any = {"replace": {"generate": Interact(Echo, max_turns=3)}, "drop": ["reward"]}
     by_critic = ppo(exact).edit(**episodes).edit(replace={"gae": TurnGAE()})
     by_group = grpo(exact).edit(**episodes).edit(replace={"group_advantage": TurnGroupAdvantage()})
@@ -249,7 +249,7 @@ def sampled(batch: EpisodeBatch) -> list[list[int]]:
     return [mask.nonzero().flatten().tolist() for mask in batch.response_mask]
 
 
-def test_a_turn_is_paid_on_its_last_token_and_the_outcome_on_the_last(batch: EpisodeBatch) -> None:
+def test_turn_rewards_are_on_the_last_token_of_their_turn(batch: EpisodeBatch) -> None:
     for row, at in enumerate(sampled(batch)):
         ends = [t for t in at if t + 1 not in at]
         assert len(ends) == int(batch.turns[row]) == 2 + row % 2
@@ -258,19 +258,19 @@ def test_a_turn_is_paid_on_its_last_token_and_the_outcome_on_the_last(batch: Epi
         assert batch.token_level_scores[row].count_nonzero() == len(expected)
 
 
-def test_a_score_of_the_last_answer_stands_on_its_last_token(batch: EpisodeBatch) -> None:
+def test_an_outcome_score_is_on_the_last_sampled_token(batch: EpisodeBatch) -> None:
     scores = place_scores(torch.arange(1.0, 7.0), batch.response_mask)
     assert [scores[row].nonzero().flatten().tolist() for row in range(6)] == [at[-1:] for at in sampled(batch)]
 
 
-def test_tokens_say_of_which_turn_they_are(batch: EpisodeBatch) -> None:
+def test_turn_ids_number_the_sampled_turns(batch: EpisodeBatch) -> None:
     assert torch.equal(batch.turn_ids >= 0, batch.response_mask)
     for row, at in enumerate(sampled(batch)):
         starts = torch.tensor([t - 1 not in at for t in at])  # no two answers touch here
         assert batch.turn_ids[row, at].tolist() == (starts.cumsum(0) - 1).tolist()
 
 
-def test_ppo_over_episodes_sees_their_sampled_tokens_alone(batch: EpisodeBatch) -> None:
+def test_ppo_over_episodes_uses_only_sampled_tokens(batch: EpisodeBatch) -> None:
     """From scores to losses, in float64 over rows whose holes are cut out; NaN stands in the holes."""
     mask = batch.response_mask
     old, ref, values, new = (numbers(mask, seed) for seed in range(4))

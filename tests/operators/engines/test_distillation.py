@@ -55,7 +55,7 @@ def plain(p: list[float], q: list[float], beta: float) -> float:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(BETAS))
-def test_divergences_are_the_paper_s(seed: int, outcomes: int, beta: float) -> None:
+def test_divergences_match_the_paper(seed: int, outcomes: int, beta: float) -> None:
     draw = torch.Generator().manual_seed(seed)
     p, q = (3 * torch.randn(2, 4, outcomes, generator=draw, dtype=torch.float64)).log_softmax(-1)
     expected = [plain(one.exp().tolist(), other.exp().tolist(), beta) for one, other in zip(p, q, strict=True)]
@@ -64,7 +64,7 @@ def test_divergences_are_the_paper_s(seed: int, outcomes: int, beta: float) -> N
     assert (divergence(p, q, beta) > -1e-12).all()
 
 
-def test_the_halved_divergence_does_not_tell_teacher_from_student() -> None:
+def test_the_divergence_with_beta_one_half_is_symmetric() -> None:
     p, q = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     torch.testing.assert_close(divergence(p, q, 0.5), divergence(q, p, 0.5))
     assert not torch.allclose(divergence(p, q, 0.3), divergence(q, p, 0.3))
@@ -105,7 +105,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_teacher_s_tokens_are_those_of_the_row_alone(kind: str, tmp_path: Path) -> None:
+def test_teacher_top_k_equals_that_of_each_row_alone(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, kind)
     batch = marked(folder, 7, max_tokens=30, logprob_chunk=3)
     for row, log_p, _ in distributions(folder):
@@ -168,12 +168,12 @@ def assert_it_follows(
         found, moved = updated(student, batch, loss, **settings)
         assert found == pytest.approx(value, abs=1e-6)
         size = torch.cat([g.flatten() for g in gradient.values()]).norm()
-        apart = torch.cat([(moved[name].double() - g).flatten() for name, g in gradient.items()]).norm()
-        assert apart / size < closely
+        difference = torch.cat([(moved[name].double() - g).flatten() for name, g in gradient.items()]).norm()
+        assert difference / size < closely
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_gradient_is_that_of_the_plain_formula(beta: float, pair: tuple[str, str]) -> None:
+def test_the_top_k_gradient_matches_the_formula(beta: float, pair: tuple[str, str]) -> None:
     batch = marked(pair[1], 9)
     rows = {row: batch.response_mask[row] for row in range(len(batch.response_mask))}
     teacher = torch.cat([batch.teacher_log_probs, batch.teacher_rest[..., None]], -1).double()
@@ -205,7 +205,7 @@ def stated(folder: str, rows: Any = None, **settings: Any) -> Stated:
 
 
 @pytest.mark.parametrize(("kind", "changed"), [("llama", {"hidden_size": 32}), ("gemma2", {}), ("granite", {})])
-def test_over_the_whole_vocabulary_the_gradient_is_the_plain_formula_s(
+def test_the_full_vocabulary_gradient_matches_the_formula(
     kind: str, changed: dict[str, Any], pair: tuple[str, str], tmp_path: Path
 ) -> None:
     """Of teachers of another size, with capped and with scaled logits, tied and not."""
@@ -216,7 +216,7 @@ def test_over_the_whole_vocabulary_the_gradient_is_the_plain_formula_s(
         assert_it_follows(expected(pair[0], teacher, beta), pair[0], batch, FullGKD(beta))
 
 
-def test_a_student_with_capped_logits_follows_its_teacher_too(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_student_with_capped_logits_gets_the_gradient_of_the_formula(pair: tuple[str, str], tmp_path: Path) -> None:
     student = tiny_folder(tmp_path, "gemma2", 2)
     teacher = {row: log_p for row, log_p, _ in distributions(pair[1])}
     assert_it_follows(expected(student, teacher, 0.3), student, stated(pair[1]), FullGKD(0.3))
@@ -228,7 +228,7 @@ def test_a_teacher_with_a_wider_vocabulary_is_refused(pair: tuple[str, str], tmp
         updated(pair[0], wider, FullGKD())
 
 
-def test_a_model_that_is_trained_is_no_teacher_of_states(pair: tuple[str, str]) -> None:
+def test_a_trainable_model_is_refused_as_hidden_state_teacher(pair: tuple[str, str]) -> None:
     with pytest.raises(BindError, match=r"teacher.*StateScorer"):
         distill_full().bind(
             actor=TorchTrainer(pair[0]), rollout=TorchRollout(), teacher=TorchTrainer(pair[1])
@@ -237,7 +237,7 @@ def test_a_model_that_is_trained_is_no_teacher_of_states(pair: tuple[str, str]) 
         TeacherHiddenStates(teacher=trainer(pair[1]))
 
 
-def test_more_tokens_of_the_teacher_show_more_of_the_divergence_up_to_all_of_it(pair: tuple[str, str]) -> None:
+def test_larger_top_k_approaches_the_full_divergence(pair: tuple[str, str]) -> None:
     few, many, all_but_one = (updated(pair[0], marked(pair[1], k), GKD(0.0))[0] for k in (1, 20, VOCAB - 1))
     teacher, student = ({row: p.detach() for row, p, _ in distributions(folder)} for folder in (pair[1], pair[0]))
     whole = torch.cat([(teacher[row].exp() * (teacher[row] - student[row])).sum(-1) for row in teacher]).mean()
@@ -268,7 +268,7 @@ def wide_folder(path: Path, vocabulary: int) -> str:
 
 
 @pytest.mark.parametrize("loss", [GKD(0.5), FullGKD(0.5)])
-def test_the_whole_vocabulary_stands_for_a_chunk_of_tokens_at_a_time(loss: Loss, tmp_path: Path) -> None:
+def test_full_vocabulary_memory_is_bounded_by_the_chunk(loss: Loss, tmp_path: Path) -> None:
     """In teacher and student, forward and backward: nothing is larger than the weights of the head; and with one chunk
     for all tokens the same measure finds what is."""
     vocabulary, hidden = 3000, 64
@@ -292,7 +292,7 @@ def test_the_whole_vocabulary_stands_for_a_chunk_of_tokens_at_a_time(loss: Loss,
     assert most(10**6) >= whole
 
 
-def test_reverse_kl() -> None:
+def test_reverse_kl_is_the_masked_log_prob_difference() -> None:
     nan = float("nan")
     mask = torch.tensor([[True, False, True], [False, False, False]])
     teacher, old = torch.tensor([[-1.0, nan, -3.0], [nan] * 3]), torch.tensor([[-2.0, nan, -0.5], [nan] * 3])
@@ -301,7 +301,7 @@ def test_reverse_kl() -> None:
     assert metrics.compute() == {"distill/reverse_kl": 0.75}
 
 
-def test_what_a_loss_of_distributions_cannot_be(pair: tuple[str, str]) -> None:
+def test_invalid_uses_of_distribution_losses_are_refused(pair: tuple[str, str]) -> None:
     with raises("update.wrong-loss", loss="GKD"):
         UpdateActor(GKD(), kl=KLLoss())
     with raises("update.wrong-loss", loss="GKD", expected=("values",), found=("distributions",)):
@@ -338,7 +338,7 @@ class Peaked(Loss):
         return temperature * distributions.amax(-1).exp()
 
 
-def test_a_loss_of_one_s_own_sees_tokens_and_what_their_rows_have(pair: tuple[str, str]) -> None:
+def test_a_custom_distribution_loss_gets_tokens_and_row_columns(pair: tuple[str, str]) -> None:
     batch, objective = ragged(), TokenObjective(Peaked())
     weights = objective.weights(batch.response_mask)
     engine = trainer(pair[0], logprob_chunk=4)

@@ -78,7 +78,7 @@ def episodes(engine: Any, environment: Any, count: int = 6, **settings: Any) -> 
     return operator(prompts_of(engine.tokenizer, count), key=KEY, metrics=metrics), metrics.compute()
 
 
-def test_one_turn_is_what_generate_samples(engine: Any) -> None:
+def test_one_turn_equals_generate(engine: Any) -> None:
     batch, _ = episodes(engine, once)
     prompts = prompts_of(engine.tokenizer)
     plain = Generate(max_new_tokens=8, rollout=engine)(prompts, key=KEY, metrics=Metrics())
@@ -90,7 +90,7 @@ def test_one_turn_is_what_generate_samples(engine: Any) -> None:
     assert torch.equal(batch.token_level_scores.argmax(1), last) and batch.token_level_scores.sum() == len(last)
 
 
-def test_log_probs_are_those_of_a_forward_pass_over_the_whole_episode(engine: Any, tiny: str) -> None:
+def test_log_probs_equal_a_forward_pass_over_the_episode(engine: Any, tiny: str) -> None:
     batch, _ = episodes(engine, Echo)
     scorer = TorchScorer(tiny, device="cpu").build(CONTEXT)
     expected = scorer.log_probs(batch)
@@ -99,8 +99,8 @@ def test_log_probs_are_those_of_a_forward_pass_over_the_whole_episode(engine: An
     assert (batch.turns == 3).all() and batch.attention_mask.sum() > batch.response_mask.sum()
 
 
-def test_every_sampled_token_is_of_its_turn_and_no_other_is_of_any(engine: Any) -> None:
-    """A turn is a run of sampled tokens, since something was said before each further one."""
+def test_turn_ids_cover_exactly_the_sampled_tokens(engine: Any) -> None:
+    """A turn is a run of sampled tokens, since a reply precedes each further one."""
     batch, _ = episodes(engine, Echo)
     for row in range(len(batch.turns)):
         mask, turns = batch.response_mask[row].tolist(), batch.turn_ids[row].tolist()
@@ -109,7 +109,7 @@ def test_every_sampled_token_is_of_its_turn_and_no_other_is_of_any(engine: Any) 
         assert [turn >= 0 for turn in turns] == mask and len(runs) == 3
 
 
-def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
+def test_rewards_are_on_the_last_token_of_their_turn(engine: Any) -> None:
     batch, metrics = episodes(engine, Echo)
     for mask, scores, conversation in zip(
         batch.response_mask, batch.token_level_scores, batch.conversation, strict=True
@@ -121,8 +121,8 @@ def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
         for start, end in turns:
             assert scores[end] == (end - start + 1) / 8
         assert scores.count_nonzero() == 3
-        said = [message["content"] for message in conversation if message["role"] == "assistant"]
-        assert len(said) == 3 and len(conversation) == 6
+        responses = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert len(responses) == 3 and len(conversation) == 6
     assert metrics["episodes/turns"] == 3
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
 
@@ -141,7 +141,7 @@ async def aloof(chat: Chat, row: Row) -> float | None:
 
 
 @pytest.mark.parametrize("environment", [Solved, aloof])
-def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, environment: Any) -> None:
+def test_episodes_without_a_response_are_counted_and_masked(engine: Any, environment: Any) -> None:
     batch, metrics = episodes(engine, environment)
     over = torch.tensor([i % 3 == 0 for i in range(6)])
     assert torch.equal(batch.response_mask.any(1), ~over) and torch.equal(batch.turns == 0, over)
@@ -150,7 +150,7 @@ def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, envir
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1)[~over].mean()))
 
 
-def test_what_was_computed_of_earlier_turns_is_told(engine: Any) -> None:
+def test_reused_context_tokens_are_reported(engine: Any) -> None:
     batch, metrics = episodes(engine, Echo, count=3, concurrency=1)
     before, new = 0, 0  # tokens before all answers; and of a further one, what was said since the one before it
     for mask, ids, prompt in zip(batch.response_mask, batch.attention_mask, batch.prompts, strict=True):
@@ -163,32 +163,32 @@ def test_what_was_computed_of_earlier_turns_is_told(engine: Any) -> None:
     assert metrics["throughput/cached_share"] == pytest.approx(1 - new / before)
 
 
-def test_a_row_does_not_depend_on_its_company(engine: Any) -> None:
+def test_a_row_does_not_depend_on_the_batch(engine: Any) -> None:
     whole, _ = episodes(engine, Echo, count=6)
     some, _ = episodes(engine, Echo, count=3, concurrency=1)
     width = some.responses.shape[1]
     assert torch.equal(whole.responses[:3, :width][some.response_mask], some.responses[some.response_mask])
 
 
-def test_what_fails_is_left_and_counted(engine: Any) -> None:
+def test_failed_episodes_are_masked_and_counted(engine: Any) -> None:
     batch, metrics = episodes(engine, Flaky, failed="leave")
     whole, _ = episodes(engine, Echo)
-    left = torch.tensor([i % 3 == 0 for i in range(6)])
-    assert not batch.response_mask[left].any() and not batch.token_level_scores[left].any()
+    failed = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert not batch.response_mask[failed].any() and not batch.token_level_scores[failed].any()
     assert metrics["episodes/failed"] == 2 and metrics["episodes/tried_again"] == 2
     width = batch.responses.shape[1]
-    assert torch.equal(batch.responses[~left], whole.responses[~left][:, :width])
+    assert torch.equal(batch.responses[~failed], whole.responses[~failed][:, :width])
     with pytest.raises(EpisodeError, match=r"row '[03]' failed after 2 answers, .*planted \(at .*py:\d+\)"):
         episodes(engine, Flaky)
 
 
-def test_a_prompt_without_room_is_named(engine: Any) -> None:
+def test_a_prompt_that_fills_the_context_is_named(engine: Any) -> None:
     with raises("episode.long-prompt", row="0", expected=5, found=5):
         episodes(engine, Echo, context=5)
 
 
 class TestSpecs:
-    def test_a_environment_may_be_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_environment_can_be_given_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "environment.py").write_text(
             "from flowrl.episodes import Environment\n"
             "class Environment(Environment):\n    async def step(self, answer): ...\n"
@@ -206,11 +206,11 @@ class TestSpecs:
         assert error.value.message.endswith("did you mean 'Environment'?")
 
     @pytest.mark.parametrize("environment", [dict, lambda chat, row: None, exact])
-    def test_what_is_no_environment_is_refused(self, environment: Any) -> None:
+    def test_invalid_environments_are_refused(self, environment: Any) -> None:
         with raises("episode.invalid-environment"):
             Interact(environment)
 
-    def test_what_cannot_be_played_is_refused_before_anything_runs(self) -> None:
+    def test_incomplete_environments_are_refused_at_construction(self) -> None:
         class Wants(Echo):
             def __init__(self, level: int) -> None: ...
 
@@ -233,7 +233,7 @@ class TestSpecs:
         with raises("episode.invalid-environment", name="agent", expected=("chat", "row")):
             Interact(agent)
 
-    def test_what_is_no_tool_is_refused(self) -> None:
+    def test_invalid_tools_are_refused(self) -> None:
         def odd(chat: Chat) -> None: ...
 
         def add(a: int, b: int) -> int:
@@ -246,11 +246,11 @@ class TestSpecs:
         with pytest.raises(ParameterError, match=r"expected a list of functions: tools=\[add\]"):
             Interact(tools=add)
 
-    def test_no_environment_and_no_tool_is_generate(self) -> None:
+    def test_interact_without_environment_and_tools_is_refused(self) -> None:
         with raises("episode.invalid-environment"):
             Interact()
 
-    def test_an_engine_that_takes_no_requests_is_refused(self, tiny: str) -> None:
+    def test_an_engine_without_streaming_requests_is_refused(self, tiny: str) -> None:
         graph = job_of("grpo", tiny).graph.edit(replace={"generate": Interact(Echo)}, drop=["reward"])
 
         class ByBatch(TorchRollout):
@@ -260,7 +260,7 @@ class TestSpecs:
             graph.bind(rollout=ByBatch(tiny))
 
 
-def test_episodes_train_and_resume_to_the_same_numbers(tiny: str, tmp_path: Path) -> None:
+def test_a_resumed_training_on_episodes_has_the_same_metrics(tiny: str, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "prompts.jsonl")
     operator = Interact(Echo, max_turns=3, context=120, max_new_tokens=6)
     job = job_of("grpo", tiny).edit(replace={"generate": operator}, drop=["reward"])

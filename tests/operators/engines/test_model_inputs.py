@@ -59,7 +59,7 @@ class Means:
 
 
 @pytest.mark.parametrize("made", [OldLogProb, RefLogProb, Value, UpdateActor, UpdateCritic])
-def test_a_record_takes_the_place_of_tokens(made: Any) -> None:
+def test_a_custom_record_replaces_token_inputs(made: Any) -> None:
     operator, plain = made(reads=Steps), made()
     fields = {str(f) for f in operator.signature.fields if f.port == "rollout"}
     assert fields == {"rollout.seen", "rollout.response_mask", "rollout.policy_version"}
@@ -69,7 +69,7 @@ def test_a_record_takes_the_place_of_tokens(made: Any) -> None:
     assert others[0] == others[1] and operator.signature.outputs == plain.signature.outputs
 
 
-def test_the_model_gets_just_these_columns() -> None:
+def test_the_model_gets_only_the_columns_of_the_record() -> None:
     assert isinstance(Means(), Critic)
     steps = Steps(torch.ones(2, 3, 4), torch.tensor([[True] * 3, [True, False, False]]), torch.zeros(2).long())
     values = Value(reads=Glances, critic=Means())(steps)
@@ -87,11 +87,11 @@ def test_the_model_gets_just_these_columns() -> None:
         (lambda: Value("record"), r"Value\(\.\.\.\).*Role"),
     ],
 )
-def test_a_record_that_will_not_do_is_refused(make: Any, says: str) -> None:
+def test_an_invalid_record_is_refused(make: Any, says: str) -> None:
     with pytest.raises(ParameterError, match=says):
         make()
 
 
-def test_it_is_given_by_name_alone() -> None:
+def test_reads_is_keyword_only() -> None:
     assert UpdateActor(PPOClip(0.1), 2).loss == PPOClip(0.1)
     assert UpdateCritic(reads=Unversioned).reads is Unversioned  # a critic has no version to look at

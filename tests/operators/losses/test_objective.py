@@ -31,7 +31,7 @@ class TestWeights:
     @every_aggregation
     @examples(60)
     @given(masks(), st.integers(0, 2**31))
-    def test_weighted_sum_is_the_mode(
+    def test_weighted_sum_equals_the_aggregation_mode(
         self, aggregation: Aggregation, norm: float | None, mask: Tensor, seed: int
     ) -> None:
         weights = token_weights(mask, aggregation, norm)
@@ -41,7 +41,7 @@ class TestWeights:
         expected = aggregate(on_mask(x, mask), aggregation, norm)
         assert float((weights * x).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         mask = torch.tensor([[True, False, True, True], [False] * 4, [True, False, False, False]])
         on = mask.float()
         assert torch.equal(token_weights(mask, "token-mean"), on / 4)
@@ -50,19 +50,19 @@ class TestWeights:
         assert torch.equal(token_weights(mask, "seq-mean-token-sum-norm", 8), on / 16)
 
     @every_aggregation
-    def test_nothing_on_the_mask(self, aggregation: Aggregation, norm: float | None) -> None:
+    def test_an_empty_mask_has_zero_weights(self, aggregation: Aggregation, norm: float | None) -> None:
         assert torch.equal(token_weights(torch.zeros(2, 3, dtype=torch.bool), aggregation, norm), torch.zeros(2, 3))
 
     @every_aggregation
     @examples(20)
     @given(masks())
-    def test_padding_changes_nothing(self, aggregation: Aggregation, norm: float | None, mask: Tensor) -> None:
+    def test_padding_does_not_change_weights(self, aggregation: Aggregation, norm: float | None, mask: Tensor) -> None:
         padded = torch.nn.functional.pad(mask, (0, 5, 0, 2))
         weights = token_weights(padded, aggregation, norm)
         assert torch.equal(weights[: mask.shape[0], : mask.shape[1]], token_weights(mask, aggregation, norm))
         assert weights.count_nonzero() == mask.sum()
 
-    def test_norm_is_asked_for_exactly_where_it_is_used(self) -> None:
+    def test_norm_is_required_only_by_its_aggregation(self) -> None:
         mask = torch.ones(1, 1, dtype=torch.bool)
         for aggregation, norm in [
             ("seq-mean-token-sum-norm", None),
@@ -106,7 +106,7 @@ class TestEveryLoss:
 
     @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
-    def test_parts_add_up_to_the_whole(
+    def test_results_do_not_depend_on_micro_batches_and_ranks(
         self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int, data: st.DataObject
     ) -> None:
         """Loss, gradient and merged metrics do not depend on how rows are dealt to micro-batches and ranks."""
@@ -125,7 +125,7 @@ class TestEveryLoss:
         assert torch.equal(gradients, gradient)
         assert merged.compute() == pytest.approx(metrics.compute(), rel=1e-5, abs=1e-6, nan_ok=True)
 
-    def test_padding_columns_and_rows_change_nothing(
+    def test_padding_columns_and_rows_do_not_change_results(
         self, aggregation: Aggregation, norm: float | None, which: int
     ) -> None:
         loss = objectives(aggregation, norm)[which]
@@ -144,7 +144,7 @@ class TestEveryLoss:
         assert padded_metrics.compute() == pytest.approx(metrics.compute(), rel=1e-6)
 
     @pytest.mark.parametrize("off", [NAN, float("inf"), -float("inf")])
-    def test_what_is_off_the_mask_does_not_matter(
+    def test_values_off_the_mask_do_not_change_results(
         self, aggregation: Aggregation, norm: float | None, which: int, off: float
     ) -> None:
         loss = objectives(aggregation, norm)[which]
@@ -154,7 +154,7 @@ class TestEveryLoss:
         assert value == clean and torch.equal(gradient, clean_gradient)
         assert metrics.compute() == clean_metrics.compute()
 
-    def test_a_mini_batch_without_tokens_is_zero_and_reports_nothing(
+    def test_a_mini_batch_without_tokens_has_zero_loss_and_no_metrics(
         self, aggregation: Aggregation, norm: float | None, which: int
     ) -> None:
         loss = objectives(aggregation, norm)[which]
@@ -165,7 +165,7 @@ class TestEveryLoss:
 
 
 @every_aggregation
-def test_logged_losses_are_the_mean_over_mini_batches(aggregation: Aggregation, norm: float | None) -> None:
+def test_logged_losses_are_means_over_mini_batches(aggregation: Aggregation, norm: float | None) -> None:
     """Mini-batches of unequal token and row counts, each cut into micro-batches, weigh the same in the log."""
     policy = TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 0.5))
     critic = TokenObjective(ValueClip(0.2), aggregation, norm)

@@ -40,8 +40,8 @@ def one(new: float, old: float, advantage: float, policy: PPOClip) -> tuple[floa
 
 
 class TestPPOClip:
-    def test_a_ratio_to_the_rollout_has_the_gradient_of_what_the_trainer_expects(self) -> None:
-        """Over every answer of one token, weighed by how often the engine gives it; one to "old" is biased there."""
+    def test_a_ratio_to_the_rollout_has_an_unbiased_gradient(self) -> None:
+        """Over every response of one token, weighted by the engine; a ratio to "old" is biased there."""
         draw = torch.Generator().manual_seed(5)
         logits, noise, advantage = torch.randn(3, 8, generator=draw, dtype=torch.float64)
         engine = (logits + 0.3 * noise).log_softmax(-1)
@@ -72,7 +72,7 @@ class TestPPOClip:
         assert torch.equal(gradient, -rows.batch.advantages * weights)
         assert metrics.compute()["actor/pg_clipfrac"] == metrics.compute()["actor/approx_kl"] == 0
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         """Ratio 2 or 1/2, clip 0.2 and 0.3, advantage ±1: where the clip bites, the gradient ends."""
         loss, ln2 = PPOClip(0.2, 0.3), math.log(2)
         for new, advantage, value, slope, clipped in [
@@ -87,7 +87,7 @@ class TestPPOClip:
             assert metrics["actor/approx_kl"] == pytest.approx(-new)
             assert "actor/pg_clipfrac_lower" not in metrics
 
-    def test_dual_clip_by_hand(self) -> None:
+    def test_dual_clip_worked_example(self) -> None:
         """Ratio 8, bound 3: only a negative advantage is bounded, and its gradient ends."""
         loss, ln8 = PPOClip(0.2, dual_clip=3.0), math.log(8)
         value, gradient, metrics = one(ln8, 0.0, -1.0, loss)
@@ -118,14 +118,14 @@ class TestPPOClip:
         assert found["actor/approx_kl"] == pytest.approx(-0.15)
         assert found["actor/kl_loss"] == pytest.approx((0.1 + 0.5) / 2)
 
-    def test_entropy_bonus_has_its_gradient(self) -> None:
+    def test_the_entropy_bonus_has_the_expected_gradient(self) -> None:
         mask = torch.tensor([[True, True, False]])
         loss = TokenObjective(PPOClip(0.2), entropy=0.1)
         rows, entropy = make(PPOClip, mask, 0), torch.tensor([[1.0, 2.0, NAN]], requires_grad=True)
         loss(rows.output, entropy, rows.batch, loss.weights(mask), Metrics()).backward()
         assert entropy.grad is not None and entropy.grad.tolist() == [[pytest.approx(-0.05)] * 2 + [0.0]]
 
-    def test_says_what_it_wants_and_refuses_to_go_without(self) -> None:
+    def test_declares_its_inputs_and_refuses_missing_ones(self) -> None:
         assert not TokenObjective(PPOClip()).wants_entropy
         with_both = TokenObjective(PPOClip(0.2), kl=KLLoss("k3", 0.001), entropy=0.01)
         assert with_both.wants_entropy
@@ -136,7 +136,7 @@ class TestPPOClip:
         with raises("objective.missing-column", column="ref_log_prob"):
             with_both(rows.output, rows.entropy, rows.batch._replace(ref_log_prob=None), weights, Metrics())
 
-    def test_is_a_record(self) -> None:
+    def test_losses_compare_by_value_and_check_settings(self) -> None:
         assert PPOClip(0.2) == PPOClip() and hash(PPOClip(0.2)) == hash(PPOClip())
         assert UpdateActor(PPOClip(0.2), kl=KLLoss("k3", 0.001)) == UpdateActor(kl=KLLoss())
         for kind, wrong in (
@@ -161,7 +161,7 @@ class TestPPOClip:
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @examples(15)
 @given(mask=masks(), seed=st.integers(0, 2**31))
-def test_every_loss_is_its_formula(name: str, aggregation: Aggregation, mask: Tensor, seed: int) -> None:
+def test_every_loss_matches_its_formula(name: str, aggregation: Aggregation, mask: Tensor, seed: int) -> None:
     """Value and gradient, over ragged rows with holes and rows of nothing; the advantage is that of the row."""
     loss, formula = FORMULAS[name]
     draw = torch.Generator().manual_seed(seed)
@@ -188,7 +188,7 @@ def test_every_loss_is_its_formula(name: str, aggregation: Aggregation, mask: Te
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_at_ratio_1_the_gradient_of_every_loss_is_the_policy_gradient(name: str) -> None:
-    """But for what is regularised (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0), and
+    """But for what is regularized (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0), and
     Clip-Cov, which takes the gradient from some."""
     if name in ("dro", "clip_cov"):
         return
@@ -216,14 +216,14 @@ class TestClipCov:
         return found == 0
 
     @pytest.mark.parametrize(("share", "count"), [(1e-9, 1), (0.0129, 12), (0.5, 500), (1.0, 500)])
-    def test_as_many_are_drawn_as_the_share_says_and_none_out_of_bounds(self, share: float, count: int) -> None:
-        drawn = self.drawn(ClipCov(share), Key.of(1))
-        assert drawn.sum() == count
-        assert (self.log_probs * self.advantages)[drawn].sign().unique().tolist() in ([-1.0, 1.0], [-1.0], [1.0])
+    def test_clip_cov_samples_its_share_of_tokens_within_the_bounds(self, share: float, count: int) -> None:
+        sampled = self.drawn(ClipCov(share), Key.of(1))
+        assert sampled.sum() == count
+        assert (self.log_probs * self.advantages)[sampled].sign().unique().tolist() in ([-1.0, 1.0], [-1.0], [1.0])
         inside = (self.log_probs + 1.0) * self.advantages
-        assert (inside[drawn] == 2.0).all()
+        assert (inside[sampled] == 2.0).all()
 
-    def test_others_are_drawn_in_another_step_and_all_as_often(self) -> None:
+    def test_clip_cov_samples_uniformly_and_differently_per_step(self) -> None:
         one, again, other = (self.drawn(ClipCov(0.1), Key.of(seed)) for seed in (1, 1, 2))
         assert torch.equal(one, again) and not torch.equal(one, other)
         often = (
@@ -233,7 +233,7 @@ class TestClipCov:
         assert abs(float(within.mean()) - 0.5) < 1e-6
         assert float((within - 0.5).abs().max()) < 5 * (0.25 / 200) ** 0.5
 
-    def test_none_within_the_bounds_is_plain_and_bounds_are_in_order(self) -> None:
+    def test_clip_cov_without_eligible_tokens_clips_none_and_refuses_reversed_bounds(self) -> None:
         assert not self.drawn(ClipCov(1.0, low=3.0), Key.of(0)).any()
         with raises("objective.invalid-settings", low=6.0, high=5.0):
             ClipCov(low=6.0)

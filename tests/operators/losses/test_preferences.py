@@ -83,7 +83,7 @@ def dpo(
 
 
 @given(pairs(), st.integers(0, 99), st.sampled_from([0.05, 0.5, 2.0]), st.sampled_from([0.0, 0.1, 0.3]))
-def test_dpo_is_equation_7(
+def test_dpo_matches_equation_7(
     drawn: tuple[Tensor, list[int], list[float]], seed: int, beta: float, smoothing: float
 ) -> None:
     mask, group, scores = drawn
@@ -110,7 +110,7 @@ def test_dpo_is_equation_7(
     assert (accuracy.weight, accuracy.value) == (count, right)
 
 
-def test_the_gradient_is_that_of_the_paper() -> None:
+def test_the_dpo_gradient_matches_the_paper() -> None:
     """Of section 4: ``-beta sigmoid(r_l - r_w) (grad log pi(y_w) - grad log pi(y_l))``, of one pair of a token each."""
     mask, beta = torch.ones(2, 1, dtype=torch.bool), 0.3
     new, ref = torch.tensor([[-1.0], [-0.5]]), torch.tensor([[-1.5], [-2.0]])
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_the_paper() -> None:
     assert gradient.tolist() == pytest.approx([-slope, slope])
 
 
-def test_a_group_of_one_row_is_no_pair() -> None:
+def test_a_group_of_one_row_is_refused() -> None:
     mask = torch.ones(1, 1, dtype=torch.bool)
     with raises("rows.small-group", uid="a", expected=2, found=1):
         objective_of(

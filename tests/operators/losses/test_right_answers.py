@@ -1,4 +1,4 @@
-"""The loss of right answers beside the policy gradient: its formula in float64, and a case by hand."""
+"""The NLL loss on correct responses added to the policy gradient: its formula in float64, and a worked example."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from tests.support.rows.loss_rows import Rows, masks, run
 
 @examples(60)
 @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
-def test_it_is_the_surrogate_and_the_mean_over_the_tokens_of_right_answers(
-    mask: Tensor, seed: int, data: st.DataObject
-) -> None:
+def test_the_loss_is_ppo_plus_the_mean_nll_of_correct_responses(mask: Tensor, seed: int, data: st.DataObject) -> None:
     """VAPO's two sums, each over its own count, of value and gradient."""
     right = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(mask), max_size=len(mask))))
     old, moved, advantages = (numbers(mask, seed + i) for i in range(3))
@@ -40,17 +38,17 @@ def test_it_is_the_surrogate_and_the_mean_over_the_tokens_of_right_answers(
     policy = sum((-torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() for r, a in ratios), zero) / max(
         1, int(mask.sum())
     )
-    said = [row[0] for row, good in zip(rows, live, strict=True) if good]
-    nll = -sum((x.sum() for x in said), zero) / max(1, sum(map(len, said)))
+    correct = [row[0] for row, good in zip(rows, live, strict=True) if good]
+    nll = -sum((x.sum() for x in correct), zero) / max(1, sum(map(len, correct)))
     (policy + 0.4 * nll).backward()
     assert value == pytest.approx((policy + 0.4 * nll).item(), rel=1e-4, abs=1e-5)
     assert exact.grad is not None
     torch.testing.assert_close(gradient, exact.grad.float(), rtol=1e-3, atol=1e-5)
-    if said:
+    if correct:
         assert metrics.compute()["actor/nll_loss"] == pytest.approx(nll.item(), rel=1e-5, abs=1e-6)
 
 
-def test_without_a_right_answer_it_is_the_surrogate() -> None:
+def test_without_correct_responses_the_loss_is_ppo() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     columns = [numbers(mask, seed) for seed in range(3)]
     scores = torch.tensor([[0.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
@@ -59,7 +57,7 @@ def test_without_a_right_answer_it_is_the_surrogate() -> None:
     assert not torch.equal(PPOClipNLL(above=0.4)(*columns, mask, scores, Metrics()), plain)
 
 
-def test_its_ratio_may_be_to_the_rollout() -> None:
+def test_the_ratio_can_use_rollout_log_probs() -> None:
     ports = PPOClipNLL(PPOClip(ratio_to="rollout")).signature.ports
     assert list(ports) == ["old_log_probs", "advantages", "response_mask", "token_level_scores"]
     assert ports != PPOClipNLL().signature.ports and PPOClipNLL().signature.ports.keys() == ports.keys()

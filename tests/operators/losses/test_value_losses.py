@@ -28,7 +28,7 @@ from tests.support.rows.loss_rows import (
 
 
 class TestValueClip:
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         """Old value 0, clip 0.2, value 1: clipped to 0.2, which counts where it is the farther from the return."""
         mask, loss = torch.ones(1, 1, dtype=torch.bool), TokenObjective(ValueClip(0.2))
         for target, value, slope, clipped in [(2.0, 1.8**2 / 2, 0.0, 1.0), (-1.0, 2.0, 2.0, 0.0)]:
@@ -39,7 +39,7 @@ class TestValueClip:
                 {"critic/vf_clipfrac": clipped, "critic/vf_loss": value, "critic/vpred_mean": 1.0}
             )
 
-    def test_without_clip_it_is_half_the_squared_error(self) -> None:
+    def test_without_clip_the_loss_is_half_the_squared_error(self) -> None:
         mask, loss = torch.ones(1, 2, dtype=torch.bool), TokenObjective(ValueClip(None))
         batch = ValueBatch(torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]), mask)
         value, gradient, metrics = run(loss, Rows(torch.ones(1, 2), torch.ones(1, 2), batch), loss.weights(mask))
@@ -64,7 +64,7 @@ class TestValueClip:
 @pytest.mark.parametrize("loss", [ValueHuber(0.3), ValueHuber(), ValueClip(None)], ids=repr)
 @examples(25)
 @given(mask=masks(), seed=st.integers(0, 2**31))
-def test_plain_and_huber_losses_are_their_formulas(
+def test_squared_and_huber_losses_match_their_formulas(
     loss: ValueHuber | ValueClip, aggregation: Aggregation, mask: Tensor, seed: int
 ) -> None:
     """Value and gradient in float64, over ragged rows with holes and rows of nothing."""
@@ -87,6 +87,6 @@ def test_plain_and_huber_losses_are_their_formulas(
         )
 
 
-def test_huber_refuses_a_width_of_nothing() -> None:
+def test_huber_refuses_delta_zero() -> None:
     with pytest.raises(ParameterError, match="delta"):
         ValueHuber(0.0)

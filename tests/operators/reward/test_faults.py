@@ -104,15 +104,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_does_no_harm(name: str, file: Path) -> None:
-    """No answer is another's, then or later."""
+def test_harmless_side_effects_change_no_score(name: str, file: Path) -> None:
+    """No result is attributed to another call, then or later."""
     reward = Reward(f"{file}:{name}", timeout=20.0, workers=1)
     assert values(reward, *rows(["ok", "bad", "ok", "bad", "bad", "ok"])) == [1.0, 0.5, 1.0, 0.5, 0.5, 1.0]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", BAD)
-def test_what_breaks_out_of_its_call_fails_it_and_no_other(name: str, file: Path) -> None:
+def test_a_disruptive_call_fails_without_affecting_other_rows(name: str, file: Path) -> None:
     limit = 1.0 if "did not return" in BAD[name][1] else 20.0
     what = BAD[name][1]
     codes = {"did not return": "reward.timeout", "raised": "reward.raised"}
@@ -124,7 +124,7 @@ def test_what_breaks_out_of_its_call_fails_it_and_no_other(name: str, file: Path
     assert values(stated, *rows(["bad", "ok"])) == [-1.0, 1.0]
 
 
-def test_an_answer_longer_than_allowed_ends_within_its_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_result_ends_at_the_timeout(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless reply is not read to its end; the timeout applies, too."""
     monkeypatch.setattr(reward_pool, "MAX_REPLY", 1 << 40)
     with raises("reward.timeout"):
@@ -140,19 +140,19 @@ def daemon_of(file: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the group of the function ends")
-def test_what_has_left_the_session_ends_with_the_call_or_the_pool(file: Path) -> None:
+def test_detached_processes_end_with_the_call_or_the_pool(file: Path) -> None:
     with raises("reward.timeout"):
         Reward(f"{file}:detach_and_hang", timeout=2.0, workers=1)(*rows(["bad"]))
     wait_until_ended({daemon_of(file)})
     assert values(Reward(f"{file}:detach", workers=1), *rows(["bad"])) != [1.0]
-    kept = daemon_of(file)
-    assert is_running(kept)  # a call that has returned may have started something for the next one
+    daemon = daemon_of(file)
+    assert is_running(daemon)  # a call that has returned may have started something for the next one
     reward_pool.close_pools()
-    assert not is_running(kept)
+    assert not is_running(daemon)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the group of the function ends")
-def test_what_has_left_the_session_ends_with_a_killed_program(file: Path) -> None:
+def test_detached_processes_end_with_a_killed_program(file: Path) -> None:
     source = f"""if True:
         import os, signal
         from flowrl.operators.reward.operator import Reward
@@ -165,7 +165,7 @@ def test_what_has_left_the_session_ends_with_a_killed_program(file: Path) -> Non
     wait_until_ended({int(done.stdout), daemon_of(file)})
 
 
-def test_a_worker_that_cannot_be_started_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_start_is_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -175,7 +175,7 @@ def test_a_worker_that_cannot_be_started_is_named(file: Path, monkeypatch: pytes
         Reward(f"{file}:print_an_answer", workers=2)(*rows(["ok", "ok", "ok"]))
 
 
-def test_arguments_that_cannot_be_sent_fail_their_call(file: Path) -> None:
+def test_arguments_that_cannot_be_serialized_fail_their_call(file: Path) -> None:
     """An integer of more digits than Python converts."""
     reward = Reward(f"{file}:print_an_answer", workers=1)
     with raises("reward.worker-failed", error="ValueError"):
@@ -183,7 +183,7 @@ def test_arguments_that_cannot_be_sent_fail_their_call(file: Path) -> None:
     assert values(reward, *rows(["ok"])) == [1.0]
 
 
-def test_a_fork_of_the_program_has_pools_of_its_own(file: Path) -> None:
+def test_a_forked_program_has_its_own_pools(file: Path) -> None:
     """It has none of the threads, so it would wait for ever; nor does its end end the workers."""
     reward = Reward(f"{file}:print_an_answer", workers=1)
     assert values(reward, *rows(["ok"])) == [1.0]
@@ -204,7 +204,7 @@ def test_a_fork_of_the_program_has_pools_of_its_own(file: Path) -> None:
     assert done.stdout == "[1.0] 0 [0.5]\n", done.stderr
 
 
-def test_in_threads_what_returns_oddities_is_named_at_once() -> None:
+def test_an_invalid_result_in_a_thread_is_reported_at_once() -> None:
     class Crooked:
         shape = ()
 

@@ -1,4 +1,4 @@
-"""`Judge`: it is asked in its own tokens and answers as `Generate` does; what cannot be parsed is said and counted."""
+"""`Judge`: prompts in the judge's own tokens, generation as in `Generate`, and unparsed responses."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def answered() -> tuple[RolloutBatch, PromptBatch]:
 
 def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
     """What the judge says to questions about the rows of `answered` that have tokens, each alone, without padding."""
-    tokenizer, said = char_tokenizer(), []
+    tokenizer, texts = char_tokenizer(), []
     for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):
         turn = [{"role": "user", "content": text}]
         ids = torch.tensor([tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)])
         sampled = engine.generate(ids, torch.ones_like(ids).bool(), [row], Sampling(1.3, 0, 1.0, 9), key)
-        kept = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
-        said.append(tokenizer.decode(kept, skip_special_tokens=True))
-    return said
+        tokens = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return texts
 
 
-def test_the_judge_is_asked_by_its_own_template_and_its_answer_is_parsed(engine: Any) -> None:
+def test_the_judge_prompt_uses_the_template_and_its_response_is_parsed(engine: Any) -> None:
     rollout, prompts = answered()
     heard, metrics, key = [], Metrics(), Key.of(7)
 
@@ -88,7 +88,7 @@ def test_the_judge_is_asked_by_its_own_template_and_its_answer_is_parsed(engine:
     assert 0 < logged["judge/response_length/max"] <= 9
 
 
-def test_a_judge_of_episodes_reads_all_that_was_said(engine: Any) -> None:
+def test_a_judge_of_episodes_gets_the_whole_conversation(engine: Any) -> None:
     rollout, prompts = answered()
     turns = [("user", "two and two?"), ("assistant", "let me see"), ("tool", "{4}"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -105,7 +105,7 @@ def test_a_judge_of_episodes_reads_all_that_was_said(engine: Any) -> None:
     assert heard == said_to([whole, "two and two?|some {braces}"], engine, Key.of(7))
 
 
-def test_a_conversation_is_wanted_where_the_template_has_it() -> None:
+def test_a_template_with_conversation_needs_the_conversation_column() -> None:
     plain = grpo(exact, n=3, kl_coef=0.0)
     judge = Judge(template="{conversation}", parse=length).named("reward")
     with raises("edit.no-source", node="reward", port="conversation"):
@@ -118,7 +118,7 @@ def test_a_conversation_is_wanted_where_the_template_has_it() -> None:
     assert PortField("conversation") not in of_answers["reward"].inputs
 
 
-def test_nobody_is_asked_about_rows_without_a_token(engine: Any) -> None:
+def test_rows_without_tokens_are_not_judged(engine: Any) -> None:
     rollout, prompts = answered()
     rollout = rollout._replace(response_mask=torch.zeros_like(rollout.response_mask))
     metrics = Metrics()
@@ -128,18 +128,18 @@ def test_nobody_is_asked_about_rows_without_a_token(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, float("nan"), float("inf")])
-def test_what_cannot_be_parsed_is_an_error_or_has_a_score(answer: Any, engine: Any) -> None:
+def test_unparsed_responses_are_an_error_or_get_the_unparsed_score(answer: Any, engine: Any) -> None:
     rollout, prompts = answered()
     judge = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4)
     with raises("judge.unparsed", node="judge", row="0/0/0", found=repr(answer)):
         judge(rollout, prompts, key=Key.of(0))
     metrics = Metrics()
-    told = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4, unparsed=-1.0)
-    assert told(rollout, prompts, key=Key.of(0), metrics=metrics).sum(-1).tolist() == [-1, 0, -1]
+    lenient = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4, unparsed=-1.0)
+    assert lenient(rollout, prompts, key=Key.of(0), metrics=metrics).sum(-1).tolist() == [-1, 0, -1]
     assert metrics.compute()["reward/unparsed"] == 2
 
 
-def test_a_parse_that_raises_names_the_row_and_the_answer(engine: Any) -> None:
+def test_an_error_in_parse_names_the_row_and_the_response(engine: Any) -> None:
     rollout, prompts = answered()
     judge = Judge(rollout=engine, template="{response}", parse=lambda text: float("x" + text), max_new_tokens=4)
     with raises("judge.parse-raised", node="judge", row="0/0/0", error="ValueError"):
@@ -147,7 +147,7 @@ def test_a_parse_that_raises_names_the_row_and_the_answer(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("reference", [None, ""])
-def test_a_reference_that_is_wanted_and_not_there(reference: Any, engine: Any) -> None:
+def test_a_missing_reference_is_refused(reference: Any, engine: Any) -> None:
     rollout, prompts = answered()
     prompts = prompts._replace(ground_truth=column(["four", "five", reference]))
     with raises("judge.no-reference", node="judge", row="0/2/0"):
@@ -157,12 +157,12 @@ def test_a_reference_that_is_wanted_and_not_there(reference: Any, engine: Any) -
 
 
 @pytest.mark.parametrize("template", ["how good is it?", "{response} {answer}", "{response} {}", "{response"])
-def test_a_template_without_a_response_or_with_unknown_fields(template: str) -> None:
+def test_invalid_templates_are_refused(template: str) -> None:
     with raises("judge.invalid-template", given=template):
         Judge(template=template, parse=length)
 
 
-def test_a_conversation_is_shown_with_its_roles() -> None:
+def test_conversations_are_rendered_with_their_roles() -> None:
     assert conversation([{"role": "user", "content": "hi"}]) == "hi"
     several = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert conversation(several) == "system: be brief\n\nuser: hi"
@@ -173,7 +173,7 @@ def judged() -> Graph:
     return grpo(exact, n=3, max_new_tokens=6, kl_coef=0.0).edit(replace={"reward": judge})
 
 
-def test_a_graph_that_is_judged_takes_three_steps(tiny: str, tmp_path: Path) -> None:
+def test_a_graph_with_a_judge_trains_three_steps(tiny: str, tmp_path: Path) -> None:
     """By a judge of another vocabulary, which is no matter, since it reads text."""
     folder = tiny_folder(tmp_path, "qwen2", seed=2)
     tokens = json.loads((file := Path(folder, "tokenizer.json")).read_text())

@@ -30,14 +30,14 @@ from tests.support.rows.reward_rows import objects, rows, values
 # ------------------------------------------------------------------------------------------------------------- scores
 
 
-def test_the_score_lies_on_the_last_token_under_the_mask(scores: Callable[[str], str]) -> None:
+def test_the_score_is_on_the_last_masked_token(scores: Callable[[str], str]) -> None:
     batch = rows(["7", "8", "7"], ["7", "7", "7"], mask=[[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
     out = Reward(scores("exact"))(*batch)
     assert out.dtype == torch.float32
     assert out.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
 
 
-def test_a_masked_row_is_neither_called_for_nor_counted(scores: Callable[[str], str]) -> None:
+def test_fully_masked_rows_are_not_scored_or_counted(scores: Callable[[str], str]) -> None:
     metrics = Metrics()
     batch = rows(["ok", "bad", "ok"], mask=[[1, 0], [0, 0], [1, 1]])
     out = Reward(scores("raising"))(*batch, metrics=metrics)
@@ -46,7 +46,7 @@ def test_a_masked_row_is_neither_called_for_nor_counted(scores: Callable[[str], 
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-def test_no_rows_and_no_tokens_are_legal(shape: tuple[int, int], scores: Callable[[str], str]) -> None:
+def test_empty_batches_are_accepted(shape: tuple[int, int], scores: Callable[[str], str]) -> None:
     rollout, prompts = rows(["x"] * shape[0])
     metrics = Metrics()
     out = Reward(scores("raising"))(
@@ -56,16 +56,16 @@ def test_no_rows_and_no_tokens_are_legal(shape: tuple[int, int], scores: Callabl
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6))
-def test_place_scores_row_by_row(mask: list[list[bool]]) -> None:
+def test_place_scores_uses_the_last_token_of_each_row(mask: list[list[bool]]) -> None:
     placed = place_scores(torch.arange(1.0, len(mask) + 1), torch.tensor(mask)).tolist()
     for i, row in enumerate(mask):
-        wanted = [0.0] * 5
+        expected = [0.0] * 5
         if any(row):
-            wanted[max(t for t in range(5) if row[t])] = i + 1.0
-        assert placed[i] == wanted
+            expected[max(t for t in range(5) if row[t])] = i + 1.0
+        assert placed[i] == expected
 
 
-def test_metrics(scores: Callable[[str], str]) -> None:
+def test_reward_metrics(scores: Callable[[str], str]) -> None:
     metrics = Metrics()
     batch = rows(["a"] * 4, extra=[{"score": s} for s in (1.0, -2.0, 0.5, 0.25)])
     assert values(Reward(scores("from_extra")), *batch, metrics) == [1.0, -2.0, 0.5, 0.25]
@@ -86,13 +86,13 @@ def test_metrics(scores: Callable[[str], str]) -> None:
         (np.array(3), 3.0),
     ],
 )
-def test_what_counts_as_a_number(returned: Any, score: float) -> None:
+def test_accepted_score_types(returned: Any, score: float) -> None:
     assert values(Reward(lambda **_: returned), *rows(["a"])) == [score]
     assert values(Reward(lambda **_: {"score": returned}), *rows(["a"])) == [score]
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (math.nan, "returned the score nan"),
         (math.inf, "returned the score inf"),
@@ -106,11 +106,11 @@ def test_what_counts_as_a_number(returned: Any, score: float) -> None:
         ({"score": 1.0, "max": 3.0}, "a number named 'max', a reserved name"),
     ],
 )
-def test_what_is_no_score_names_the_row(returned: Any, said: str) -> None:
+def test_invalid_scores_name_the_row(returned: Any, message: str) -> None:
     reward = Reward(lambda solution_str, **_: returned if solution_str == "bad" else 1.0)
     with raises("reward.invalid-score", node="reward", row="row-1") as error:
         reward(*rows(["ok", "bad"]))
-    assert said in error.value.message
+    assert message in error.value.message
 
 
 # ---------------------------------------------------------------------------------------------- definition and graphs
@@ -128,7 +128,7 @@ class Awaited:
         return 1.0
 
 
-def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
+def test_a_placeholder_without_a_function_is_refused_at_run() -> None:
     graph = grpo(None, n=2)
     with raises("reward.no-function", node="reward"):
         graph.bind().refuse_missing()
@@ -141,7 +141,7 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "said"),
+    ("fn", "message"),
     [
         ("nowhere.py:exact", "nowhere.py' does not exist"),
         ("no_such_package.rewards:exact", "No module named 'no_such_package'"),
@@ -159,29 +159,29 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
         ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),
     ],
 )
-def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: Any, said: str) -> None:
-    with pytest.raises(ParameterError, match=re.escape(said)):
+def test_a_missing_function_is_refused_at_construction(fn: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(message)):
         Reward(fn)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("f = 3", "has a literal (int) under that name. Name a function"),
         ("f: dict = {'a': [1]}", "has a literal (dict) under that name"),
         ("class f:\n    def __call__(self, **columns): ...", "has a class under that name"),
     ],
 )
-def test_what_a_file_defines_is_refused_without_running_it(source: str, said: str, tmp_path: Path) -> None:
+def test_unsuitable_definitions_are_refused_without_running_the_file(source: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"import no_such_package\n{source}\n")
-    with pytest.raises(ParameterError, match=re.escape(said)) as error:
+    with pytest.raises(ParameterError, match=re.escape(message)) as error:
         score(f"{file}:f")
     assert f"{file}:f" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             "def f(prompts, completions, **kw): ...",
@@ -201,14 +201,14 @@ def test_what_a_file_defines_is_refused_without_running_it(source: str, said: st
         ("import no_such_package\ndef f(**columns): ...", "importing it raised ModuleNotFoundError"),
     ],
 )
-def test_a_named_function_is_imported_and_refused_before_the_run(source: str, said: str, tmp_path: Path) -> None:
+def test_an_unsuitable_named_function_is_refused_before_the_run(source: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"{source}\n")
     job = score(f"{file}:f").bind()
-    with pytest.raises(RewardError, match=re.escape(said)) as error:
+    with pytest.raises(RewardError, match=re.escape(message)) as error:
         job.refuse_missing()
     assert str(error.value).startswith("reward: ") and f"{file}:f" in str(error.value)
-    with pytest.raises(RewardError, match=re.escape(said)):
+    with pytest.raises(RewardError, match=re.escape(message)):
         Reward(f"{file}:f")(*rows(["a"]))
 
 
@@ -225,7 +225,7 @@ def test_a_named_function_is_imported_and_refused_before_the_run(source: str, sa
         "class Scale:\n    def __call__(self, **columns): ...\nf = Scale()",
     ],
 )
-def test_a_named_function_that_can_be_called_is_not_refused(source: str, tmp_path: Path) -> None:
+def test_a_suitable_named_function_is_accepted(source: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"{source}\n")
     score(f"{file}:f").bind().refuse_missing()
@@ -252,7 +252,7 @@ def test_a_missing_name_lists_what_the_file_defines(scores: Callable[[str], str]
         {"workers": True},
     ],
 )
-def test_parameters_out_of_range(wrong: dict[str, Any]) -> None:
+def test_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):
         Reward(lambda **_: 1.0, **wrong)
 
@@ -276,7 +276,7 @@ def score(batch: PromptBatch, reward_fn: Any) -> Any:
     return Reward(reward_fn)(rollout, batch)
 
 
-def test_in_an_algorithm_as_symbols_and_as_tensors(scores: Callable[[str], str]) -> None:
+def test_reward_works_on_symbols_and_tensors(scores: Callable[[str], str]) -> None:
     graph = score(scores("exact"))
     node = graph.nodes["reward"]
     assert isinstance(node.operator, Reward) and node.operator.granularity == "row"

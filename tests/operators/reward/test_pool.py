@@ -28,7 +28,7 @@ from tests.support.rows.reward_rows import rows, values
 # ------------------------------------------------------------------------------------------------ where functions run
 
 
-def test_a_function_of_a_module_by_name_and_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_functions_run_in_workers_by_name_or_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "my_rewards"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -46,7 +46,7 @@ def test_a_function_of_a_module_by_name_and_by_itself(tmp_path: Path, monkeypatc
     assert values(Reward(same), *rows(["1", "2"])) == [1.0, 0.0]
 
 
-def test_a_method_and_what_is_not_importable(scores: Callable[[str], str]) -> None:
+def test_methods_run_in_workers_and_closures_in_threads(scores: Callable[[str], str]) -> None:
     assert values(Reward(scores("Marker.length")), *rows(["abc"])) == [3.0]
     caller = threading.get_ident()
 
@@ -67,7 +67,7 @@ def test_a_method_and_what_is_not_importable(scores: Callable[[str], str]) -> No
     assert values(Reward(functools.partial(power, 2)), *batch) == [9.0, 16.0]
 
 
-def test_arguments_cross_as_they_are(scores: Callable[[str], str]) -> None:
+def test_arguments_reach_the_worker_unchanged(scores: Callable[[str], str]) -> None:
     plain = {"a": [1, 2.5], "b": {"c": None, "d": True}, "e": "ü\ud800\n"}
     arrays = {"a": np.array([1, 2.5]), "b": {"c": None, "d": np.bool_(True)}, "e": "ü\ud800\n"}
     assert values(Reward(scores("echo")), *rows(["a", "b"], extra=[plain, arrays])) == [1.0, 1.0]
@@ -83,7 +83,7 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (b"raw", "a bytes"),
         ({1: 2}, "the key 1 (int)"),
@@ -91,13 +91,13 @@ def nested(depth: int) -> list[Any]:
         (nested(10_000), "values that nest too deeply"),
     ],
 )
-def test_what_is_not_json_names_row_and_column(value: Any, said: str, scores: Callable[[str], str]) -> None:
+def test_non_json_arguments_name_row_and_column(value: Any, message: str, scores: Callable[[str], str]) -> None:
     with raises("reward.not-json", node="reward", row="row-1", column="extra_info") as error:
         Reward(scores("exact"))(*rows(["a", "b"], extra=[None, value]))
-    assert said in error.value.message
+    assert message in error.value.message
 
 
-def test_order_is_kept_and_workers_stay(scores: Callable[[str], str]) -> None:
+def test_results_are_in_order_and_workers_are_reused(scores: Callable[[str], str]) -> None:
     generator = np.random.default_rng(0)
     extra = [{"score": float(i), "wait": float(w)} for i, w in enumerate(generator.uniform(0, 0.01, 60))]
     batch = rows(["a"] * 60, extra=extra)
@@ -107,7 +107,7 @@ def test_order_is_kept_and_workers_stay(scores: Callable[[str], str]) -> None:
     assert len(pids) == 1 and pids != {float(os.getpid())}
 
 
-def test_prints_and_stdin_do_not_meet_the_protocol(scores: Callable[[str], str]) -> None:
+def test_prints_and_stdin_do_not_disturb_the_protocol(scores: Callable[[str], str]) -> None:
     assert values(Reward(scores("talking")), *rows(["a", "b"])) == [1.0, 1.0]
 
 
@@ -127,7 +127,7 @@ def test_callers_in_several_threads_share_the_workers(scores: Callable[[str], st
     assert results == {100 * k: [100.0 * k + i for i in range(20)] for k in range(4)}
 
 
-def test_an_edited_file_is_loaded_anew(tmp_path: Path) -> None:
+def test_an_edited_file_is_reloaded(tmp_path: Path) -> None:
     file = tmp_path / "edited.py"
     source = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
     file.write_text(source.format(1.0))
@@ -160,7 +160,7 @@ def test_a_raising_call_names_the_row(scores: Callable[[str], str]) -> None:
     ("name", "code"),
     [("looping", "reward.timeout"), ("backtracking", "reward.timeout"), ("dying", "reward.process-died")],
 )
-def test_a_hanging_or_dying_call_is_ended(name: str, code: str, scores: Callable[[str], str]) -> None:
+def test_a_hanging_or_crashing_call_is_ended(name: str, code: str, scores: Callable[[str], str]) -> None:
     bad = "a" * 40 + "b" if name == "backtracking" else "bad"
     with raises(code, node="reward", row="row-1") as error:
         Reward(scores(name), timeout=1.0, workers=2)(*rows(["ok", bad, "ok"]))
@@ -172,7 +172,7 @@ def test_a_hanging_or_dying_call_is_ended(name: str, code: str, scores: Callable
     assert metrics["reward/errors"].value == 2
 
 
-def test_in_threads_a_hang_and_an_exit_name_the_row() -> None:
+def test_hangs_and_exits_in_threads_name_the_row() -> None:
     never = threading.Event()
     hanging = Reward(lambda solution_str, **_: never.wait() if solution_str == "bad" else 1.0, timeout=0.2, workers=2)
     with raises("reward.timeout", row="row-1"):
@@ -182,12 +182,12 @@ def test_in_threads_a_hang_and_an_exit_name_the_row() -> None:
     never.set()
 
 
-def test_an_exit_is_the_rows_failure(scores: Callable[[str], str]) -> None:
+def test_an_exit_fails_the_row(scores: Callable[[str], str]) -> None:
     with raises("reward.raised", row="row-0"):
         Reward(scores("exiting"))(*rows(["a", "b"]))
 
 
-def test_the_stated_value_is_counted_and_logged(scores: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
+def test_on_error_scores_are_counted_and_logged(scores: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
     assert values(Reward(scores("raising"), on_error=-2), *rows(["bad", "ok", "bad"]), metrics) == [-2.0, 1.0, -2.0]
     assert metrics.compute()["reward/errors"] == 2 and metrics.compute()["reward/mean"] == -1.0
@@ -245,7 +245,7 @@ def wait_until_ended(pids: set[int]) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_closing_leaves_no_process(scores: Callable[[str], str]) -> None:
+def test_close_pools_ends_all_workers(scores: Callable[[str], str]) -> None:
     reward = Reward(scores("pid"), workers=2)
     pids = {int(pid) for pid in values(reward, *rows(["a"] * 20))}
     assert all(map(is_running, pids))
@@ -285,7 +285,7 @@ def run_script(file: Path, work: str) -> tuple[int, list[int], list[int]]:
     return done.returncode, [int(pid) for pid in done.stdout.split()], [int(pid) for pid in done.stderr.split()]
 
 
-def test_a_killed_script_leaves_neither_an_idle_nor_a_hanging_worker(tmp_path: Path) -> None:
+def test_a_killed_script_leaves_no_worker(tmp_path: Path) -> None:
     work = """
     if __name__ == "__main__":
         os.environ["SCRIPT"] = str(os.getpid())
@@ -297,7 +297,7 @@ def test_a_killed_script_leaves_neither_an_idle_nor_a_hanging_worker(tmp_path: P
     wait_until_ended({idle, hanging})
 
 
-def test_a_script_that_cannot_be_imported_keeps_its_function_and_ends_its_workers(
+def test_an_unimportable_script_runs_its_function_itself_and_ends_its_workers(
     tmp_path: Path, scores: Callable[[str], str]
 ) -> None:
     work = f"print(os.getpid(), run(mine, 'ok', 1), run({scores('pid')!r}, 'ok', 2), flush=True)"

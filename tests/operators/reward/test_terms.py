@@ -35,7 +35,7 @@ def terms_of(mask: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 @given(masks(), st.integers(0, 10**6))
-def test_rewards_are_weighed_where_their_gates_are_open(mask: Tensor, seed: int) -> None:
+def test_weighed_rewards_count_only_with_open_gates(mask: Tensor, seed: int) -> None:
     terms, metrics = terms_of(mask, seed), Metrics()
     found = WeighRewards(WEIGHTS, GATES, passed=0.2)(mask, metrics=metrics, **terms)
     assert found.dtype == torch.float32
@@ -82,7 +82,7 @@ def gdpo_by_hand(
 
 
 @given(masks(min_rows=2), st.integers(0, 10**6), st.data())
-def test_gdpo_is_the_paper_s(mask: Tensor, seed: int, data: st.DataObject) -> None:
+def test_gdpo_matches_the_paper(mask: Tensor, seed: int, data: st.DataObject) -> None:
     cut = data.draw(st.sampled_from([0, *range(2, len(mask) - 1)]))
     groups = [int(i >= cut) for i in range(len(mask))]
     order = data.draw(st.permutations(range(len(mask))))
@@ -99,24 +99,24 @@ def test_gdpo_is_the_paper_s(mask: Tensor, seed: int, data: st.DataObject) -> No
         assert found[i].tolist() == pytest.approx([expected[i] if on else 0.0 for on in row], abs=2e-4)
 
 
-def test_rows_whose_rewards_add_up_alike_differ_where_the_rewards_do() -> None:
+def test_gdpo_distinguishes_rows_of_equal_reward_sums() -> None:
     """The paper's reason: of three answers, one with a rare reward and one with a frequent one."""
     mask, uid = torch.ones(4, 1, dtype=torch.bool), column(["p"] * 4)
     rare, often = torch.tensor([[1.0], [0], [0], [0]]), torch.tensor([[0.0], [1], [1], [0]])
     summed = GroupAdvantage()(rare + often, mask, uid).flatten().tolist()
-    apart = GDPOAdvantage({"rare": 1.0, "often": 1.0})(mask, uid, rare=rare, often=often).flatten().tolist()
+    separate = GDPOAdvantage({"rare": 1.0, "often": 1.0})(mask, uid, rare=rare, often=often).flatten().tolist()
     assert summed[0] == summed[1] == summed[2]
-    assert apart[0] > apart[1] == apart[2] > apart[3]
-    assert sum(apart) == pytest.approx(0, abs=1e-6) and statistics.stdev(apart) == pytest.approx(1, abs=1e-5)
+    assert separate[0] > separate[1] == separate[2] > separate[3]
+    assert sum(separate) == pytest.approx(0, abs=1e-6) and statistics.stdev(separate) == pytest.approx(1, abs=1e-5)
 
 
-def test_equal_rewards_teach_nothing() -> None:
+def test_equal_rewards_have_no_advantage() -> None:
     mask = torch.ones(4, 3, dtype=torch.bool)
     same = torch.full((4, 3), 0.1)
     assert gdpo_advantage({"a": same, "b": same}, {"a": 1.0, "b": 2.0}, mask, column(["p", "p", "q", "q"])).eq(0).all()
 
 
-def test_what_terms_cannot_be() -> None:
+def test_invalid_terms_are_refused() -> None:
     with pytest.raises(ParameterError, match="invalid name of a term 'uid'"):
         WeighRewards({"uid": 1.0})
     with pytest.raises(ParameterError, match="invalid name of a term 'not so'"):
@@ -135,7 +135,7 @@ def test_what_terms_cannot_be() -> None:
         WeighRewards({"format": 1.0})(mask, format=torch.ones(1, 2))
 
 
-def test_a_format_is_matched_as_a_whole() -> None:
+def test_matches_requires_a_full_match() -> None:
     texts = np.array(["<a>\n1</a>", "<a>1</a> more", "", "<a></a>"], dtype=object)
     mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
     assert Matches("<a>.*</a>")(texts, mask).tolist() == [[0, 1], [0, 0], [0, 0], [0, 0]]
@@ -152,7 +152,7 @@ def weighed() -> Graph:
     )
 
 
-def test_a_graph_of_several_rewards_trains_is_written_and_changed(tiny: str) -> None:
+def test_a_graph_with_several_rewards_is_serialized_edited_and_trained(tiny: str) -> None:
     graph = weighed()
     assert graph.check(prompts=3) == []
     assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
@@ -163,9 +163,9 @@ def test_a_graph_of_several_rewards_trains_is_written_and_changed(tiny: str) -> 
     steps.sync()
     for step in range(3):
         result = steps.step(PROMPTS, step, return_nodes=["reward", "form", "weigh_rewards"])
-        kept = result.columns
+        columns = result.columns
         scores = {
-            name: kept[name].columns["token_level_scores"].sum(-1) for name in ("reward", "form", "weigh_rewards")
+            name: columns[name].columns["token_level_scores"].sum(-1) for name in ("reward", "form", "weigh_rewards")
         }
         expected = scores["reward"] + 0.5 * scores["form"] * (scores["reward"] > 0.2)
         torch.testing.assert_close(scores["weigh_rewards"], expected)
@@ -174,7 +174,7 @@ def test_a_graph_of_several_rewards_trains_is_written_and_changed(tiny: str) -> 
         assert logged["reward/mean"] == pytest.approx(float(expected.double().mean()), abs=1e-6)
 
 
-def test_gdpo_takes_three_steps_on_two_rewards(tiny: str) -> None:
+def test_gdpo_trains_three_steps_on_two_rewards(tiny: str) -> None:
     graph = gdpo(digits, others={"right": exact}, weights={"right": 0.5}, n=3, max_new_tokens=6)
     assert graph.check(prompts=3) == []
     assert dict(graph["gdpo_advantage"].operator.weights) == {"reward": 1.0, "right": 0.5}
@@ -192,7 +192,7 @@ class Broken:
         return torch.tensor([1.0, float("inf"), float("nan")])
 
 
-def test_a_score_that_is_not_finite_is_no_reward() -> None:
+def test_non_finite_reward_model_scores_are_refused() -> None:
     rows = rollout_batch(prompt_batch([[10], [11], [12]]), [[20, 21]] * 3)
     with raises("reward.not-finite", node="model_reward", row=1, found="inf"):
         ModelReward(reward_model=Broken())(rows)

@@ -26,7 +26,7 @@ def told(scores: list[list[float]], uid: list[str]) -> Metrics:
     return metrics
 
 
-def test_it_tells_the_scores_of_each_group() -> None:
+def test_feedback_reports_the_scores_of_each_group() -> None:
     rows = [[0.5, 0.25], [1.0, NAN], [NAN, NAN], [2.0, NAN], [NAN, NAN]]
     metrics = told(rows, ["a", "b", "a", "b", "c"])
     assert metrics.scores() == {"a": (0.75,), "b": (1.0, 2.0)}  # a masked row has none, and so has all of c
@@ -35,7 +35,7 @@ def test_it_tells_the_scores_of_each_group() -> None:
     assert math.isnan(told([[NAN]], ["a"]).compute()["feedback/differ"])
 
 
-def test_what_rounds_and_ranks_tell_is_put_together() -> None:
+def test_scores_of_rounds_and_ranks_are_merged() -> None:
     parts = [told([[1.0], [0.0]], ["a", "a"]), told([[1.0], [1.0]], ["b", "a"])]
     whole = of_ranks(parts, replicated=False)
     assert whole.scores() == {"a": (1.0, 0.0, 1.0), "b": (1.0,)}
@@ -44,7 +44,7 @@ def test_what_rounds_and_ranks_tell_is_put_together() -> None:
 
 
 @pytest.mark.parametrize("number_first", [True, False])
-def test_scores_and_a_number_under_one_name(number_first: bool) -> None:
+def test_scores_and_a_number_under_one_metric_name_are_refused(number_first: bool) -> None:
     metrics = Metrics()
     report = [lambda: metrics.mean("x", 1.0), lambda: metrics.groups("x", {"a": [1.0]})]
     report[not number_first]()
@@ -52,7 +52,7 @@ def test_scores_and_a_number_under_one_name(number_first: bool) -> None:
         report[number_first]()
 
 
-def test_every_reader_of_the_scores_goes_through_it() -> None:
+def test_every_reader_of_the_scores_reads_from_feedback() -> None:
     graph = grpo(exact).edit(insert={"feedback": After("reward", Feedback())})
     readers = [node.name for node in graph.nodes.values() if "reward" in node.sources]
     assert readers == ["feedback"] and graph.check() == []

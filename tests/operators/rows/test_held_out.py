@@ -21,13 +21,13 @@ from tests.support.errors import raises
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
-def test_pass_at_k_is_the_share_of_sets_in_which_one_passes(passed: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(passed: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(passed)))
     every = [any(chosen) for chosen in combinations(passed, k)]
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(fmean(every), abs=1e-12)
 
 
-def test_pass_at_k_by_hand() -> None:
+def test_pass_at_k_worked_example() -> None:
     assert pass_at_k(4, 1, 2) == 0.5  # three of six pairs hold the one that passed
     assert pass_at_k(200, 10, 100) == pytest.approx(0.9992, abs=5e-5)
     assert [pass_at_k(5, 0, 3), pass_at_k(5, 3, 3), pass_at_k(5, 5, 1)] == [0.0, 1.0, 1.0]
@@ -45,7 +45,7 @@ def voted(answers: Sequence[str | None], scores: Sequence[float]) -> float:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["1", "2", "3", None]), st.floats(0, 1)), min_size=1, max_size=9), st.data())
-def test_majority_is_voted_set_by_set(rows: list[tuple[str | None, float]], data: st.DataObject) -> None:
+def test_majority_at_k_votes_per_set(rows: list[tuple[str | None, float]], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rows)))
     answers, scores = [list(column) for column in zip(*rows, strict=True)]
     sets = [slice(i, i + k) for i in range(0, len(rows) - k + 1, k)]
@@ -53,7 +53,7 @@ def test_majority_is_voted_set_by_set(rows: list[tuple[str | None, float]], data
     assert majority_at_k(answers, scores, k) == pytest.approx(expected, abs=1e-9)
 
 
-def test_majority_by_hand() -> None:
+def test_majority_at_k_worked_example() -> None:
     assert majority_at_k(["4", "5", "4"], [1.0, 0.0, 1.0], 3) == 1.0
     assert majority_at_k(["4", "5"], [1.0, 0.0], 2) == 0.5  # a tie is drawn
     assert majority_at_k([None, None, "5"], [0.0, 0.0, 1.0], 3) == 1.0
@@ -96,7 +96,7 @@ def test_groups_are_by_uid() -> None:
     assert reported(MajorityAtK(3), answers, *scored([1, 0, 1, 1, 0, 0]), UID) == {"maj@3": 0.5}
 
 
-def test_what_passes_and_what_votes_is_chosen() -> None:
+def test_pass_threshold_and_answer_parser_are_configurable() -> None:
     tokens, mask = scored([0.4, 0.2, 0.3, 0.2, 0.2, 0.2])
     assert reported(PassAtK(1), tokens, mask, UID) == {"pass@1": 0.0}
     assert reported(PassAtK(1, passed=0.25), tokens, mask, UID) == {"pass@1": pytest.approx(1 / 3)}
@@ -106,7 +106,7 @@ def test_what_passes_and_what_votes_is_chosen() -> None:
         assert reported(MajorityAtK(3, parse), answers, *scored([1, 1, 1, 1, 0, 1]), UID) == {"maj@3": 0.5}
 
 
-def test_too_few_answers_are_refused() -> None:
+def test_too_few_responses_are_refused() -> None:
     with raises("rows.small-group", expected=4, found=3):
         reported(PassAtK(4), *scored([1] * 6), UID)
     with raises("rows.small-group", expected=4, found=3):

@@ -22,7 +22,7 @@ def penalty(length: int, most: int, buffer: int) -> float:
 
 
 @given(masks(), st.integers(0, 2**31), st.integers(1, 7), st.integers(1, 7), st.floats(0.1, 2.0))
-def test_the_last_token_loses_what_the_paper_says(
+def test_the_penalty_on_the_last_token_matches_the_paper(
     mask: Tensor, seed: int, most: int, buffer: int, weight: float
 ) -> None:
     buffer = min(buffer, most)
@@ -40,7 +40,7 @@ def test_the_last_token_loses_what_the_paper_says(
         assert metrics.compute() == {"overlong/penalty": pytest.approx(-sum(changes) / len(changes), abs=1e-6)}
 
 
-def test_what_is_malformed_is_refused() -> None:
+def test_invalid_settings_and_rewards_off_the_mask_are_refused() -> None:
     with raises("rows.invalid-settings", buffer=9, most=8):
         OverlongPenalty(8, 9)
     with raises("reward.off-mask", column="token_level_scores", row=0, token=1):
@@ -48,7 +48,7 @@ def test_what_is_malformed_is_refused() -> None:
 
 
 @given(masks(), st.integers(0, 7))
-def test_longer_rows_are_masked_entirely_and_others_as_they_were(mask: Tensor, most: int) -> None:
+def test_only_overlong_rows_are_masked(mask: Tensor, most: int) -> None:
     metrics = Metrics()
     found = MaskOverlong(most)(mask, metrics)
     longer = [int(row.sum()) > most for row in mask]

@@ -36,13 +36,13 @@ def columns(rows: list[tuple[str, float, int]]) -> tuple[torch.Tensor, torch.Ten
 
 
 @given(ROWS, st.sampled_from([0.0, 0.1, 0.5, 0.9]))
-def test_spread_keeps_the_groups_whose_scores_differ(rows: list[tuple[str, float, int]], least: float) -> None:
+def test_spread_keeps_groups_of_different_scores(rows: list[tuple[str, float, int]], least: float) -> None:
     groups: dict[str, list[float]] = defaultdict(list)
     for group, score, length in rows:
         if length:
             groups[group].append(np.float32(score).item())
-    apart = {group: max(scores) - min(scores) for group, scores in groups.items()}
-    expected = [group in apart and apart[group] > 0 and apart[group] >= least for group, *_ in rows]
+    spread = {group: max(scores) - min(scores) for group, scores in groups.items()}
+    expected = [group in spread and spread[group] > 0 and spread[group] >= least for group, *_ in rows]
     assert Spread(least)(*columns(rows)).tolist() == expected
 
 
@@ -72,7 +72,7 @@ def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]]
     assert Ranked(best, worst)(*columns(rows)).tolist() == expected
 
 
-def test_ranked_refuses_a_score_that_is_no_number() -> None:
+def test_ranked_refuses_nan_scores() -> None:
     mask = torch.tensor([[True], [True]])
     with raises("reward.not-finite", node="ranked", row=1):
         Ranked()(torch.tensor([[1.0], [torch.nan]]), mask, column(["a", "a"]))
@@ -87,7 +87,7 @@ def same(data_source: str, solution_str: str, ground_truth: str, extra_info: Any
     return 0.5
 
 
-def test_a_filtered_job_trains_on_what_passes_and_validates_on_everything(tiny: str, tmp_path: Path) -> None:
+def test_a_filtered_job_trains_on_passing_rows_and_validates_on_all(tiny: str, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "prompts.jsonl", 8)
     job = job_of("grpo", tiny, tied, n=6).edit(insert={"filter": After("reward", Filter(Spread()))})
     run = train(job, data, tmp_path / "run", prompts=8, steps=2, validation=Validation(PromptData(data), every=1))
@@ -101,14 +101,14 @@ def test_a_filtered_job_trains_on_what_passes_and_validates_on_everything(tiny: 
     assert run.validations[0]["val/reward/mean"] >= 0.25
 
 
-def test_no_row_at_all_is_an_error_that_says_what_decided(tiny: str, tmp_path: Path) -> None:
+def test_filtering_out_every_row_is_an_error(tiny: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, same, n=2).edit(insert={"filter": After("reward", Filter(Spread()))})
     with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter kept none of 8 rows, so"):
         train(job, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run")
 
 
-def test_collect_by_hand_is_one_round() -> None:
-    """There is nobody who could run it again, so what is missing is missing at once."""
+def test_a_direct_call_of_collect_is_one_round() -> None:
+    """A direct call cannot run further rounds, so missing groups count at once."""
     rollout = answers(rows=6)
     mask = torch.arange(4) < torch.tensor([1, 3, 3, 4, 4, 4])[:, None]
     rollout, uid = rollout._replace(response_mask=mask), column(["a", "a", "b", "b", "c", "c"])
@@ -121,12 +121,12 @@ def test_collect_by_hand_is_one_round() -> None:
     with raises("rows.underfilled", node="collect", expected=3, found=2):
         collect(3)
     assert collect(3, on_underfill="train")[1].tolist() == ["b", "b", "c", "c"]
-    kept, ids = collect(5, on_underfill="repeat")
+    collected, ids = collect(5, on_underfill="repeat")
     assert ids.tolist() == ["b", "b", "c", "c", "b+1", "b+1", "c+1", "c+1", "b+2", "b+2"]
-    assert torch.equal(kept.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
+    assert torch.equal(collected.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
 
 
-def test_a_validation_behind_a_filter_leaves_it_out() -> None:
+def test_a_validation_downstream_of_a_filter_drops_it() -> None:
     graph = grpo(same).edit(insert={"long": After("generate", Filter(Length(least=2)))})
     assert "long" in graph.ancestors("reward")
     held_out = Validation(PromptData("prompts.jsonl")).graph(graph)

@@ -29,26 +29,26 @@ def names(*groups: str) -> np.ndarray:
 
 
 @given(groups=st.integers(1, 6), size=st.integers(1, 4), each=st.integers(1, 3), seed=st.integers(0, 2**32))
-def test_groups_stay_together_wherever_their_rows_stand(groups: int, size: int, each: int, seed: int) -> None:
+def test_groups_stay_in_one_mini_batch(groups: int, size: int, each: int, seed: int) -> None:
     uid = names(*(str(row % groups) for row in range(groups * size)))
     if groups % each:
         return
-    drawn = mini_batch_rows(len(uid), each * size, 2, Key.of(seed), uid)
-    assert len(drawn) == 2 * groups // each
-    for index in drawn:
+    batches = mini_batch_rows(len(uid), each * size, 2, Key.of(seed), uid)
+    assert len(batches) == 2 * groups // each
+    for index in batches:
         of_batch = [uid[row] for row in index]
         assert all(of_batch.count(group) == size for group in of_batch)
-    for epoch in (drawn[: groups // each], drawn[groups // each :]):
+    for epoch in (batches[: groups // each], batches[groups // each :]):
         assert sorted(torch.cat(epoch).tolist()) == list(range(len(uid)))
 
 
-def test_orders_of_groups_are_drawn() -> None:
+def test_groups_are_shuffled() -> None:
     uid = names(*"aabbccddee")
     orders = {tuple(torch.cat(mini_batch_rows(10, 2, 1, Key.of(seed), uid)).tolist()) for seed in range(20)}
     assert len(orders) > 10
 
 
-def test_a_mini_batch_that_cuts_a_group_is_refused_with_one_that_does_not() -> None:
+def test_a_mini_batch_that_cuts_a_group_is_refused_with_a_valid_size() -> None:
     with raises("update.invalid-mini-batch", given=2, rows=8) as error:
         mini_batch_rows(8, 2, 1, KEY, names(*"abababab"))
     assert "mini_batch=4, or None" in error.value.message
@@ -88,13 +88,13 @@ def trained(tiny: str, loss: Loss, **settings: Any) -> tuple[list[list[int]], di
     return list(Seen.rows), weights_of(actor)
 
 
-def test_a_loss_of_rows_is_called_for_each_micro_batch(tiny: str) -> None:
+def test_a_row_loss_is_called_per_micro_batch(tiny: str) -> None:
     seen, _ = trained(tiny, Seen())
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("loss", [SeenGroups(), SeenBatches()])
-def test_a_loss_over_more_than_a_row_is_called_once_with_its_mini_batch(tiny: str, loss: Loss) -> None:
+def test_a_group_or_batch_loss_is_called_once_per_mini_batch(tiny: str, loss: Loss) -> None:
     assert trained(tiny, loss)[0] == [list(range(8))]
     halves, _ = trained(tiny, loss, mini_batch=4)
     assert sorted(halves[0] + halves[1]) == list(range(8))
@@ -103,14 +103,14 @@ def test_a_loss_over_more_than_a_row_is_called_once_with_its_mini_batch(tiny: st
 
 
 @pytest.mark.parametrize("kind", [SeenGroups, SeenBatches])
-def test_the_gradient_is_that_of_micro_batches_where_these_do_not_matter(tiny: str, kind: type[Loss]) -> None:
+def test_a_group_or_batch_loss_has_the_gradient_of_micro_batches(tiny: str, kind: type[Loss]) -> None:
     _, straight = trained(tiny, Seen(), aggregation="seq-mean-token-sum", entropy=0.1)
     _, at_once = trained(tiny, kind(), aggregation="seq-mean-token-sum", entropy=0.1)
     for name, weight in straight.items():
         assert (at_once[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
-def test_a_row_that_says_nothing_stays_with_its_group(tiny: str) -> None:
+def test_a_row_without_tokens_stays_with_its_group(tiny: str) -> None:
     """It is shorter than the other, and alone in a micro-batch that need not run."""
     rollout: Any = rollout_batch(prompt_batch([[1, 2, 3]] * 2), [[], [4, 5, 6, 7, 8, 9, 10]])
     actor = TorchTrainer(tiny, device="cpu", max_tokens=13).build(SimpleNamespace(seed=0))  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_row_that_says_nothing_stays_with_its_group(tiny: str) -> None:
     assert Seen.rows == [[0, 1]]
 
 
-def test_pairs_are_never_cut(tiny: str) -> None:
+def test_pairs_stay_in_one_mini_batch(tiny: str) -> None:
     with raises("update.invalid-mini-batch", given=1):
         trained(tiny, SeenGroups(), mini_batch=1)
     assert DPO.unit == "group"

@@ -33,7 +33,7 @@ def test_a_run_has_every_node_of_every_step_and_no_cycle(name: str, lag: int) ->
 
 
 @pytest.mark.parametrize(("name", "lag"), CASES)
-def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str, lag: int) -> None:
+def test_generation_waits_for_the_sync_of_its_lag_and_no_newer_one(name: str, lag: int) -> None:
     later = run_of(GRAPHS[name], lag)
     for step in STEPS:
         generate = Instance(step, "generate")
@@ -59,7 +59,7 @@ def test_a_live_weight_update_is_concurrent_with_generation_and_precedes_the_nex
 
 
 @pytest.mark.parametrize(("name", "lag"), CASES)
-def test_batches_are_drawn_in_order_and_at_most_lag_and_one_are_in_flight(name: str, lag: int) -> None:
+def test_batches_are_ordered_and_at_most_lag_plus_one_are_in_flight(name: str, lag: int) -> None:
     later = run_of(GRAPHS[name], lag)
     for step in STEPS[1:]:
         assert later.has_edge(Instance(step - 1, "batch"), Instance(step, "batch"))
@@ -82,7 +82,7 @@ def test_weights_are_read_between_the_updates_of_two_steps(lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_node_with_state_follows_itself(lag: int) -> None:
+def test_stateful_nodes_depend_on_their_previous_step(lag: int) -> None:
     waits = ExecutionGraph(Plan(GRAPHS["ppo"]), lag).waits
     assert ("mismatch", 1) in waits["mismatch"]
     assert ("gae", 1) not in waits["gae"]

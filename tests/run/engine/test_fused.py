@@ -84,7 +84,7 @@ def assert_same(one: Run, two: Run) -> None:
         nightly("reinforce_plus_plus_baseline", {}),
     ],
 )
-def test_bits(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_fused_runs_are_bit_equal(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:
     made = job(name, tiny, **parameters)
     if "kl_shape" in made.graph:  # it reads the old log-probs before
         made = made.edit(drop=["kl_shape"])
@@ -94,25 +94,25 @@ def test_bits(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path
     assert len({step["actor/grad_norm"] for step in one.metrics}) == 3
 
 
-def test_an_adapter(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_fused_adapter_runs_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trainer = {"lora": LoRA(r=4), **SMALL}
     made = job("grpo", tiny, trainer=trainer).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
     assert_same(*both(made, prompts_file, tmp_path))
 
 
-def test_rows_that_pass_a_filter(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_fused_runs_with_a_filter_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     made = job("grpo", tiny).edit(insert={"filter": After("reward", Filter(Ranked(2)))})
     assert_same(*both(made, prompts_file, tmp_path))
 
 
-def test_rows_without_a_token(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_fused_log_probs_of_empty_rows_are_zero(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     """A micro-batch of only such rows is skipped; its column is 0, as the scorer's is."""
     made = job("grpo", tiny, trainer={"max_tokens": 1}).edit(insert={"every_other": After("generate", EveryOther())})
     assert_same(*both(made, prompts_file, tmp_path))
 
 
-def test_with_a_lag(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_fused_runs_with_lag_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     made = job("grpo", tiny).edit(
         bind={"rollout": TorchRollout(tiny, device="cpu")}, lag=1, allow={"FR006": "what corrects reads it before"}
     )
@@ -130,7 +130,7 @@ def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
         return result.columns[name]["old_log_probs"], result.metrics.compute(), len(passes)
 
 
-def test_fusing_saves_a_pass_for_each_micro_batch(tiny: str) -> None:
+def test_fusing_saves_one_forward_pass_per_micro_batch(tiny: str) -> None:
     """The scorer's column is returned under its name, and under the update's."""
     made = job("grpo", tiny, trainer={"max_tokens": 1})
     old, metrics, passes = column(replace(made, optimize=False), "old_log_prob")
@@ -141,7 +141,7 @@ def test_fusing_saves_a_pass_for_each_micro_batch(tiny: str) -> None:
         assert torch.equal(found, old) and others == metrics and fewer == rows
 
 
-def test_a_run_that_was_cut_off(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_either_fusing_setting(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     """Also if it resumes with the other setting: fusing is not part of a run's identity."""
     made = job("grpo", tiny)
     settings = {"steps": 4, "checkpoint_every": 1}
@@ -160,7 +160,7 @@ def test_a_run_that_was_cut_off(tiny: str, prompts_file: str, tmp_path: Path) ->
         assert described(run.folder)["optimize"] == resumed.optimize
 
 
-def test_measured_costs_predict_it(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_measured_costs_predict_fused_steps(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     made = job("grpo", tiny)
     run = train(made, prompts_file, tmp_path / "run")
     costs = Costs.of(run.folder)
@@ -178,7 +178,7 @@ def test_measured_costs_predict_it(tiny: str, prompts_file: str, tmp_path: Path)
     assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
 
 
-def test_the_plan_names_what_is_fused(tiny: str) -> None:
+def test_the_plan_names_fused_nodes(tiny: str) -> None:
     made = job("grpo", tiny)
     line = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 32 rows"
     assert line in made.plan(prompts=8).splitlines()

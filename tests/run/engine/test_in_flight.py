@@ -82,29 +82,29 @@ def data(tmp_path: Path) -> str:
     return write_prompts(tmp_path / "prompts.jsonl", 40)
 
 
-def test_the_groups_that_pass_are_collected_in_the_order_of_the_data(tiny: str, data: str) -> None:
+def test_passing_groups_are_collected_in_data_order(tiny: str, data: str) -> None:
     stream, again = stream_of(tiny, data), stream_of(tiny, data)
     results, expected = run(collecting(tiny), stream), oracle(again, 3)
     assert stream.position == again.position
     for result, (uids, offered, rounds, surplus) in zip(results, expected, strict=True):
-        kept = result.columns["collect"]
-        assert kept["uid"].tolist() == [uid for uid in uids for _ in range(N)]
+        collected = result.columns["collect"]
+        assert collected["uid"].tolist() == [uid for uid in uids for _ in range(N)]
         found = {key: result.metrics[f"collect/{key}"].value for key in ("offered", "kept", "rounds", "surplus")}
         assert found == {"offered": offered, "kept": WANTED, "rounds": rounds, "surplus": surplus}
         assert result.metrics["reward/mean"].weight == offered * N
         assert result.metrics["reward/kept_mean"].weight == WANTED * N
-        scores = kept["token_level_scores"].double().sum()
+        scores = collected["token_level_scores"].double().sum()
         assert result.metrics["reward/kept_mean"].value == pytest.approx(float(scores))
     assert max(rounds for *_, rounds, _ in expected) > 1
 
 
-def test_in_a_step_without_the_collector_nothing_downstream_runs(tiny: str, data: str) -> None:
+def test_nodes_downstream_of_an_idle_collector_do_not_run(tiny: str, data: str) -> None:
     stream, again = stream_of(tiny, data), stream_of(tiny, data)
     job = collecting(tiny).edit(when={"collect": When(every=2)})
     steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
     steps.sync()
-    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
-    first, second, third = drawn
+    results = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
+    first, second, third = results
     expected = oracle(again, 1)
     again.next(PROMPTS)
     expected += oracle(again, 1)
@@ -116,28 +116,29 @@ def test_in_a_step_without_the_collector_nothing_downstream_runs(tiny: str, data
     assert second.metrics["reward/mean"].weight == PROMPTS * N
 
 
-def test_a_collector_has_the_scheduled_parameters_of_its_step_in_every_round(tiny: str, data: str) -> None:
+def test_a_collector_has_the_scheduled_parameters_of_its_step(tiny: str, data: str) -> None:
     job = collecting(tiny, on_underfill="train", groups=Linear(WANTED, 2, steps=2))
     results = run(job, stream_of(tiny, data))
     assert [result.metrics["collect/kept"].value for result in results] == [6, 4, 2]
     assert results[0].metrics["collect/rounds"].value > 1
 
 
-def test_rows_of_several_rounds_are_those_that_were_sampled(tiny: str, data: str) -> None:
+def test_rows_of_several_rounds_are_joined_unchanged(tiny: str, data: str) -> None:
     """Joined at unequal widths: each row has a prompt, its response, and the log-probs of its sampling."""
     job = collecting(tiny)
     results = run(job, stream_of(tiny, data), keep=("collect", "old_log_prob"))
     for result in results:
-        kept, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
-        width = kept["response_mask"].shape[1]
-        assert kept["input_ids"].shape[1] > width
+        collected, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
+        width = collected["response_mask"].shape[1]
+        assert collected["input_ids"].shape[1] > width
         assert torch.equal(
-            kept["attention_mask"][:, -width:] | ~kept["response_mask"], torch.ones_like(kept["response_mask"])
+            collected["attention_mask"][:, -width:] | ~collected["response_mask"],
+            torch.ones_like(collected["response_mask"]),
         )
-        assert old == pytest.approx(kept["rollout_log_probs"], abs=1e-5)  # the model agrees with the engine
+        assert old == pytest.approx(collected["rollout_log_probs"], abs=1e-5)  # the model agrees with the engine
 
 
-def test_three_real_steps_of_dynamic_sampling_train(tiny: str, data: str, tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_three_steps(tiny: str, data: str, tmp_path: Path) -> None:
     """One edit turns GRPO into dynamic sampling."""
     job = collecting(tiny).edit(set={"update_actor.mini_batch": 8})
     finished = train(job, data, tmp_path / "run", prompts=PROMPTS)
@@ -149,7 +150,7 @@ def test_three_real_steps_of_dynamic_sampling_train(tiny: str, data: str, tmp_pa
 
 
 @pytest.mark.parametrize("rounds_killed", [slice(1, None, 3), nightly(slice(None))], ids=["some", "all"])
-def test_a_run_that_is_killed_in_any_round_resumes_with_the_same_rows(
+def test_a_run_killed_in_any_round_resumes_with_the_same_rows(
     rounds_killed: slice, tiny: str, data: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"prompts": PROMPTS, "steps": 2, "checkpoint_every": 1}
@@ -175,7 +176,7 @@ def test_a_run_that_is_killed_in_any_round_resumes_with_the_same_rows(
 # ---- too few groups
 
 
-def test_too_few_groups_are_an_error_or_are_trained_on_or_repeated(tiny: str, data: str) -> None:
+def test_on_underfill_raises_trains_or_repeats(tiny: str, data: str) -> None:
     with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: ") as caught:
         run(collecting(tiny, rounds=1), stream_of(tiny, data), 1)
     assert caught.value.facts["node"] == "collect"
@@ -196,13 +197,13 @@ def test_too_few_groups_are_an_error_or_are_trained_on_or_repeated(tiny: str, da
 
 
 @pytest.mark.parametrize("short", ["error", "train", "repeat"])
-def test_no_group_at_all_is_an_error(short: str, tiny: str, data: str) -> None:
+def test_zero_groups_are_an_error(short: str, tiny: str, data: str) -> None:
     job = collecting(tiny, never, rounds=2, on_underfill=short)
     with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: "):
         run(job, stream_of(tiny, data), 1)
 
 
-def test_a_single_step_has_no_source_of_further_prompts(tiny: str, data: str) -> None:
+def test_a_single_step_that_needs_further_prompts_is_refused(tiny: str, data: str) -> None:
     stream = stream_of(tiny, data)
     with collecting(tiny).open() as executor:
         executor.sync()
@@ -216,7 +217,7 @@ GRPO = grpo(exact, n=N)
 COLLECT = After("reward", Collect(Spread(), groups=WANTED))
 
 
-def test_the_arithmetic_is_checked_before_launch_and_the_plan_shows_the_loop() -> None:
+def test_mini_batch_size_is_checked_before_launch_and_the_plan_shows_the_loop() -> None:
     graph = GRPO.edit(insert={"collect": COLLECT}, set={"update_actor.mini_batch": 12})
     assert not graph.check(prompts=5)  # 6 groups of 4, whatever is drawn
     [finding] = graph.edit(set={"update_actor.mini_batch": 16}).check(prompts=4)
@@ -238,8 +239,8 @@ def leaking(batch: PromptBatch) -> Any:
     prompts = Repeat(2)(batch)
     rollout = Generate()(prompts)
     scores = Reward(exact)(rollout, prompts)
-    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
-    return GroupAdvantage()(passed, kept.response_mask, uid), LengthPenalty()(scores, rollout.response_mask)
+    collected, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, collected.response_mask, uid), LengthPenalty()(scores, rollout.response_mask)
 
 
 @algorithm
@@ -247,11 +248,11 @@ def returned(batch: PromptBatch) -> Any:
     prompts = Repeat(2)(batch)
     rollout = Generate()(prompts)
     scores = Reward(exact)(rollout, prompts)
-    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
-    return GroupAdvantage()(passed, kept.response_mask, uid), scores
+    collected, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, collected.response_mask, uid), scores
 
 
-def test_a_region_that_could_not_run_twice_is_refused() -> None:
+def test_a_non_repeatable_region_is_refused() -> None:
     with raises("gate.several-collectors", nodes=("one", "two")):
         Plan(two_collects()).order  # noqa: B018
     with raises("gate.not-repeatable", gate="collect", node="reward"):

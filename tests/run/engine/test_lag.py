@@ -66,17 +66,17 @@ def log_probs(folder: Path, columns: Any) -> torch.Tensor:
 
 class TestVersions:
     @pytest.mark.parametrize("lag", [1, 2, 4])
-    def test_rows_are_sampled_with_the_weights_of_lag_steps_before(
+    def test_rows_are_sampled_with_weights_from_lag_steps_earlier(
         self, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         stream, found = PromptData(prompts_file).load(ChatTokenizer(tiny), 0), []
         with ahead("grpo", tiny, lag).open() as steps:
             steps.sync()
             steps.save_pretrained("actor", tmp_path / "0")
-            drawn = steps.run(
+            results = steps.run(
                 lambda step: stream.next(5), range(STEPS), lag=lag, return_nodes=["generate", "old_log_prob"]
             )
-            for step, result in enumerate(drawn):
+            for step, result in enumerate(results):
                 steps.save_pretrained("actor", tmp_path / f"{step + 1}")
                 found.append((step, result))
         for step, result in found:
@@ -98,7 +98,7 @@ CUTS = [(1, "update_actor"), (2, "sync"), (3, "generate")]
 
 class TestCutOff:
     @pytest.mark.parametrize(("name", "lag"), [("ppo", 2)])
-    def test_a_run_that_was_cut_off_ends_with_the_same_numbers(
+    def test_an_interrupted_run_resumes_with_the_same_metrics(
         self, name: str, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         whole = run(ahead(name, tiny, lag), prompts_file, tmp_path / "whole", checkpoint_every=1)
@@ -120,7 +120,9 @@ class TestCutOff:
             resumed = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1)
             assert_same(resumed, whole)
 
-    def test_state_of_nodes_that_ran_ahead_is_resumed(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_the_state_of_nodes_ahead_of_training_is_resumed(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
         gate = {"counted": After("reward", Counted()), "collect": After("reward", Collect(Spread(), groups=5))}
         whole = run(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
         cut_off(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", 3, checkpoint_every=1)
@@ -154,12 +156,12 @@ class TestCutOff:
 
 
 class TestRefused:
-    def test_an_engine_that_shares_the_weights_that_are_trained(self, tiny: str) -> None:
+    def test_lag_with_shared_weights_is_refused(self, tiny: str) -> None:
         job = ahead("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
         with raises("lag.unsupported", role="rollout"):
             job.refuse_unready()
 
-    def test_the_plan_says_why_a_lag_gains_nothing(self, tiny: str) -> None:
+    def test_the_plan_explains_a_useless_lag(self, tiny: str) -> None:
         job = ahead("grpo", tiny, 1)
         assert "lag=1 gains nothing in one process" in job.plan()
         together = replace(job, place=Colocate(gpus=1))

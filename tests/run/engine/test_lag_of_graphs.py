@@ -92,7 +92,7 @@ def follows(graph: Graph, lag: int, writer: str, reader: str, behind: int) -> No
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_the_values_of_each_critic_are_those_of_the_step_before(lag: int) -> None:
+def test_each_critic_uses_the_weights_of_the_previous_step(lag: int) -> None:
     graph = two_critics().edit(lag=lag)
     assert found(graph) == []
     for name in ("one", "other"):
@@ -101,7 +101,7 @@ def test_the_values_of_each_critic_are_those_of_the_step_before(lag: int) -> Non
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_policies_of_self_play_are_equally_stale(lag: int) -> None:
+def test_self_play_policies_have_equal_staleness(lag: int) -> None:
     graph = self_play(corrected=True).edit(lag=lag)
     assert found(graph) == []
     for name in ("white", "black"):
@@ -111,7 +111,7 @@ def test_policies_of_self_play_are_equally_stale(lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_the_policy_as_its_own_anchor_has_the_weights_of_the_training_step(lag: int) -> None:
+def test_a_policy_used_as_reference_has_the_weights_of_the_training_step(lag: int) -> None:
     graph = grpo(exact).edit(
         lag=lag,
         insert={"correction": After("group_advantage", RolloutCorrection())},
@@ -128,7 +128,7 @@ def in_rounds(lag: int, behind: str, rounds: int = 4) -> Graph:
     return ppo(exact, n=4).edit(lag=lag, insert={"correction": After("whiten", RolloutCorrection()), "collect": gate})
 
 
-def test_rounds_that_depend_on_training_that_waits_for_them_are_refused() -> None:  # FR041
+def test_rounds_that_wait_for_later_training_are_refused() -> None:  # FR041
     for lag in (2, 4):
         graph = in_rounds(lag, behind="kl_shape")
         assert found(graph) == [("FR041", "collect")]

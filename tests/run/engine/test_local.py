@@ -128,7 +128,7 @@ class Spoils(Operator):
         return spoiled
 
 
-def test_an_error_names_inputs_that_are_not_finite_and_their_writers(tiny: str) -> None:
+def test_an_error_names_non_finite_inputs_and_their_writers(tiny: str) -> None:
     """Here the update fails because of them."""
     job = job_of("grpo", tiny).edit(insert={"spoils": After("group_advantage", Spoils())})
     executor = local_steps(Plan(job.graph), job.build(0), 0)
@@ -233,7 +233,7 @@ def test_eager_calls_and_the_executor_give_the_same_bits(tiny: str, prompts_file
     assert walked[0] != walked[1]
 
 
-def test_grpo_written_out_is_the_same_graph_as_grpo_by_edit() -> None:
+def test_grpo_written_by_hand_equals_grpo_by_edit() -> None:
     edited, written = grpo(digits, n=4, max_new_tokens=6, mini_batch=4), grpo_by_hand(digits, 4, 4)
     assert {n: dict(node.inputs) for n, node in written.nodes.items()} == {
         n: dict(node.inputs) for n, node in edited.nodes.items()

@@ -62,7 +62,9 @@ def numbers(lines: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))} for line in lines]
 
 
-def test_each_step_has_its_scheduled_parameters_also_if_resumed(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_each_step_has_its_scheduled_parameters_after_a_resume_too(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
     data = {"steps": 6, "checkpoint_every": 3, "validation": Validation(PromptData(prompts_file), every=3)}
     whole = train(changing(tiny), prompts_file, tmp_path / "whole", **data)
     steps = whole.metrics
@@ -81,7 +83,7 @@ def test_each_step_has_its_scheduled_parameters_also_if_resumed(tiny: str, promp
     assert timeless(tmp_path / "cut" / "metrics.jsonl") == timeless(tmp_path / "whole" / "metrics.jsonl")
 
 
-def test_a_step_without_an_update_makes_no_new_version(tiny: str) -> None:
+def test_a_step_without_an_update_keeps_the_version(tiny: str) -> None:
     job = job_of("ppo", tiny, n=2).edit(when={"update_actor": When(every=2, start=1)})
     steps = local_steps(Plan(job.graph), job.build(3), 3)
     actor, critic = steps.runner.engines["actor"], steps.runner.engines["critic"]
@@ -141,7 +143,7 @@ def test_eager_calls_give_the_same_bits(tiny: str) -> None:
     assert by_hand == walked
 
 
-def test_costs_of_a_run_with_conditional_nodes_predict_one(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_costs_of_a_run_with_conditional_nodes_predict_its_steps(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = changing(tiny)
     train(job, prompts_file, tmp_path / "run", steps=4)
     prediction = predict(job.graph, None, 4, Costs.of(tmp_path / "run"))
@@ -150,7 +152,7 @@ def test_costs_of_a_run_with_conditional_nodes_predict_one(tiny: str, prompts_fi
     assert always.busiest >= prediction.busiest
 
 
-def test_a_validation_has_the_scheduled_parameters_of_its_step_and_the_keys_of_the_first(tiny: str) -> None:
+def test_a_validation_has_the_parameters_of_its_step_and_the_keys_of_step_0(tiny: str) -> None:
     job = changing(tiny)
     steps = local_steps(Plan(job.graph.edit(drop=["update_critic"])), job.build(3), 3)
     steps.sync()
@@ -166,7 +168,7 @@ def test_a_job_with_an_idle_step_is_refused(tiny: str) -> None:
         job.refuse_unready()
 
 
-def test_an_operator_that_reads_the_step_needs_it_by_hand() -> None:
+def test_a_direct_call_must_pass_the_step() -> None:
     ones = torch.ones(1, 2)
     with raises("session.no-job", node="clock", parameter="now"):
         clock(ones)

@@ -27,9 +27,7 @@ def spanned(folder: str) -> Job:
     return ahead("grpo", folder, 2).edit(lag=Lag(2, spans=True))
 
 
-def test_in_one_process_spans_equal_the_lag_and_runs_resume_either_way(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_spans_in_one_process_equal_lag_and_resume_either_way(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     """No request is in flight there as weights change. A run with spans resumes without."""
     whole = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "whole", checkpoint_every=1)
     cut_off(spanned(tiny), prompts_file, tmp_path / "cut", 4, "update_actor", checkpoint_every=1)
@@ -53,13 +51,13 @@ class Together(TorchRollout):
 
 
 class TestRefused:
-    def test_an_engine_without_live_weight_updates(self, tiny: str) -> None:
+    def test_spans_without_live_weight_updates_are_refused(self, tiny: str) -> None:
         job = spanned(tiny).edit(bind={"rollout": Deaf(tiny, device="cpu")})
         with raises("backend.missing-protocol", role="rollout", node="sync", expected="LiveWeightUpdate"):
             job.refuse_unready()
         job.edit(lag=2).refuse_unready()
 
-    def test_ranks_that_compute_responses_together(self, tiny: str) -> None:
+    def test_spans_with_multi_rank_generation_are_refused(self, tiny: str) -> None:
         together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
         job = replace(together, place=Split(train=1, rollout=2))
         with raises("lag.unsupported", role="rollout") as caught:
@@ -67,7 +65,7 @@ class TestRefused:
         assert "edit(lag=2)" in caught.value.message
         job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=2)}).refuse_unready()
 
-    def test_the_plan_says_where_it_gains_nothing(self, tiny: str) -> None:
+    def test_the_plan_explains_useless_spans(self, tiny: str) -> None:
         assert "lag=2 gains nothing in one process" in spanned(tiny).plan()
         assert "gains nothing with Colocate" in replace(spanned(tiny), place=Colocate(gpus=1)).plan()
 

@@ -26,7 +26,7 @@ class Masks(Operator):
         return ~prompt_mask
 
 
-def test_nodes_run_once_each_in_the_order_of_the_plan(tiny: str) -> None:
+def test_each_node_runs_once_in_plan_order(tiny: str) -> None:
     executor = walk((job := job_of("ppo", tiny)).graph, **job.build())
     executor.sync()
     seen: list[str] = []
@@ -71,7 +71,7 @@ def test_a_column_is_released_after_its_last_reader() -> None:
     assert alive == {"reader": True, "later": True}
 
 
-def test_a_result_has_the_sinks_and_the_returned_nodes_only() -> None:
+def test_a_result_has_only_sinks_and_returned_nodes() -> None:
     @algorithm
     def chain(batch: PromptBatch) -> Any:
         one = Masks().named("one")(batch.prompt_mask)
@@ -88,7 +88,7 @@ def test_a_result_has_the_sinks_and_the_returned_nodes_only() -> None:
         executor.step(PROMPTS, 0, return_nodes=("four",))
 
 
-def test_an_input_without_its_columns_is_refused() -> None:
+def test_an_input_with_missing_columns_is_refused() -> None:
     @algorithm
     def chain(batch: PromptBatch) -> Any:
         return Masks()(batch.prompt_mask)
@@ -97,7 +97,7 @@ def test_an_input_without_its_columns_is_refused() -> None:
         walk(chain()).step(PROMPTS.drop("prompt_mask"), 0)
 
 
-def test_a_metric_that_two_nodes_report_is_prefixed_by_the_node() -> None:
+def test_a_metric_reported_by_two_nodes_is_prefixed_with_the_node() -> None:
     @algorithm
     def both(batch: PromptBatch) -> Any:
         one = Masks().named("one")(batch.prompt_mask)
@@ -138,7 +138,7 @@ class Draw(Operator):
         return Drawn(int(torch.randint(2**31, (), generator=key.generator())))
 
 
-def test_a_key_depends_on_seed_step_and_node_only() -> None:
+def test_a_key_depends_only_on_seed_step_and_node() -> None:
     @algorithm
     def forwards(batch: PromptBatch) -> Any:
         a = Draw().named("a")(batch.prompt_mask)

@@ -52,7 +52,7 @@ def written(trace: Timeline, folder: Path) -> list[dict[str, Any]]:
 
 
 class TestFile:
-    def test_by_hand(self, tmp_path: Path) -> None:
+    def test_worked_example(self, tmp_path: Path) -> None:
         trace = Timeline()
         trace.add("generate", "rollout rank 0", START + 1, START + 3, bytes=64)
         trace.add("export actor", "driver", START, START + 0.5, kind="transfer")
@@ -74,7 +74,7 @@ class TestFile:
         assert [event["args"].get("step") for event in events] == [1, 42, None]
         assert Timeline.load(tmp_path / "trace.json").spans == trace.spans
 
-    def test_nothing(self, tmp_path: Path) -> None:
+    def test_empty_input(self, tmp_path: Path) -> None:
         assert written(Timeline(), tmp_path) == []
 
     @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ class TestFile:
             ({}, {"lengths": [[1, 2, 3]]}),
         ],
     )
-    def test_a_span_that_is_none_is_refused(self, tmp_path: Path, changed: dict[str, Any], of: dict[str, Any]) -> None:
+    def test_an_invalid_span_is_refused(self, tmp_path: Path, changed: dict[str, Any], of: dict[str, Any]) -> None:
         trace = Timeline()
         trace.add("generate", "driver", START, START + 1)
         [place, event] = written(trace, tmp_path)
@@ -101,7 +101,7 @@ class TestFile:
             Timeline.load(tmp_path / "trace.json")
 
     @given(trace=traces())
-    def test_events(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
+    def test_every_span_is_one_event(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         events = written(trace, tmp_path_factory.getbasetemp())
         places = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
         assert sorted(places.values()) == sorted({span.place for span in trace.spans})
@@ -115,7 +115,7 @@ class TestFile:
         assert min((event["ts"] for event in complete), default=0) == 0
 
     @given(trace=traces())
-    def test_read_again(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
+    def test_spans_round_trip_through_the_file(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         path = tmp_path_factory.getbasetemp() / "again.json"
         trace.save(path)
         for span, read in zip(trace.spans, Timeline.load(path).spans, strict=True):
@@ -123,9 +123,7 @@ class TestFile:
             assert abs(read.start - span.start) <= 2e-6 and abs(read.end - span.end) <= 2e-6
 
     @given(trace=traces())
-    def test_spans_of_one_lane_follow_each_other(
-        self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline
-    ) -> None:
+    def test_spans_of_one_lane_do_not_overlap(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for event in written(trace, tmp_path_factory.getbasetemp()):
             if event["ph"] == "X":
@@ -133,7 +131,7 @@ class TestFile:
         for spans in threads.values():
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
 
-    def test_rounding_makes_no_overlap(self, tmp_path: Path) -> None:
+    def test_rounding_creates_no_overlap(self, tmp_path: Path) -> None:
         trace = Timeline()
         for i in range(50):  # each ends as the next one starts, at fractions of a microsecond
             trace.add("a", "x", START + i * 1.6e-6, START + (i + 1) * 1.6e-6)
@@ -141,7 +139,7 @@ class TestFile:
         assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(spans))
 
     @given(traces())
-    def test_no_more_lanes_than_run_at_once(self, trace: Timeline) -> None:
+    def test_lanes_do_not_exceed_concurrent_spans(self, trace: Timeline) -> None:
         for place in {span.place for span in trace.spans}:
             spans = [span for span in trace.spans if span.place == place]
             at_once = max(sum(a.start <= b.start < a.end for a in spans) + (b.start == b.end) for b in spans)
@@ -149,7 +147,7 @@ class TestFile:
 
 
 class TestSpan:
-    def test_a_block(self) -> None:
+    def test_a_block_is_recorded_as_a_span(self) -> None:
         trace = Timeline()
         with trace.span("export", "driver", kind="transfer"):
             pass
@@ -157,7 +155,7 @@ class TestSpan:
         assert (span.name, span.place, span.bytes, span.kind) == ("export", "driver", 0, "transfer")
         assert 0 <= span.seconds < 60
 
-    def test_a_block_that_fails(self) -> None:
+    def test_a_failing_block_is_recorded_as_a_span(self) -> None:
         trace = Timeline()
         with pytest.raises(RuntimeError), trace.span("export", "driver"):
             raise RuntimeError
@@ -167,21 +165,21 @@ class TestSpan:
 class TestCriticalPath:
     diamond = nx.DiGraph([("batch", "a"), ("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
 
-    def test_the_longer_branch(self) -> None:
+    def test_the_critical_path_takes_the_longer_branch(self) -> None:
         seconds = {"a": 1.0, "b": 2.0, "c": 2.5, "d": 0.5}
         assert critical_path(self.diamond, seconds) == (["a", "c", "d"], 4.0)
 
-    def test_a_long_node_next_to_a_long_chain(self) -> None:
+    def test_the_critical_path_compares_a_node_with_a_chain(self) -> None:
         network = nx.DiGraph([("a", "b"), ("b", "c")])
         network.add_node("alone")
         assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 2.9})[0] == ["a", "b", "c"]
         assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 3.1}) == (["alone"], 3.1)
 
-    def test_nothing(self) -> None:
+    def test_empty_input(self) -> None:
         assert critical_path(nx.DiGraph(), {}) == ([], 0.0)
         assert critical_path(self.diamond, {}) == ([], 0.0)
 
-    def test_weights_are_read_before_they_are_written(self) -> None:
+    def test_weight_readers_precede_writers_on_the_critical_path(self) -> None:
         """A state edge is a dependency like data: the critic's update waits for its values."""
         plan = Plan(ppo(exact))
         seconds = {node.name: 0.0 for node in plan.order} | {"generate": 4.0, "old_log_prob": 3.0, "update_actor": 5.0}
@@ -195,7 +193,7 @@ class TestCriticalPath:
         st.lists(st.integers(0, 9), min_size=n, max_size=n),
         st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))),
     )))  # fmt: skip
-    def test_no_chain_is_longer(self, case: tuple[list[int], set[tuple[int, int]]]) -> None:
+    def test_the_critical_path_is_the_longest_chain(self, case: tuple[list[int], set[tuple[int, int]]]) -> None:
         times, pairs = case
         network: nx.DiGraph[str] = nx.DiGraph()
         network.add_nodes_from(map(str, range(len(times))))
@@ -211,7 +209,7 @@ class TestCriticalPath:
 
 
 class TestIdle:
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         spans = [
             Span("a", "x", 0.0, 4.0),
             Span("b", "x", 2.0, 5.0),  # overlaps: x is busy from 0 to 5
@@ -225,12 +223,12 @@ class TestIdle:
         assert idle(spans) == pytest.approx(expected)
         assert idle(reversed(spans)) == pytest.approx(expected)
 
-    def test_nothing(self) -> None:
+    def test_empty_input(self) -> None:
         assert idle(NO_SPANS) == {}
         assert idle([Span("a", "x", 1.0, 1.0)]) == {"x": 0.0}
 
     @given(traces())
-    def test_a_share(self, trace: Timeline) -> None:
+    def test_idle_shares_are_between_0_and_1(self, trace: Timeline) -> None:
         assert all(-1e-6 <= share <= 1 for share in idle(trace.spans).values())
 
 
@@ -245,7 +243,7 @@ class Asks(Operator):
 class TestEnvironments:
     """Waits of a node for something outside its place are in a separate lane."""
 
-    def test_the_waits_of_a_node_are_spans(self) -> None:
+    def test_waits_of_a_node_are_spans(self) -> None:
         @algorithm
         def asking(batch: PromptBatch) -> Any:
             return Asks()(batch.prompt_mask)
@@ -258,7 +256,7 @@ class TestEnvironments:
         assert environments == [replace(span, step=3), replace(span, step=4)]
         assert len(steps.timeline.spans) == 4
 
-    def test_a_call_by_hand_discards_waits(self) -> None:
+    def test_a_direct_call_discards_waits(self) -> None:
         mask = PROMPTS.columns["prompt_mask"]
         assert Asks()(mask) is mask
 
@@ -280,7 +278,7 @@ class TestSummary:
             trace.add("export actor", "driver", at + 8, at + 9, bytes=10, kind="transfer")
         return trace
 
-    def test_by_hand(self) -> None:
+    def test_worked_example(self) -> None:
         steps = [{"generate": 4.0, "update_actor": 4.0, "sync": 1.0}, {"generate": 3.0, "update_actor": 5.0}]
         summary = self.trace().summary(self.plan, steps, [10.0, 10.0])
         found = [(t.name, t.calls, t.seconds, t.share, t.bytes) for t in summary.totals]
@@ -296,7 +294,7 @@ class TestSummary:
         busy = {"rollout rank 0": 8, "actor rank 0": 8, "actor rank 1": 6, "driver": 2}
         assert summary.idle == pytest.approx({place: 1 - seconds / 19 for place, seconds in busy.items()})
 
-    def test_the_table(self) -> None:
+    def test_the_summary_table_shows_times_shares_and_bytes(self) -> None:
         console = Console(width=150, file=io.StringIO())
         steps = [{"generate": 4.0, "reward": 1.0, "old_log_prob": 2.0, "update_actor": 4.0}]
         console.print(self.trace().summary(self.plan, steps, [12.5]).table())
@@ -308,7 +306,7 @@ class TestSummary:
             assert part in text, part
         assert "reward *" not in text
 
-    def test_no_steps(self) -> None:
+    def test_a_summary_without_steps_is_empty(self) -> None:
         summary = Timeline().summary(self.plan, [], [])
         assert (summary.totals, summary.path, summary.path_seconds, summary.step_seconds) == ((), (), 0.0, 0.0)
         Console(quiet=True).print(summary.table())

@@ -80,12 +80,12 @@ def spans(hosts: list[ProcessSpec]) -> dict[str, tuple[int, ...]]:
 
 
 class TestSpecs:
-    def test_by_position(self) -> None:
+    def test_sizes_are_positional(self) -> None:
         assert Colocate(2) == Colocate(gpus=2)
         assert Split(1, 3) == Split(train=1, rollout=3)
         assert (Colocate(2).slots, Split(1, 3).slots) == (2, 4)
 
-    def test_common_parameters_are_by_name(self) -> None:
+    def test_common_parameters_are_keyword_only(self) -> None:
         place = Colocate(2, address="ray://head:10001", memory=80, deadline=60, restart="role")
         assert (place.address, place.memory, place.deadline, place.restart) == ("ray://head:10001", 80.0, 60.0, "role")
         for cls, sizes in ((Colocate, (1,)), (Split, (1, 1))):
@@ -105,48 +105,48 @@ class TestSpecs:
             {"gpus": 1.5},
         ],
     )
-    def test_bad_values(self, given: dict[str, Any]) -> None:
+    def test_invalid_colocate_values_are_refused(self, given: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match=next(iter(given))):
             Colocate(**given)
 
     @pytest.mark.parametrize("given", [{"train": 0}, {"rollout": 0}, {"rollout": 10**9}, {"gpus": 2}])
-    def test_bad_splits(self, given: dict[str, Any]) -> None:
+    def test_invalid_split_values_are_refused(self, given: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match=next(iter(given))):
             Split(**given)
 
 
 class TestColocate:
-    def test_one_slot_holds_all(self) -> None:
+    def test_one_slot_has_all_roles(self) -> None:
         hosts = lay_out(bound(), Colocate())
         assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 0}
 
-    def test_roles_of_one_rank_spread(self) -> None:
+    def test_single_rank_roles_spread_over_slots(self) -> None:
         assert sorted(slots(lay_out(bound(), Colocate(4))).values()) == [0, 1, 2, 3]
         assert Counter(slots(lay_out(bound(), Colocate(2))).values()) == {0: 2, 1: 2}
 
-    def test_ranks_have_slots_of_their_own(self) -> None:
+    def test_each_rank_of_a_role_has_its_own_slot(self) -> None:
         hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Colocate(2))
         assert slots(hosts) == {
             "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 0, "rollout[1]": 1,
         }  # fmt: skip
         assert [(h.rank, h.ranks) for h in hosts if "actor" in h.roles] == [(0, 2), (1, 2)]
 
-    def test_the_fewest_first(self) -> None:
+    def test_the_least_loaded_slots_are_filled_first(self) -> None:
         hosts = lay_out(bound(ref=Trainer(ranks=2), critic=Critic(ranks=2)), Colocate(3))
         assert slots(hosts) == {
             "actor[0]": 0, "ref[0]": 1, "ref[1]": 2, "critic[0]": 0, "critic[1]": 1, "rollout[0]": 2,
         }  # fmt: skip
 
-    def test_only_roles_of_the_graph(self) -> None:
+    def test_only_roles_of_the_graph_are_placed(self) -> None:
         graph = grpo(exact).bind(actor=Trainer(), ref=Trainer(), rollout=Silent()).graph
         assert [host.roles for host in lay_out(graph, Colocate(2))] == [("actor",), ("ref",), ("rollout",)]
 
-    def test_more_ranks_than_slots(self) -> None:
+    def test_more_ranks_than_slots_are_refused(self) -> None:
         with raises("place.too-few-slots", role="critic", place="Colocate(gpus=2)", ranks=3, found=2):
             lay_out(bound(critic=Critic(ranks=3)), Colocate(2))
 
     @given(st.lists(st.integers(1, 4), min_size=4, max_size=4), st.integers(4, 6))
-    def test_no_slot_has_two_more_than_another(self, ranks: list[int], gpus: int) -> None:
+    def test_slot_loads_differ_by_at_most_one(self, ranks: list[int], gpus: int) -> None:
         a, b, c, d = ranks
         hosts = lay_out(
             bound(actor=Trainer(ranks=a), ref=Trainer(ranks=b), critic=Critic(ranks=c), rollout=Rollout(ranks=d)),
@@ -167,7 +167,7 @@ class TestSplit:
         hosts = lay_out(bound(), Split(1, 1))
         assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 1}
 
-    def test_several(self) -> None:
+    def test_several_ranks_on_each_side(self) -> None:
         hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Split(train=2, rollout=2))
         assert slots(hosts) == {
             "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 2, "rollout[1]": 3,
@@ -181,7 +181,7 @@ class TestSplit:
 
 
 class TestSharing:
-    def test_one_host(self) -> None:
+    def test_roles_that_share_weights_have_one_process(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(shares="actor")), Colocate(2))
         assert slots(hosts) == {"actor+rollout[0]": 0, "ref[0]": 1, "critic[0]": 0}
 
@@ -191,11 +191,11 @@ class TestSharing:
         hosts = [host for host in lay_out(graph, Colocate(2)) if "ref" in host.roles]
         assert [host.name for host in hosts] == ["critic+ref[0]", "critic+ref[1]"]
 
-    def test_through_another(self) -> None:
+    def test_sharing_is_transitive(self) -> None:
         hosts = lay_out(bound(ref=Trainer(shares="actor"), rollout=Rollout(shares="ref")), Colocate())
         assert [host.roles for host in hosts] == [("actor", "ref", "rollout"), ("critic",)]
 
-    def test_with_a_trainer_there_is_no_split(self) -> None:
+    def test_sharing_with_a_trainer_ignores_the_split(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(shares="actor")), Split(1, 1))
         assert {host.slots for host in hosts} == {(0,)}
 
@@ -211,11 +211,11 @@ class TestSharing:
             ),
         ],
     )
-    def test_refused(self, rollout: Rollout, code: str, facts: dict[str, Any]) -> None:
+    def test_invalid_sharing_is_refused(self, rollout: Rollout, code: str, facts: dict[str, Any]) -> None:
         with raises(code, **facts):
             lay_out(bound(rollout=rollout), Colocate(4))
 
-    def test_a_cycle(self) -> None:
+    def test_a_sharing_cycle_is_refused(self) -> None:
         graph = bound(actor=Trainer(shares="ref"), ref=Trainer(shares="actor"))
         with raises("job.shared-weights", cycle=("actor", "ref", "actor")):
             lay_out(graph, Colocate())
@@ -224,14 +224,14 @@ class TestSharing:
 class TestSeveralSlotsARank:
     """As tensor parallel engines have them."""
 
-    def test_as_in_the_design(self) -> None:
+    def test_layout_of_four_trainer_ranks_and_a_two_slot_engine(self) -> None:
         graph = grpo(exact).bind(actor=Trainer(ranks=4), ref=Trainer(), rollout=Rollout(slots_per_rank=2)).graph
         assert spans(lay_out(graph, Colocate(4))) == {
             "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "actor[3]": (3,),
             "ref[0]": (0,), "rollout[0]": (2, 3),
         }  # fmt: skip
 
-    def test_ranks_of_several_slots(self) -> None:
+    def test_ranks_with_several_slots(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Split(3, 5))
         assert [host.slots for host in hosts if "rollout" in host.roles] == [(3, 4), (5, 6)]
         assert [(host.rank, host.ranks) for host in hosts if "rollout" in host.roles] == [(0, 2), (1, 2)]
@@ -241,12 +241,12 @@ class TestSeveralSlotsARank:
         assert spans(hosts)["actor+rollout[0]"] == (0, 1)
 
     @pytest.mark.parametrize(("ranks", "each", "gpus"), [(1, 2, 1), (2, 2, 3), (1, 3, 2)])
-    def test_more_than_there_are(self, ranks: int, each: int, gpus: int) -> None:
+    def test_more_slots_than_available_are_refused(self, ranks: int, each: int, gpus: int) -> None:
         with raises("place.too-few-slots", role="rollout", ranks=ranks, slots_per_rank=each, found=gpus):
             lay_out(bound(rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus))
 
     @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(9, 11))
-    def test_ranks_of_a_role_have_slots_of_their_own(self, ranks: int, each: int, others: int, gpus: int) -> None:
+    def test_ranks_of_a_role_do_not_share_slots(self, ranks: int, each: int, others: int, gpus: int) -> None:
         hosts = lay_out(
             bound(actor=Trainer(ranks=others), rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus)
         )
@@ -256,7 +256,7 @@ class TestSeveralSlotsARank:
         assert set(taken) <= set(range(gpus))
         assert all(host.slots == tuple(range(host.slots[0], host.slots[0] + each)) for host in mine)
 
-    def test_processes_that_share_a_slot_meet(self) -> None:
+    def test_processes_on_a_common_slot_meet(self) -> None:
         hosts = {host.name: host for host in lay_out(bound(rollout=Rollout(slots_per_rank=2)), Colocate(3))}
         assert spans(list(hosts.values())) == {
             "actor[0]": (0,), "ref[0]": (1,), "critic[0]": (2,), "rollout[0]": (0, 1),
@@ -265,13 +265,13 @@ class TestSeveralSlotsARank:
         assert [name for name, host in hosts.items() if host.meets(rollout)] == ["actor[0]", "ref[0]"]
         assert [name for name, host in hosts.items() if rollout.meets(host)] == ["actor[0]", "ref[0]"]
 
-    def test_memory_is_a_slot_s(self) -> None:
+    def test_memory_is_counted_per_slot(self) -> None:
         graph = bound(rollout=Rollout(slots_per_rank=2, memory=40))
         lay_out(graph, Colocate(2, memory=40))
         with raises("place.too-large", slot=0, process="rollout[0]", expected=30, found=40):
             lay_out(graph, Colocate(2, memory=30))
 
-    def test_the_plan_shows_it(self) -> None:
+    def test_the_plan_shows_the_slots_of_each_process(self) -> None:
         job = ppo(exact).bind(
             actor=Trainer(), ref=Trainer(), critic=Critic(), rollout=Rollout(slots_per_rank=2), place=Split(1, 3)
         )
@@ -289,17 +289,17 @@ class TestSeveralSlotsARank:
 class TestMachines:
     """Which bundles of a placement group the slots are."""
 
-    def test_neighbors_are_on_one_machine(self) -> None:
+    def test_slots_are_ordered_by_machine(self) -> None:
         assert by_machine(["a", "a", "a"]) == [0, 1, 2]
         assert by_machine(["b", "a", "b", "a", "c", "b"]) == [0, 2, 5, 1, 3, 4]
 
-    def test_a_process_is_on_one(self) -> None:
+    def test_a_process_over_several_machines_is_refused(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
         refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
         with raises("cluster.several-machines", process="rollout[1]", slots=(2, 3), machines=2):
             refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
 
-    def test_what_is_rebuilt_from_files_is_on_one(self) -> None:
+    def test_restart_role_over_several_machines_is_refused(self) -> None:
         place = Colocate(2, restart="role")
         hosts = lay_out(bound(), place)
         refuse_split_processes(hosts, ["a", "a"], place, "a")
@@ -312,10 +312,10 @@ class TestMachines:
 class TestMemory:
     graph = bound(actor=Trainer(memory=60), ref=Trainer(memory=20), rollout=Rollout(memory=40))
 
-    def test_processes_that_take_turns_need_not_fit_together(self) -> None:
+    def test_processes_that_take_turns_need_not_fit_in_memory_together(self) -> None:
         assert len(lay_out(self.graph, Colocate(memory=60))) == 4
 
-    def test_too_large_alone(self) -> None:
+    def test_a_process_larger_than_its_slot_is_refused(self) -> None:
         with raises("place.too-large", slot=0, process="actor[0]", expected=50, found=60) as raised:
             lay_out(self.graph, Colocate(memory=50))
         assert "actor[0] 60, ref[0] 20, rollout[0] 40 GiB" in raised.value.message
@@ -327,11 +327,11 @@ class TestMemory:
         with raises("place.too-large", process="actor+rollout[0]", found=90):
             lay_out(graph, Colocate(memory=80))
 
-    def test_the_slot_is_named(self) -> None:
+    def test_the_overfull_slot_is_named(self) -> None:
         with raises("place.too-large", slot=1, process="rollout[0]", found=40):
             lay_out(bound(rollout=Rollout(memory=40)), Split(1, 1, memory=30))
 
-    def test_unchecked(self) -> None:
+    def test_memory_is_unchecked_without_a_limit(self) -> None:
         place: Place = Colocate()
         assert len(lay_out(bound(actor=Trainer(memory=1e6)), place)) == 4
 
@@ -353,7 +353,7 @@ class TestEngines:
     """What rollout backends declare."""
 
     @pytest.mark.parametrize("engine", [VLLM, SGLang])
-    def test_each_rank_has_devices_of_its_own(self, engine: Any) -> None:
+    def test_each_rank_has_its_own_devices(self, engine: Any) -> None:
         rollout = engine("model", tensor_parallel=2, ranks=2)
         trainer = TorchTrainer("model", ranks=4)
         job = grpo(exact).bind(actor=trainer, ref=TorchScorer("model"), rollout=rollout, place=Colocate(4))
@@ -362,7 +362,7 @@ class TestEngines:
         assert [(host.name, host.slots) for host in hosts] == [("rollout[0]", (0, 1)), ("rollout[1]", (2, 3))]
 
     @pytest.mark.parametrize("engine", [VLLM, SGLang])
-    def test_without_a_place_there_is_one(self, engine: Any) -> None:
+    def test_one_rank_needs_no_place(self, engine: Any) -> None:
         job = grpo(exact).bind(
             actor=TorchTrainer("model"), ref=TorchScorer("model"), rollout=engine("model", tensor_parallel=2)
         )
@@ -370,7 +370,7 @@ class TestEngines:
         with raises("job.no-place", role="rollout", ranks=2):
             job.edit(bind={"rollout": engine("model", tensor_parallel=3, ranks=2)}).refuse_unready()
 
-    def test_backends_that_need_a_torch_group(self) -> None:
+    def test_only_the_sharded_trainer_needs_a_process_group(self) -> None:
         """vLLM and SGLang start their own groups, with which a default group would conflict."""
         for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
             assert not backend.collective
@@ -398,7 +398,7 @@ class TestEngines:
         {"restart": True},
     ],
 )
-def test_a_place_of_odd_numbers_is_refused(wrong: dict[str, Any]) -> None:
+def test_non_integer_place_sizes_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=next(iter(wrong))):
         Colocate(**wrong)
     with pytest.raises(ParameterError):
@@ -406,6 +406,6 @@ def test_a_place_of_odd_numbers_is_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["gpu", 2, False, Colocate])
-def test_a_place_must_be_a_place(wrong: Any) -> None:
+def test_objects_that_are_not_places_are_refused(wrong: Any) -> None:
     with raises("job.no-place", found=wrong if isinstance(wrong, str | int) else str(wrong)):
         grpo(exact).bind(place=wrong)

@@ -18,7 +18,7 @@ def test_a_process_without_neighbors_never_sleeps() -> None:
     assert turns.needed([ALONE]) == ([], [])
 
 
-def test_all_that_are_awake_on_its_slots_sleep_first() -> None:
+def test_awake_processes_on_the_same_slots_sleep_first() -> None:
     turns = Turns([ACTOR, WIDE, REF, ALONE])
     assert turns.needed([ACTOR]) == ([], [ACTOR])
     turns.awake.update([ACTOR, REF])

@@ -37,7 +37,7 @@ TERMS = st.sampled_from([0.0, 0.001, 0.01])
 
 class TestFit:
     @given(st.tuples(TERMS, TERMS, TERMS, TERMS, TERMS), st.integers(0, 2**32))
-    def test_planted_costs_are_found_again(self, terms: tuple[float, ...], seed: int) -> None:
+    def test_known_costs_are_recovered(self, terms: tuple[float, ...], seed: int) -> None:
         draw = np.random.default_rng(seed)
         loads = [Load(*map(int, row)) for row in draw.integers([1, 1, 1, 1], [200, 4000, 9000, 60], (40, 4))]
         planted = Cost(1e-3 + terms[0], *terms[1:])
@@ -45,28 +45,28 @@ class TestFit:
         for load in loads:
             assert found.seconds(load) == pytest.approx(planted.seconds(load), rel=0.06)
 
-    def test_noise_that_is_now_and_then_large_does_not_matter(self) -> None:
+    def test_outliers_do_not_change_the_fit(self) -> None:
         draw = np.random.default_rng(0)
         planted, loads = Cost(fixed=0.1, token=0.001), [Load(8, 100 * i) for i in range(1, 41)]
         noise = np.where(draw.random(40) < 0.2, 3.0, draw.uniform(0.97, 1.03, 40))
         found = Cost.fit(loads, [planted.seconds(load) * n for load, n in zip(loads, noise, strict=True)])
         assert found.seconds(Load(8, 8000)) == pytest.approx(8.1, rel=0.05)
 
-    def test_what_loads_do_not_tell_apart_grows_with_rows(self) -> None:
+    def test_indistinguishable_loads_scale_with_rows(self) -> None:
         loads = [Load(128, 3000 + i, 5000, 28) for i in (-30, 0, 30)]
         found = Cost.fit(loads, [1.0, 1.02, 0.98])
         assert found.seconds(Load(256, 6000, 10000, 28)) == pytest.approx(2.0, rel=0.05)
 
-    def test_other_numbers_of_rows_tell_them_apart(self) -> None:
+    def test_varying_row_counts_separate_fixed_and_row_costs(self) -> None:
         loads = [Load(128, 3000 + i, 5000, 28) for i in (-30, 0, 30)] + [Load(500, 12000, 20000, 28)] * 2
         found = Cost.fit(loads, [1.0, 1.02, 0.98, 1.3, 1.3])
         assert found.seconds(Load(256, 6000, 10000, 28)) == pytest.approx(1.1, rel=0.05)
 
-    def test_without_loads_it_is_the_median(self) -> None:
+    def test_without_loads_the_cost_is_the_median(self) -> None:
         assert Cost.fit([Load()] * 3, [1.0, 5.0, 2.0]) == Cost(fixed=pytest.approx(2.0))
 
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99), st.floats(0, 9)), min_size=1))
-    def test_nothing_is_negative(self, measured: list[tuple[int, int, int, float]]) -> None:
+    def test_fitted_costs_are_not_negative(self, measured: list[tuple[int, int, int, float]]) -> None:
         found = Cost.fit([Load(*given[:3]) for given in measured], [given[3] for given in measured])
         assert all(term >= 0 for term in (found.fixed, found.row, found.token, found.padded, found.decode))
 
@@ -84,25 +84,25 @@ class TestLengths:
         return [(int(t), int(r)) for t, r in zip(lengths.tokens, lengths.response, strict=True)]
 
     @given(st.integers(1, 30), st.integers(0, 50))
-    def test_rows_are_those_that_were_measured(self, rows: int, seed: int) -> None:
+    def test_sampled_lengths_are_measured_lengths(self, rows: int, seed: int) -> None:
         found = self.drawn(rows, seed)
         known = {(30, 10), (31, 11), (32, 12), (99, 79), (20, 1), (21, 2), (22, 3), (23, 4)}
         assert len(found) == rows and set(found) <= known
         assert self.drawn(rows, seed) == found
 
     @given(st.integers(0, 50))
-    def test_a_step_stays_together(self, seed: int) -> None:
+    def test_sampled_lengths_come_from_one_step(self, seed: int) -> None:
         assert len({response > 4 for _, response in self.drawn(4, seed)}) == 1
         assert sorted(self.drawn(8, seed)) == sorted(self.drawn(8, 0))  # both steps, each whole
 
-    def test_of_no_rows_and_of_a_node_without_lengths(self) -> None:
+    def test_lengths_of_zero_rows_or_an_unmeasured_node_are_zero(self) -> None:
         assert len(self.costs.draw("generate", 0, Key.of(0)).tokens) == 0
         assert self.costs.draw("other", 3, Key.of(0)).tokens.tolist() == [0, 0, 0]
 
-    def test_keys_differ(self) -> None:
+    def test_different_keys_sample_different_lengths(self) -> None:
         assert len({tuple(self.drawn(3, seed)) for seed in range(20)}) > 4
 
-    def test_the_longest_of_few_rows_is_shorter(self) -> None:
+    def test_the_longest_of_few_rows_is_shorter_than_of_many(self) -> None:
         few, many = ([max(r for _, r in self.drawn(rows, seed)) for seed in range(200)] for rows in (1, 8))
         assert np.mean(few) < 25 < min(many)
 
@@ -136,7 +136,7 @@ def on_ray(step: int, rows: int = 8, warm: float = 0.0) -> list[Span]:
 
 
 class TestOfARun:
-    def test_by_hand(self, tmp_path: Path) -> None:
+    def test_worked_example(self, tmp_path: Path) -> None:
         spans = [span for step in range(4) for span in on_ray(step, warm=50.0 * (step == 0))]
         costs = Costs.of(write_run(tmp_path, spans, {0: 54.9, 1: 4.5, 2: 4.5, 3: 4.5}, Colocate(gpus=2)))
         assert (costs.prompts, costs.place) == (8, Colocate(gpus=2))
@@ -153,7 +153,7 @@ class TestOfARun:
         assert [len(step.tokens) for step in costs.lengths["a"]] == [16] * 4
         assert len(costs.noise) == 3 and costs.noise[0]["b"] == pytest.approx(1.0)
 
-    def test_what_every_call_takes_does_not_grow_with_rows(self, tmp_path: Path) -> None:
+    def test_fixed_costs_do_not_grow_with_rows(self, tmp_path: Path) -> None:
         spans = [span for step in range(4) for span in on_ray(step)]
         spans += [
             Span("c", "ref rank 0", at + 90.0, at + 90.4, 0, "node", step, 8, 0) for step, at in enumerate((0, 100))
@@ -162,20 +162,20 @@ class TestOfARun:
         assert costs.seconds("c", 1, Load(800)) == pytest.approx(0.4)  # the quickest node shows what a call takes
         assert costs.seconds("b", 1, Load(32)) == pytest.approx(0.4 + 2 * 0.6)
 
-    def test_validations_tell_of_nodes_and_not_of_steps(self, tmp_path: Path) -> None:
+    def test_validations_contribute_node_costs_but_not_step_costs(self, tmp_path: Path) -> None:
         spans = [span for step in range(3) for span in on_ray(step)]
         spans += [Span("val/b", "ref rank 0", at, at + 3.0, 0, "node", 0, 160, 0) for at in (50.0, 500.0, 600.0)]
         costs = Costs.of(write_run(tmp_path, spans, dict.fromkeys(range(3), 4.5)))
         assert costs.seconds("b", 1, Load(88)) == pytest.approx(2.0, rel=0.05)
         assert "val/b" not in costs.lengths and "val/b" not in costs.gaps
 
-    def test_a_cost_by_hand(self) -> None:
+    def test_given_costs_replace_measured_ones(self) -> None:
         costs = Costs("by hand", {"a": {1: Cost(row=1.0)}}, noise=[{"a": 2.0}])
         assert costs.seconds("a", 1, Load(3), step=0) == 6.0
         assert costs.given(a=0.5).seconds("a", 1, Load(3), step=0) == 0.5
 
     @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", True])
-    def test_a_cost_that_is_none(self, seconds: Any) -> None:
+    def test_invalid_costs_are_refused(self, seconds: Any) -> None:
         with raises("predict.bad-costs", node="a"):
             Costs("by hand", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
 
@@ -189,7 +189,7 @@ class TestOfARun:
             ("metrics.jsonl", "4.5", '"4.5"'),
         ],
     )
-    def test_a_run_that_says_something_else(self, tmp_path: Path, file: str, before: str, after: str) -> None:
+    def test_a_malformed_run_folder_is_refused(self, tmp_path: Path, file: str, before: str, after: str) -> None:
         write_run(tmp_path, [span for step in range(3) for span in on_ray(step)], dict.fromkeys(range(3), 4.5))
         text = (tmp_path / file).read_text()
         assert before in text
@@ -197,11 +197,11 @@ class TestOfARun:
         with pytest.raises(DataError, match=f"{file}.* [Rr]un it again"):
             Costs.of(tmp_path)
 
-    def test_no_run(self, tmp_path: Path) -> None:
+    def test_a_missing_run_is_refused(self, tmp_path: Path) -> None:
         with raises("predict.no-run", path=str(tmp_path / "nowhere"), missing="run.json"):
             Costs.of(tmp_path / "nowhere")
 
-    def test_no_trace(self, tmp_path: Path) -> None:
+    def test_a_run_without_trace_is_refused(self, tmp_path: Path) -> None:
         write_run(tmp_path, [], {})
         with raises("predict.no-run", path=str(tmp_path)):
             Costs.of(tmp_path)
@@ -231,7 +231,7 @@ def trained(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFacto
 
 
 class TestOfTraining:
-    def test_a_step_is_predicted(self, trained: tuple[Training, str]) -> None:
+    def test_predicted_step_time_is_close_to_the_measured(self, trained: tuple[Training, str]) -> None:
         training, folder = trained
         costs = Costs.of(folder)
         assert (costs.prompts, costs.place) == (4, None)
@@ -241,12 +241,12 @@ class TestOfTraining:
         assert min(measured[1:]) * 0.5 < found.seconds < max(measured[1:]) * 2.0
         assert predict(training.job.graph, None, 64, costs).seconds > found.seconds
 
-    def test_the_lengths_are_those_of_the_run(self, trained: tuple[Training, str]) -> None:
+    def test_costs_have_the_response_lengths_of_the_run(self, trained: tuple[Training, str]) -> None:
         steps = Costs.of(trained[1]).lengths["generate"]
         assert [len(step.tokens) for step in steps] == [8] * 3
         assert all(1 <= n <= 6 for step in steps for n in step.response)  # max_new_tokens=6
 
-    def test_spans_say_what_nodes_were_given(self, trained: tuple[Training, str]) -> None:
+    def test_spans_record_the_rows_and_tokens_of_nodes(self, trained: tuple[Training, str]) -> None:
         spans = {(span.name, span.step): span for span in Timeline.load(Path(trained[1]) / "trace.json").spans}
         for step in range(3):
             answered, updated = spans["generate", step], spans["update_actor", step]
@@ -256,7 +256,7 @@ class TestOfTraining:
             assert updated.lengths == ()
             assert all(tokens > response for tokens, response in answered.lengths)  # there is a prompt, too
 
-    def test_run_json_holds_what_was_predicted_and_measured(
+    def test_run_json_has_predicted_and_measured_step_seconds(
         self, trained: tuple[Training, str], tmp_path: Path
     ) -> None:
         training, folder = trained
@@ -267,7 +267,7 @@ class TestOfTraining:
         assert seconds["measured"] == pytest.approx(np.median([step["timing/step"] for step in run.metrics]))
         assert "step_seconds" not in json.loads((Path(folder) / "run.json").read_text())
 
-    def test_costs_that_are_missing_are_told_before_a_model_loads(
+    def test_missing_costs_are_refused_before_a_model_loads(
         self, trained: tuple[Training, str], tmp_path: Path
     ) -> None:
         changed: dict[str, Any] = {"folder": str(tmp_path / "second"), "costs": "nowhere"}
@@ -275,7 +275,7 @@ class TestOfTraining:
             type(trained[0])(**{**vars_of(trained[0]), **changed}).run()
         assert not (tmp_path / "second").exists()
 
-    def test_a_diff_says_what_an_edit_does_to_the_step(self, trained: tuple[Training, str]) -> None:
+    def test_a_diff_shows_the_predicted_step_time_of_an_edit(self, trained: tuple[Training, str]) -> None:
         graph: Graph = trained[0].job.graph
         costs = Costs.of(trained[1]).given(ref_log_prob=1000.0)
         lighter = graph.edit(drop=["ref_log_prob"], set={"update_actor.kl": None})
@@ -285,7 +285,7 @@ class TestOfTraining:
         assert before == str(graph.diff(lighter))
         assert after == f"this edit: {found.seconds[0]:.3g} s → {found.seconds[1]:.3g} s"
 
-    def test_a_diff_to_a_graph_with_a_node_that_was_not_measured(self, trained: tuple[Training, str]) -> None:
+    def test_a_diff_with_an_unmeasured_node_needs_a_given_cost(self, trained: tuple[Training, str]) -> None:
         graph: Graph = trained[0].job.graph
         costs = Costs.of(trained[1])
         other = grpo(digits, n=2, max_new_tokens=6).edit(rename={"reward": "score"})
@@ -293,7 +293,7 @@ class TestOfTraining:
             graph.diff(other, costs)
         assert graph.diff(other, costs.given(score=0.1)).seconds is not None
 
-    def test_the_path_of_a_run_is_no_costs(self, trained: tuple[Training, str]) -> None:
+    def test_a_run_path_in_place_of_costs_is_refused(self, trained: tuple[Training, str]) -> None:
         graph = trained[0].job.graph
         for ask in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
             with raises("predict.bad-costs", found=trained[1]):

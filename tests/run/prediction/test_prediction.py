@@ -20,22 +20,22 @@ def seconds_of(graph: Graph, place: Place | None, costs: Costs, rows: int = 8) -
 
 
 class TestStepTime:
-    def test_two_general_nodes_run_at_once_on_ray_and_one_after_the_other_in_one_process(self) -> None:
+    def test_general_nodes_run_in_parallel_on_ray_and_sequentially_in_one_process(self) -> None:
         graph, costs = graph_of({"a": (General(), BATCH), "b": (General(), BATCH)}), fixed(a=2.0, b=3.0)
         assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(3.0)
         assert seconds_of(graph, None, costs) == pytest.approx(5.0)
 
-    def test_a_chain_is_a_sum(self) -> None:
+    def test_a_chain_takes_the_sum_of_its_nodes(self) -> None:
         graph = graph_of({"a": (General(), BATCH), "b": (General(), ("a", "batch"))})
         assert seconds_of(graph, Colocate(gpus=1), fixed(a=2.0, b=3.0)) == pytest.approx(5.0)
 
-    def test_roles_of_one_slot_follow_each_other_and_those_of_two_do_not(self) -> None:
+    def test_roles_on_one_slot_run_sequentially_and_on_two_in_parallel(self) -> None:
         nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(engine=Role("ref")), BATCH)}
         graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
         assert seconds_of(graph, Colocate(gpus=1), fixed(a=2.0, b=3.0)) == pytest.approx(5.0)
         assert seconds_of(graph, Colocate(gpus=2), fixed(a=2.0, b=3.0)) == pytest.approx(3.0)
 
-    def test_taking_turns_takes_time_while_the_driver_waits(self) -> None:
+    def test_sleeping_and_waking_add_to_the_step(self) -> None:
         nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(engine=Role("ref")), BATCH)}
         graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
         turns = {"sleep": {"a": 0.1, "b": 0.2}, "wake": {"a": 0.3, "b": 0.4}}
@@ -43,7 +43,7 @@ class TestStepTime:
         assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(5.0 + 0.1 + 0.2 + 0.3 + 0.4)
         assert seconds_of(graph, Colocate(gpus=2), costs) == pytest.approx(3.0)  # all stay awake
 
-    def test_a_role_that_has_its_turn_keeps_it(self) -> None:
+    def test_an_awake_role_is_not_woken_again(self) -> None:
         nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(), ("a", "a")), "c": (Ask(engine=Role("ref")), ("b", "b"))}
         graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
         costs = Costs("by hand", {}, turns={"sleep": {"a": 1.0}, "wake": {"a": 10.0}}).given(a=0.0, b=0.0, c=0.0)
@@ -61,7 +61,7 @@ class TestStepTime:
         # train and carry each put one to sleep and wake the other; answer finds the engine awake
         assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(3.0 + 2 * 11.0)
 
-    def test_an_engine_that_forgets_is_synced_before_it_generates(self) -> None:
+    def test_an_engine_that_loses_weights_is_synced_before_generation(self) -> None:
         nodes: Nodes = {
             "answer": (Answer(), BATCH),
             "carry": (Carry(), ("answer",) * 2),
@@ -72,18 +72,18 @@ class TestStepTime:
             costs = fixed(answer=1.0, carry=10.0, ask=1.0)
             assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(2.0 + 10.0 * syncs)
 
-    def test_ranks_share_rows(self) -> None:
+    def test_rows_are_divided_among_ranks(self) -> None:
         graph = graph_of({"a": (Ask(), BATCH)}, actor=OnSlots(ranks=2))
         costs = Costs("by hand", {"a": {1: Cost(fixed=1.0)}}, lengths={})
         assert seconds_of(graph, Colocate(gpus=2), costs, rows=8) == pytest.approx(1.0)
 
-    def test_what_passes_between_nodes_and_between_steps(self) -> None:
+    def test_gaps_between_nodes_and_steps_are_included(self) -> None:
         graph = graph_of({"a": (General(), BATCH), "b": (General(), ("a", "a"))})
         costs = Costs("by hand", {}, gaps={"a": 0.1, "b": 0.2}, between=0.7).given(a=2.0, b=3.0)
         for place in (None, Colocate(gpus=1)):
             assert seconds_of(graph, place, costs) == pytest.approx(6.0)
 
-    def test_lag_overlaps_generation_and_training_on_slots_of_their_own(self) -> None:
+    def test_lag_overlaps_generation_and_training_on_separate_slots(self) -> None:
         nodes: Nodes = {
             "answer": (Answer(), BATCH),
             "train": (Train(), ("answer",) * 2),
@@ -91,9 +91,9 @@ class TestStepTime:
         }
         costs = fixed(answer=3.0, train=2.0, carry=0.0)
         backends = {"actor": OnSlots(), "rollout": Generating()}
-        for lag, wanted in ((0, 5.0), (1, 3.0)):
+        for lag, expected in ((0, 5.0), (1, 3.0)):
             found = predict(graph_of(nodes, lag, **backends), Split(), 8, costs)
-            assert (found.seconds, found.bound) == (pytest.approx(wanted), pytest.approx(wanted))
+            assert (found.seconds, found.bound) == (pytest.approx(expected), pytest.approx(expected))
         assert seconds_of(graph_of(nodes, 1, **backends), Colocate(gpus=1), costs) == pytest.approx(5.0)
 
 
@@ -117,16 +117,16 @@ class TestPrediction:
             "  by hand ran in one process, so it has no costs of syncs and turns between processes"
         )
 
-    def test_in_one_process(self) -> None:
+    def test_prediction_text_for_one_process(self) -> None:
         found = predict(graph_of({"a": (General(), BATCH)}), None, 8, fixed(a=2.0))
         assert str(found) == (
             "in one process: a step takes 2.000 s\n  at least 2.000 s: the work of the busiest slot\n  idle: slot 0 0%"
         )
 
-    def test_a_node_that_was_not_measured(self) -> None:
+    def test_an_unmeasured_node_is_refused(self) -> None:
         with raises("predict.unmeasured-node", graph="toy", nodes=("b",), path="by hand"):
             predict(graph_of({"a": (General(), BATCH), "b": (General(), BATCH)}), None, 8, fixed(a=1.0))
 
-    def test_an_unbound_role(self) -> None:
+    def test_an_unbound_role_is_refused(self) -> None:
         with raises("job.unbound-role", graph="toy", role="actor"):
             predict(graph_of({"a": (Ask(), BATCH)}), Colocate(), 8, fixed(a=1.0))

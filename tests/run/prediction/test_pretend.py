@@ -151,12 +151,12 @@ def assume_possible(plan: Plan, lag: int) -> None:
 
 def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:
     """The steps for which batches were drawn, in order, and how many were done when each was."""
-    plan, drawn, done = Plan(graph), list[int](), list[int]()
+    plan, batches, done = Plan(graph), list[int](), list[int]()
     walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, spare))
     finished = 0
 
     def draw(step: int) -> DataProto:
-        drawn.append(step)
+        batches.append(step)
         done.append(finished)
         return blank_batch(graph, 4)
 
@@ -164,7 +164,7 @@ def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None 
         walk.sync()
     for _ in walk.run(draw, range(steps), lag=lag):
         finished += 1
-    return drawn, done
+    return batches, done
 
 
 costs_of = st.fixed_dictionaries({f"n{i}": st.sampled_from([0.0, 1.0, 2.0, 5.0]) for i in range(7)})
@@ -173,16 +173,16 @@ places = st.sampled_from([None, Colocate(gpus=2), Split(train=2), Split(train=3)
 
 class TestWalk:
     @given(graphs(), costs_of, places, st.integers(0, 3), st.integers(1, 5))
-    def test_every_instance_runs_once_after_all_that_it_waits_for(
+    def test_each_instance_runs_once_after_its_dependencies(
         self, graph: Graph, seconds: dict[str, float], place: Place | None, lag: int, steps: int
     ) -> None:
         assume_possible(Plan(graph), lag)
         runner = Watched(graph, place, fixed(**seconds))
-        drawn, done = run(graph, runner, steps, lag)
+        batches, done = run(graph, runner, steps, lag)
         names = [node.name for node in Plan(graph).order]
         assert sorted(runner.order) == sorted((step, name) for step in range(steps) for name in names)
-        assert drawn == list(range(steps))
-        assert all(step - before <= lag for step, before in zip(drawn, done, strict=True))
+        assert batches == list(range(steps))
+        assert all(step - before <= lag for step, before in zip(batches, done, strict=True))
         self.check_versions(graph, runner, lag)
 
     def check_versions(self, graph: Graph, runner: Watched, lag: int) -> None:
@@ -209,7 +209,7 @@ class TestWalk:
         assert first.order == second.order
 
     @given(graphs(), costs_of, places, st.sets(st.integers(1, 12), max_size=2), st.integers(0, 2))
-    def test_what_is_lost_is_repeated_with_the_same_batches_and_weights(
+    def test_lost_steps_are_repeated_with_the_same_batches_and_weights(
         self,
         tmp_path_factory: pytest.TempPathFactory,
         graph: Graph,
@@ -220,8 +220,8 @@ class TestWalk:
     ) -> None:
         assume_possible(Plan(graph), lag)
         runner = Watched(graph, place, fixed(**seconds), sorted(lose))
-        drawn, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
-        assert drawn == list(range(4))
+        batches, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
+        assert batches == list(range(4))
         names = [node.name for node in Plan(graph).order]
         assert {(step, name) for step, name in runner.order if step is not None} == {
             (step, name) for step in range(4) for name in names
@@ -244,7 +244,7 @@ class TestWalk:
 
     @pytest.mark.parametrize("lag", [1, 2, 3])
     @pytest.mark.parametrize("place", [None, Split(train=1, rollout=1)])
-    def test_what_older_weights_have_sampled_is_kept_where_later_ones_are_lost(
+    def test_rows_sampled_with_older_weights_survive_a_loss_of_later_weights(
         self, lag: int, place: Place | None, tmp_path: Path
     ) -> None:
         nodes: Nodes = {
@@ -256,13 +256,13 @@ class TestWalk:
         for lost in range(1, 3 * 6):
             graph = graph_of(nodes, lag, **backends)
             runner = Watched(graph, place, fixed(answer=2.0, train=3.0, carry=1.0), [lost])
-            drawn, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
-            assert drawn == list(range(6))
+            batches, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
+            assert batches == list(range(6))
             self.check_versions(graph, runner, lag)
             again = Counter(runner.order)
             assert sum(again[step, "answer"] - 1 for step in range(6)) <= 1  # what ran as it was lost
 
-    def test_a_swap_runs_beside_what_generates(self) -> None:
+    def test_a_swap_runs_concurrently_with_generation(self) -> None:
         """By hand: a sync that waits keeps both slots for a second of each step; a swap only that of the trainer."""
         costs, seconds = fixed(answer=3.0, train=1.0, carry=1.0), {}
         for carry in (Carry(), Swap()):
@@ -275,7 +275,7 @@ class TestWalk:
             seconds[type(carry)] = [predict(graph, place, 4, costs).seconds for place in places]
         assert seconds == {Carry: [4.0, 5.0, 5.0], Swap: [3.0, 5.0, 5.0]}
 
-    def test_a_lag_that_cannot_be_is_refused(self) -> None:
+    def test_an_impossible_lag_is_refused(self) -> None:
         nodes: Nodes = {
             "train": (Train(), BATCH),
             "carry": (Carry(), ("train",) * 2),

@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
 
 
 class TestSave:
-    def test_what_is_written_comes_back(self, checkpoints: Checkpoints) -> None:
+    def test_saved_files_and_state_are_loaded(self, checkpoints: Checkpoints) -> None:
         found = checkpoints.latest()
         assert found is not None
         path, state = found
@@ -54,7 +54,7 @@ class TestSave:
         assert (path / "actor" / "model.safetensors").read_bytes() == b"weights of 20"
         assert names(path) == ["actor", "empty", MANIFEST, STATE]
 
-    def test_numbers_come_back_exactly(self, tmp_path: Path) -> None:
+    def test_numbers_round_trip_exactly(self, tmp_path: Path) -> None:
         state = {"floats": [0.1, 1e-308, -0.0, math.inf], "nan": math.nan, "seed": 2**63 + 1, "none": None, "ü": "é"}
         checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(1, state, engines())
@@ -62,12 +62,12 @@ class TestSave:
         assert found is not None
         assert repr(found[1]) == repr({**state, "step": 1})
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_an_empty_folder_has_no_checkpoint(self, tmp_path: Path) -> None:
         assert Checkpoints(tmp_path / "none", max_checkpoints=1).latest() is None
         assert Checkpoints(tmp_path / "none", max_checkpoints=1).steps() == []
 
     @pytest.mark.parametrize("keep", [1, 2, 5])
-    def test_keep(self, tmp_path: Path, keep: int) -> None:
+    def test_max_checkpoints_limits_the_saved_checkpoints(self, tmp_path: Path, keep: int) -> None:
         checkpoints = Checkpoints(tmp_path, keep)
         for step in range(1, 5):
             checkpoints.save(step, {}, engines())
@@ -75,11 +75,11 @@ class TestSave:
         assert names(tmp_path) == [f"step-{step:06d}" for step in checkpoints.steps()]
 
     @pytest.mark.parametrize("keep", [0, -1])
-    def test_keep_none(self, tmp_path: Path, keep: int) -> None:
+    def test_max_checkpoints_below_one_is_refused(self, tmp_path: Path, keep: int) -> None:
         with raises("checkpoint.none-retained", found=keep):
             Checkpoints(tmp_path, keep)
 
-    def test_steps_of_seven_digits_are_in_order(self, tmp_path: Path) -> None:
+    def test_seven_digit_steps_are_in_order(self, tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path, max_checkpoints=2)
         for step in (999_999, 1_000_000):
             checkpoints.save(step, {}, engines())
@@ -95,19 +95,21 @@ class TestSave:
         assert {"step-best", "step-20-copy", "step-7", "notes"} < set(names(checkpoints.folder))
 
     @pytest.mark.parametrize(
-        ("state", "said"),
+        ("state", "message"),
         [
             ({"position": (1, 2)}, r"\['position'\] is a tuple"),
             ({"kl": {"a": object()}}, r"\['kl'\]\['a'\] is an object"),
             ({"counts": {1: 2}}, "has the key 1"),
         ],
     )
-    def test_a_state_that_json_would_change(self, checkpoints: Checkpoints, state: dict[str, Any], said: str) -> None:
-        with pytest.raises(DataError, match=said):
+    def test_a_state_that_json_would_change_is_refused(
+        self, checkpoints: Checkpoints, state: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(DataError, match=message):
             checkpoints.save(30, state, lambda folder: pytest.fail("was written"))
         assert names(checkpoints.folder) == ["step-000010", "step-000020"]
 
-    def test_the_step_is_the_steps_own(self, checkpoints: Checkpoints) -> None:
+    def test_the_state_has_the_step_of_the_checkpoint(self, checkpoints: Checkpoints) -> None:
         checkpoints.save(30, {"step": 4}, engines())
         found = checkpoints.latest()
         assert found is not None and found[1] == {"step": 30}
@@ -119,7 +121,7 @@ class TestCutOff:
         engines()(folder)
         raise OSError("no space left on device")
 
-    def test_while_writing(self, checkpoints: Checkpoints) -> None:
+    def test_an_error_while_writing_keeps_the_previous_checkpoint(self, checkpoints: Checkpoints) -> None:
         with pytest.raises(OSError, match="no space"):
             checkpoints.save(30, {}, self.fail)
         assert names(checkpoints.folder) == ["step-000010", "step-000020"]
@@ -127,7 +129,7 @@ class TestCutOff:
         assert found is not None and found[1]["step"] == 20
 
     @pytest.mark.parametrize("call", ["fsync", "replace"])
-    def test_at_any_call_to_the_system(
+    def test_a_crash_at_any_system_call_leaves_a_complete_checkpoint(
         self, checkpoints: Checkpoints, call: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """After a crash anywhere there is a whole checkpoint: the new one, or the one before."""
@@ -156,7 +158,7 @@ class TestCutOff:
         assert 0 < survived < 20
 
     @pytest.mark.parametrize("step", [30, 40])
-    def test_a_leftover_of_a_killed_process(self, checkpoints: Checkpoints, step: int) -> None:
+    def test_leftovers_of_a_killed_process_are_replaced(self, checkpoints: Checkpoints, step: int) -> None:
         leftover = checkpoints.folder / f".step-{step:06d}.partial"
         leftover.mkdir()
         (leftover / "old").write_text("of another attempt")
@@ -172,19 +174,19 @@ class TestCutOff:
 class TestAgain:
     """A run that goes on from a checkpoint comes to the same steps again."""
 
-    def test_a_step_is_replaced(self, checkpoints: Checkpoints) -> None:
+    def test_saving_a_step_again_replaces_it(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.save(20, {"again": True}, engines(b"other weights"))
         assert (path / "actor" / "model.safetensors").read_bytes() == b"other weights"
         assert checkpoints.latest() == (path, {"again": True, "step": 20})
         assert names(checkpoints.folder) == ["step-000010", "step-000020"]
 
-    def test_what_replaces_it_is_whole_first(self, checkpoints: Checkpoints) -> None:
+    def test_a_failed_replacement_keeps_the_old_checkpoint(self, checkpoints: Checkpoints) -> None:
         with pytest.raises(OSError, match="no space"):
             checkpoints.save(20, {}, TestCutOff.fail)
         found = checkpoints.latest()
         assert found is not None and found[1] == {"kl": 20 / 7, "step": 20}
 
-    def test_later_ones_of_the_old_run_go(self, tmp_path: Path) -> None:
+    def test_saving_an_earlier_step_removes_later_checkpoints(self, tmp_path: Path) -> None:
         """Else a damaged later one would count as the newest to be kept."""
         checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(30, {}, engines())
@@ -194,7 +196,7 @@ class TestAgain:
 
 
 class TestDamage:
-    def test_every_byte(self, tmp_path: Path) -> None:
+    def test_damage_to_any_byte_is_detected(self, tmp_path: Path) -> None:
         path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {"kl": 0.5}, engines(b"ab"))
         assert find_fault(path) is None
         tried = 0
@@ -211,7 +213,7 @@ class TestDamage:
         assert tried > 1000
         assert find_fault(path) is None
 
-    def test_truncated_anywhere(self, tmp_path: Path) -> None:
+    def test_truncation_at_any_byte_is_detected(self, tmp_path: Path) -> None:
         path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines(b"abc"))
         for file in [file for file in path.rglob("*") if file.is_file()]:
             whole = file.read_bytes()
@@ -222,7 +224,7 @@ class TestDamage:
             assert find_fault(path) is not None, file.name
             file.write_bytes(whole)
 
-    def test_missing(self, tmp_path: Path) -> None:
+    def test_missing_files_are_detected(self, tmp_path: Path) -> None:
         path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines())
         for file in [file for file in path.rglob("*") if file.is_file()]:
             whole = file.read_bytes()
@@ -237,13 +239,13 @@ class TestDamage:
     @pytest.mark.parametrize(
         "text", ["", "[]", "3", "{}", '{"files": 3, "digest": ""}', '{"files": ["a"], "digest": ""}']
     )
-    def test_a_manifest_that_says_something_else(self, checkpoints: Checkpoints, text: str) -> None:
+    def test_malformed_manifests_are_detected(self, checkpoints: Checkpoints, text: str) -> None:
         path = checkpoints.folder / "step-000020"
         (path / MANIFEST).write_text(text)
         assert MANIFEST in str(find_fault(path))
 
     @pytest.mark.parametrize("name", ["a\0b", "pipe", "actor", "../none"])
-    def test_a_manifest_that_names_no_file(self, checkpoints: Checkpoints, name: str) -> None:
+    def test_manifest_entries_that_are_not_files_are_detected(self, checkpoints: Checkpoints, name: str) -> None:
         """Its seal is no secret, so others can write one: what it names must not raise, nor be waited for."""
         path = checkpoints.folder / "step-000020"
         os.mkfifo(path / "pipe")
@@ -252,19 +254,21 @@ class TestDamage:
         (path / MANIFEST).write_text(json.dumps({"files": files, "digest": seal}))
         assert str(find_fault(path)).endswith(f"is damaged: the file {name!r} is missing")
 
-    def test_a_manifest_that_forgets_a_file(self, checkpoints: Checkpoints) -> None:
+    def test_unlisted_files_are_detected(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.folder / "step-000020"
         manifest = json.loads((path / MANIFEST).read_text())
         del manifest["files"]["empty"]
         (path / MANIFEST).write_text(json.dumps(manifest))
         assert find_fault(path) is not None
 
-    def test_a_file_more_is_no_damage(self, checkpoints: Checkpoints) -> None:
+    def test_extra_hidden_files_are_accepted(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.folder / "step-000020"
         (path / ".nfs0001").write_bytes(b"of the file system")
         assert find_fault(path) is None
 
-    def test_the_one_before_is_taken(self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    def test_latest_falls_back_to_the_previous_checkpoint(
+        self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (checkpoints.folder / "step-000020" / "actor" / "model.safetensors").write_bytes(b"weights of 21")
         with caplog.at_level(logging.WARNING):
             found = checkpoints.latest()
@@ -275,11 +279,13 @@ class TestDamage:
         for part in ("step-000020", "actor/model.safetensors has changed", "resuming from step-000010"):
             assert part in record.getMessage()
 
-    def test_no_warning_without_damage(self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    def test_undamaged_checkpoints_log_no_warning(
+        self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
         checkpoints.latest()
         assert not caplog.records
 
-    def test_all_damaged(self, checkpoints: Checkpoints) -> None:
+    def test_a_folder_of_damaged_checkpoints_is_refused(self, checkpoints: Checkpoints) -> None:
         (checkpoints.folder / "step-000010" / MANIFEST).unlink()
         (checkpoints.folder / "step-000020" / "empty").write_bytes(b"?")
         with raises("checkpoint.damaged", path=str(checkpoints.folder)) as raised:

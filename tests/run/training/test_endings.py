@@ -65,9 +65,7 @@ class Filling(Recorder):
         self.disk.on = True
 
 
-def test_a_full_disk_is_named_and_told(
-    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported(tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Full(monkeypatch, "metrics.jsonl", "trace.json")
     with pytest.raises(
         StorageError, match=r"metrics\.jsonl cannot be written \(No space left on device; .*free"
@@ -79,9 +77,7 @@ def test_a_full_disk_is_named_and_told(
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
 
 
-def test_a_disk_that_is_full_to_the_last_byte_leaves_room_to_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.create(str(tmp_path / "run"), "grpo", False)
     folder.describe({"status": "running"})
     disk = Full(monkeypatch, "run.json")
@@ -98,7 +94,7 @@ def test_a_disk_that_is_full_to_the_last_byte_leaves_room_to_say_so(
     assert given and described(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_run_goes_on_once_there_is_room(
+def test_a_run_resumes_after_disk_space_is_freed(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -110,7 +106,7 @@ def test_a_run_goes_on_once_there_is_room(
     assert_same(found, run(jobs("grpo", tiny), prompts_file, tmp_path / "whole"))
 
 
-def test_a_trace_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_an_unwritable_trace_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
         Timeline().save(tmp_path / "file" / "trace.json")
@@ -130,7 +126,7 @@ def unhandled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_a_run_in_order(tiny: str, prompts_file: str, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_cleanly(tiny: str, prompts_file: str, tmp_path: Path, number: signal.Signals) -> None:
     class Ender(Recorder):
         def step(self, step: int, metrics: Any) -> None:
             os.kill(os.getpid(), number)
@@ -148,7 +144,7 @@ def test_a_signal_ends_a_run_in_order(tiny: str, prompts_file: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("unhandled")
-def test_a_signal_while_a_run_begins_is_told_too(
+def test_a_signal_during_startup_is_recorded(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder that says "running" of a run that was killed."""
@@ -166,7 +162,7 @@ def test_a_signal_while_a_run_begins_is_told_too(
     assert described(tmp_path)["status"] == "interrupted"
 
 
-def test_a_second_signal_is_ignored_meanwhile() -> None:
+def test_a_second_signal_is_ignored_during_shutdown() -> None:
     seen = []
     with pytest.raises(Ended), ended_in_order():
         try:
@@ -178,7 +174,7 @@ def test_a_second_signal_is_ignored_meanwhile() -> None:
     assert seen == ["the end"]
 
 
-def test_what_handles_a_signal_itself_is_left_alone() -> None:
+def test_existing_signal_handlers_are_preserved() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -190,9 +186,7 @@ def test_what_handles_a_signal_itself_is_left_alone() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_program_that_is_terminated_ends_with_the_code_of_shells(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
@@ -229,7 +223,7 @@ def test_a_program_that_is_terminated_ends_with_the_code_of_shells(
         (lambda: (io.StringIO(),), ("end", "node", "start", "step", "validation")),
     ],
 )
-def test_what_is_no_reporter_is_refused_before_there_is_a_folder(
+def test_invalid_reporters_are_refused_before_a_folder_is_created(
     prompts_file: str, tmp_path: Path, make: Callable[[], Any], missing: tuple[str, ...] | None
 ) -> None:
     training = Training(
@@ -254,9 +248,7 @@ class Late(Operator):
         return token_level_scores
 
 
-def test_a_state_that_cannot_be_saved_is_refused_after_the_step_that_made_it(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_an_unserializable_state_is_refused_after_its_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny).edit(insert={"late": After("reward", Late())})
     with pytest.raises(DataError, match=r"the state after step 2\['late\.seen'\] is a tuple"):
         train(job, prompts_file, tmp_path, steps=9, checkpoint_every=9)

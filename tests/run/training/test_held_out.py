@@ -43,7 +43,7 @@ def several(data: str, **settings: Any) -> Validation:
     return Validation(PromptData(data), every=1, name="several", changes=SAMPLED, insert=estimates, batch=5, **settings)
 
 
-def test_operators_for_held_out_prompts_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_operators_can_be_added_to_a_validation_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     greedy = Validation(PromptData(prompts_file), every=2, name="greedy")
     job = job_of("grpo", tiny)
     run = train(job, prompts_file, tmp_path, validation=(several(prompts_file), greedy))
@@ -70,7 +70,7 @@ def test_operators_for_held_out_prompts_alone(tiny: str, prompts_file: str, tmp_
     assert written["insert"]["pass_at_2"]["operator"]["k"] == 2
 
 
-def test_another_operator_in_the_place_of_the_job_s(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_an_operator_can_be_replaced_in_a_validation_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     other = Validation(PromptData(prompts_file), every=1, name="half", replace={"reward": Reward(half)})
     run = train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, validation=other)
     assert [line["half/reward/mean"] for line in run.validations] == [0.5, 0.5]
@@ -82,7 +82,7 @@ def of_its_own(data: str, folder: str, **settings: Any) -> Validation:
     return Validation(PromptData(data), every=2, name="own", bind={"rollout": engine}, **settings)
 
 
-def test_an_engine_of_its_own_gets_the_trained_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_validation_engine_gets_the_trained_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     shared = Validation(PromptData(prompts_file), every=2, name="shared")
     both = train(
         job_of("grpo", tiny), prompts_file, tmp_path / "a", validation=(of_its_own(prompts_file, tiny), shared)
@@ -101,7 +101,7 @@ def test_an_engine_of_its_own_gets_the_trained_weights(tiny: str, prompts_file: 
     assert described(tmp_path / "a")["graph"] == described(tmp_path / "b")["graph"]
 
 
-def test_a_resumed_run_validates_as_one_that_went_through(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_validations(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     settings = {"validation": (of_its_own(prompts_file, tiny), several(prompts_file)), "checkpoint_every": 2}
     through = train(job_of("grpo", tiny), prompts_file, tmp_path / "a", steps=4, **settings)
     train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=2, **settings)
@@ -111,9 +111,7 @@ def test_a_resumed_run_validates_as_one_that_went_through(tiny: str, prompts_fil
     assert predictions[0] == predictions[1]
 
 
-def test_where_others_answer_too_it_is_the_policy_s_answer_that_is_told(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_predictions_contain_the_response_of_the_policy(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), until="verdict", name="judged")
     job = judged().bind(
         actor=TorchTrainer(tiny, optimizer=SGD(lr=0.05), device="cpu"),
@@ -125,14 +123,14 @@ def test_where_others_answer_too_it_is_the_policy_s_answer_that_is_told(
     run = train(job, prompts_file, tmp_path, steps=1, validation=(validation, strict))
     alone = Validation(PromptData(prompts_file), until="generate", name="alone")
     train(job, prompts_file, tmp_path / "alone", steps=1, validation=alone)
-    said = [record["response"] for record in lines(tmp_path / "alone" / "predictions.jsonl")]
-    told = [record for record in lines(tmp_path / "predictions.jsonl") if record["validation"] == "judged"]
-    assert [record["response"] for record in told] == said
-    assert all("score" in record for record in told)
+    responses = [record["response"] for record in lines(tmp_path / "alone" / "predictions.jsonl")]
+    judged_records = [record for record in lines(tmp_path / "predictions.jsonl") if record["validation"] == "judged"]
+    assert [record["response"] for record in judged_records] == responses
+    assert all("score" in record for record in judged_records)
     assert run.engines["judge_of_strict"] is not run.engines["judge"]
 
 
-def test_what_is_built_and_placed() -> None:
+def test_validation_engines_are_built_and_placed() -> None:
     job = grpo(exact).edit(bind={"rollout": TorchRollout(), "actor": TorchTrainer("m"), "ref": TorchScorer("m")})
     data = PromptData("m.jsonl")
     plain, same = Validation(data), Validation(data, bind={"rollout": TorchRollout()})
@@ -167,7 +165,7 @@ def test_what_is_built_and_placed() -> None:
         ),
     ],
 )
-def test_an_edit_that_does_not_fit_is_refused_before_there_is_a_folder(
+def test_an_invalid_edit_is_refused_before_a_folder_is_created(
     tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FlowrlError, match=message):
@@ -176,7 +174,7 @@ def test_an_edit_that_does_not_fit_is_refused_before_there_is_a_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_engine_that_nothing_syncs_in_a_validation_is_named(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_validation_engine_without_sync_is_refused(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = judged().bind(
         actor=TorchTrainer(tiny, device="cpu"),
         rollout=TorchRollout(),

@@ -62,7 +62,7 @@ def refuse(job: Job, prompts_file: str, **settings: Any) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_job_that_is_ready_would_have_been_built(prompts_file: str, tmp_path: Path) -> None:
+def test_a_ready_job_is_built(prompts_file: str, tmp_path: Path) -> None:
     job = untouched(grpo(digits))
     with pytest.raises(AssertionError, match="was built"):
         Training(job, PromptData(prompts_file), steps=1, prompts=4, folder=str(tmp_path)).run()
@@ -89,7 +89,7 @@ def test_a_broken_rule_is_refused(prompts_file: str) -> None:
     assert found.startswith("RuleError") and "mini_batch=5 does not divide the 8 rows" in found
 
 
-def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
+def test_an_unsuitable_backend_is_refused_by_bind() -> None:
     with raises("backend.missing-protocol", role="actor", backend="Scorer", expected="Trainer"):
         grpo(digits).bind(actor=Untouched.Scorer())
     with raises("backend.not-a-backend", role="actor", found="'gpt2'"):
@@ -100,13 +100,13 @@ def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
         grpo(digits).bind(critic=Untouched.Scorer())
 
 
-def test_a_backend_is_bound_by_its_role() -> None:
+def test_a_backend_bound_without_a_role_is_refused() -> None:
     with raises("graph.unnamed-backend", found="TorchTrainer") as error:
         grpo(digits).bind(TorchTrainer("model"))
     assert "(rollout, actor, ref): bind(rollout=...)" in error.value.message
 
 
-def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_for(prompts_file: str) -> None:
+def test_a_trainer_without_checkpoints_is_refused_with_checkpoint_every(prompts_file: str) -> None:
     job = untouched(grpo(digits))
     found = refuse(job, prompts_file, checkpoint_every=2)
     assert found.startswith("BindError: checkpoint_every=2 saves and restores the role 'actor', but Trainer does not")
@@ -117,7 +117,7 @@ def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_f
     replace(job, place=Colocate(3)).refuse_unready()
 
 
-def test_an_engine_that_lacks_what_its_backend_says_is_refused() -> None:
+def test_an_engine_without_the_protocols_of_its_backend_is_refused() -> None:
     class Hollow(Backend):
         serves = (protocols.Scorer, protocols.Closable)
 
@@ -129,7 +129,7 @@ def test_an_engine_that_lacks_what_its_backend_says_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["TorchTrainer", "TorchScorer", "TorchCritic", "TorchRollout", "VLLM", "SGLang"])
-def test_the_engines_have_what_their_backends_say(name: str) -> None:
+def test_engines_implement_the_protocols_of_their_backends(name: str) -> None:
     backend = getattr(backends, name)
     engine = get_type_hints(backend.build)["return"]
     for protocol in backend.serves:
@@ -139,7 +139,7 @@ def test_the_engines_have_what_their_backends_say(name: str) -> None:
 # ---- engines
 
 
-def test_engines_are_built_once_and_what_they_share_first(tiny: str) -> None:
+def test_engines_are_built_once_with_shared_ones_first(tiny: str) -> None:
     order: list[str] = []
 
     class Noting(Backend):
@@ -160,7 +160,7 @@ def test_engines_are_built_once_and_what_they_share_first(tiny: str) -> None:
         EngineBuilder({"a": Noting("a", ("x",))}, seed=0).all()
 
 
-def test_a_job_is_edited_as_its_graph_and_keeps_its_engines(tiny: str) -> None:
+def test_editing_a_job_edits_its_graph_and_bindings(tiny: str) -> None:
     job = job_of("grpo", tiny)
     other = job.edit(bind={"rollout": TorchRollout(tiny)})
     assert other.graph.bindings["actor"] == job.graph.bindings["actor"]
@@ -182,7 +182,7 @@ class Closing:
 
 
 @pytest.mark.parametrize("fault", [None, "in the block", "while they are built", "while they are closed"])
-def test_engines_are_closed(fault: str | None) -> None:
+def test_engines_are_closed_in_reverse_order(fault: str | None) -> None:
     """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
     closed: list[str] = []
 
@@ -202,11 +202,11 @@ def test_engines_are_closed(fault: str | None) -> None:
             if fault == "in the block":
                 raise ValueError("raised in the block")
     except (OSError, ValueError) as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
+        message = "nothing"
     assert (
-        said
+        message
         == {
             None: "nothing",
             "in the block": "raised in the block",
@@ -243,7 +243,7 @@ def test_a_job_closes_its_engines(tiny: str) -> None:
     assert closed == [tiny] * 3
 
 
-def test_a_folder_that_is_missing_is_found_before_any_loads(tiny: str) -> None:
+def test_a_missing_model_folder_is_reported_before_loading(tiny: str) -> None:
     job = untouched(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
     for place in (None, Colocate(gpus=1)):
         with pytest.raises(
@@ -252,7 +252,7 @@ def test_a_folder_that_is_missing_is_found_before_any_loads(tiny: str) -> None:
             replace(job, place=place).open().__enter__()
 
 
-def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path) -> None:
+def test_models_of_different_vocabularies_are_refused_before_loading(tmp_path: Path) -> None:
     folders = {name: tiny_folder(tmp_path / name) for name in ("one", "two", "three")}
     tokens = json.loads((tmp_path / "two" / "llama-0" / "tokenizer.json").read_text())
     vocab = tokens["model"]["vocab"]

@@ -46,7 +46,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path) -> None:
+def test_the_lock_names_the_other_process_and_ends_with_it(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         with raises("run.folder-locked", path=str(tmp_path)) as caught:
             FolderLock(tmp_path)
@@ -58,16 +58,16 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_this_process_counts_too(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+def test_a_second_lock_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    lock_held = FolderLock(tmp_path)
     with raises("run.folder-locked") as caught:
         FolderLock(tmp_path)
     assert caught.value.facts["holder"].startswith(f"the process {os.getpid()} on")
-    held.release()
+    lock_held.release()
     FolderLock(tmp_path).release()
 
 
-def test_another_run_keeps_its_lock_where_ours_was_removed(tmp_path: Path) -> None:
+def test_releasing_a_removed_lock_keeps_the_lock_of_another_run(tmp_path: Path) -> None:
     ours = FolderLock(tmp_path)
     (tmp_path / LOCK).unlink()
     theirs = FolderLock(tmp_path)
@@ -77,20 +77,20 @@ def test_another_run_keeps_its_lock_where_ours_was_removed(tmp_path: Path) -> No
     theirs.release()
 
 
-def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+def test_a_forked_child_does_not_have_the_lock(tmp_path: Path) -> None:
+    lock_held = FolderLock(tmp_path)
     reader, writer = os.pipe()
     started, tell = os.pipe()
     if (child := os.fork()) == 0:
         os.close(writer)
-        held.release()  # does nothing: it is the parent's
+        lock_held.release()  # does nothing: it is the parent's
         os.write(tell, b"1")
         os.read(reader, 1)
         os._exit(0)
     os.read(started, 1)
     with raises("run.folder-locked"):
         FolderLock(tmp_path)
-    os.close(held._file)  # as when the parent dies
+    os.close(lock_held._file)  # as when the parent dies
     lock._open.clear()
     FolderLock(tmp_path).release()
     os.close(writer)
@@ -99,24 +99,24 @@ def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
         os.close(file)
 
 
-def test_a_holder_that_is_not_known(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+def test_an_unreadable_lock_file_is_still_locked(tmp_path: Path) -> None:
+    lock_held = FolderLock(tmp_path)
     for content in (b"", b"{", b"[]", b"{}", b"\xff"):
         (tmp_path / LOCK).write_bytes(content)
         with raises("run.folder-locked", holder="a process that has just started or ended"):
             FolderLock(tmp_path)
-    held.release()
+    lock_held.release()
 
 
-def test_room_is_kept_back_and_given(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+def test_the_lock_file_reserves_disk_space_until_needed(tmp_path: Path) -> None:
+    lock_held = FolderLock(tmp_path)
     assert (tmp_path / LOCK).stat().st_size == RESERVE
-    held.give_way()
+    lock_held.give_way()
     assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    held.release()
+    lock_held.release()
 
 
-def test_a_file_system_without_locks_is_a_warning(
+def test_a_file_system_without_locks_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none(*_: Any) -> None:
@@ -147,9 +147,7 @@ def test_a_second_run_is_refused_and_leaves_the_first_alone(tiny: str, prompts_f
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_run_that_was_killed_before_its_first_step_leaves_the_folder_free(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_a_run_killed_before_its_first_step_frees_the_folder(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "running"}')
     (tmp_path / LOCK).write_text("of a process that is dead")
     train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)

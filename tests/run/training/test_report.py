@@ -19,9 +19,7 @@ from tests.support.runs import Recorder, described, fails_at, train
 
 
 @pytest.mark.parametrize("fail_at", ["start", "step", "end"])
-def test_every_reporter_that_was_started_is_ended_once(
-    tiny: str, prompts_file: str, tmp_path: Path, fail_at: str
-) -> None:
+def test_every_started_reporter_is_ended_once(tiny: str, prompts_file: str, tmp_path: Path, fail_at: str) -> None:
     first, second, third = Recorder(), Recorder(fail_at), Recorder()
     with pytest.raises(RuntimeError, match=f"fails at {fail_at}"):
         train(job_of("grpo", tiny), prompts_file, tmp_path, [first, second, third], steps=1)
@@ -72,14 +70,14 @@ def test_a_terminal_names_the_node_that_runs_now(tmp_path: Path) -> None:
     assert "reward 0.250  KL nan" in out.getvalue()
 
 
-def test_the_terminal_is_left_in_order_when_a_run_fails(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_the_terminal_is_restored_when_a_run_fails(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Terminal(Console(file=io.StringIO(), force_terminal=True))
     with pytest.raises(NodeError):
         train(job_of("grpo", tiny, fails_at(0, ValueError("no"))), prompts_file, tmp_path, [reporter])
     assert reporter.progress is None
 
 
-def test_tensorboard_gets_every_number(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_tensorboard_gets_every_metric(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     validation = Validation(PromptData(prompts_file), every=2)
     run = train(job_of("grpo", tiny), prompts_file, tmp_path, [TensorBoard()], validation=validation)
@@ -108,25 +106,25 @@ class TestALogFile:
         terminal.end(None)
         return [" ".join(line.split()[1:]) for line in out.getvalue().splitlines()[1:]]
 
-    def test_a_quick_run_has_a_line_after_the_first_step_and_every_tenth(
+    def test_a_fast_run_logs_the_first_and_every_tenth_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lines = self.shown(0.01, 100, tmp_path, monkeypatch)
         assert [line.split()[0] for line in lines] == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
 
-    def test_a_slow_run_has_a_line_every_half_minute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_slow_run_logs_every_30_seconds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = self.shown(8.0, 100, tmp_path, monkeypatch, first=50)
         assert lines[0] == "51/100 reward 0.500"  # at once, also where the run goes on
         steps = [int(line.partition("/")[0]) for line in lines]
         assert max(b - a for a, b in pairwise(steps)) == 2  # 32 seconds
 
-    def test_a_long_step_says_what_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_long_step_logs_the_running_node(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.shown(40.0, 2, tmp_path, monkeypatch) == [
             "0/2 done, now update_actor", "1/2 reward 0.500", "1/2 done, now update_actor", "2/2 reward 0.500",
         ]  # fmt: skip
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_said(tmp_path: Path) -> None:
+def test_log_lines_are_flushed_at_once(tmp_path: Path) -> None:
     """Python keeps back what it writes to a file; a reader who follows it would see nothing for long."""
     script = """
 import os, pathlib

@@ -84,14 +84,14 @@ class TestSameNumbers:
             nightly("ppo", 5, "generate"),
         ],
     )
-    def test_cut_off_in_a_step(
+    def test_interrupted_in_a_step(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
     ) -> None:
         cut_off(jobs(name, tiny), prompts_file, tmp_path / "run", step, node)
         assert_same(run(jobs(name, tiny), prompts_file, tmp_path / "run", resume=True), whole(name))
         assert checkpoints(tmp_path / "run") == ["step-000002", "step-000004", "step-000006"]
 
-    def test_the_numbers_would_differ_without_what_is_restored(self, whole: Whole) -> None:
+    def test_every_restored_state_affects_the_metrics(self, whole: Whole) -> None:
         """Every kind of state changes within the run, so that its loss would show."""
         ppo = whole("ppo").metrics
         for key in ("kl/coef", "actor/lr", "actor/grad_norm", "critic/vf_loss", "reward/mean"):
@@ -100,12 +100,12 @@ class TestSameNumbers:
         assert position["data"] == {"epoch": 1, "offset": 8, "rows": 12}
         assert position["state"]["kl_shape.beta"] == ppo[4]["kl/coef"]
 
-    def test_cut_off_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_interrupted_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_cut_off_again_and_again(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_interrupted_repeatedly(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(job, prompts_file, tmp_path, 3)
         for step in (2, 3, 4, 5):
@@ -114,7 +114,7 @@ class TestSameNumbers:
         updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
         assert len(updates) > STEPS  # of all starts: some steps were done more than once
 
-    def test_a_reward_that_raises_once(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_after_a_reward_error(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         flag = tmp_path / "asleep"
 
         def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -133,8 +133,8 @@ class TestSameNumbers:
         flag.unlink()
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
 
-    def test_killed(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
-        """SIGKILL within a step, from one process; the next one goes on."""
+    def test_killed_and_resumed_elsewhere(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """A process is killed by SIGKILL within a step; another resumes the run."""
         script = """
             import os, signal, sys
             from pathlib import Path
@@ -156,13 +156,13 @@ class TestSameNumbers:
         assert status(tmp_path) == "running"  # it had no time to say otherwise
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
 
-    def test_into_more_steps(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_finished_and_extended(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step has a checkpoint, whatever its number
         assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     @pytest.mark.ray
-    def test_from_one_place_to_another(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_from_ray_to_one_process(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         """Started on Ray, cut off there, and ended in this process."""
         job = jobs("ppo", tiny)
         cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
@@ -171,7 +171,7 @@ class TestSameNumbers:
 
 class TestCheckpoints:
     @pytest.mark.parametrize("damage", ["flipped", nightly("short"), nightly("gone"), "manifest"])
-    def test_damaged(
+    def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
         self,
         tiny: str,
         prompts_file: str,
@@ -199,7 +199,7 @@ class TestCheckpoints:
         assert "step-000004" in caplog.text and "resuming from step-000002, which is intact" in caplog.text
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]  # and the new one is whole
 
-    def test_half_written(
+    def test_a_run_resumes_after_a_partial_checkpoint(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         save = Steps.save
@@ -217,7 +217,7 @@ class TestCheckpoints:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
 
-    def test_all_damaged(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_all_checkpoints_damaged_is_refused(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
         before = (tmp_path / "run.json").read_text()
@@ -226,18 +226,20 @@ class TestCheckpoints:
         assert (tmp_path / "run.json").read_text() == before
 
     @pytest.mark.parametrize(
-        ("every", "keep", "left"),
+        ("every", "keep", "expected"),
         [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
     )
-    def test_keep(self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]) -> None:
+    def test_max_checkpoints(
+        self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, expected: list[int]
+    ) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=keep, validation=())
-        assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in left]
+        assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in expected]
 
-    def test_none_are_written_unless_asked_for(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_no_checkpoints_are_written_by_default(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=None, steps=1)
         assert not (tmp_path / "checkpoints").exists()
 
-    def test_a_policy_can_be_loaded_from_one_by_others(
+    def test_checkpoints_contain_a_loadable_policy(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         """Also from the middle of a run: it is the model of a run that ends there."""
@@ -248,12 +250,10 @@ class TestCheckpoints:
             AutoTokenizer.from_pretrained(folder, local_files_only=True)
             assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
 
-    def test_checkpoints_change_nothing(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_checkpoints_change_no_metric(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
 
-    def test_a_state_that_no_checkpoint_could_hold_is_refused_before_a_model_loads(
-        self, prompts_file: str, tmp_path: Path
-    ) -> None:
+    def test_an_unserializable_state_is_refused_before_a_model_loads(self, prompts_file: str, tmp_path: Path) -> None:
         class Odd(Operator):
             """Keeps what JSON does not know."""
 
@@ -269,19 +269,19 @@ class TestCheckpoints:
 
 
 class TestStart:
-    def test_where_there_is_nothing_a_run_starts(
+    def test_resume_in_an_empty_folder_starts_a_run(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path / "new", resume=True), whole("grpo"))
 
-    def test_a_run_that_came_to_no_checkpoint_starts_again(
+    def test_a_run_without_a_checkpoint_restarts(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1)
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_without_a_checkpoint_only_the_same_run_starts_anew(
+    def test_only_an_unchanged_run_restarts_without_a_checkpoint(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
@@ -301,7 +301,7 @@ class TestStart:
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def test_a_finished_run_has_nothing_left_to_do_but_to_be_saved(
+    def test_resuming_a_finished_run_only_saves_the_model(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path)
@@ -322,7 +322,7 @@ class TestStart:
         assert_same(again, whole("grpo"))
         assert (tmp_path / "actor" / "model.safetensors").exists()
 
-    def test_without_resume_a_run_is_not_touched(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_without_resume_a_run_is_not_changed(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         with raises("run.folder-taken", path=str(tmp_path)):
             run(jobs("grpo", tiny), prompts_file, tmp_path)
@@ -342,7 +342,7 @@ class TestStart:
 
 @pytest.fixture(scope="module")
 def cut(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was cut off after two steps; nobody may write there."""
+    """A run that was interrupted after two steps; do not write to it."""
     folder = tmp_path_factory.mktemp("cut") / "run"
     cut_off(jobs("grpo", tiny), prompts_file, folder, 2)
     return folder
@@ -357,7 +357,7 @@ class TestRefused:
             ({"steps": 1}, "resume.fewer-steps", {"found": 2, "steps": 1}),
         ],
     )
-    def test_another_run(
+    def test_other_run_settings_are_refused(
         self, tiny: str, prompts_file: str, cut: Path, changed: dict[str, Any], code: str, facts: dict[str, Any]
     ) -> None:
         before = (cut / "run.json").read_text()
@@ -365,7 +365,7 @@ class TestRefused:
             run(jobs("grpo", tiny), prompts_file, cut, resume=True, **changed)
         assert (cut / "run.json").read_text() == before  # which still describes the existing run
 
-    def test_another_graph(self, prompts_file: str, cut: Path) -> None:
+    def test_another_graph_is_refused(self, prompts_file: str, cut: Path) -> None:
         nowhere = "no such model"  # so that the refusal comes before it loads
         for job in (
             jobs("grpo", nowhere).edit(replace={"repeat": Repeat(3)}),
@@ -375,7 +375,7 @@ class TestRefused:
             with raises("resume.other-run", changed="graph"):
                 run(job, prompts_file, cut, resume=True)
 
-    def test_other_data(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+    def test_other_data_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
         ordered = Training(
             jobs("grpo", tiny),
             PromptData(prompts_file, shuffle=False),
@@ -393,7 +393,7 @@ class TestRefused:
         moved = shutil.copyfile(prompts_file, tmp_path / "moved.jsonl")  # a file may lie elsewhere, though
         run(jobs("grpo", tiny), str(moved), copy, resume=True)
 
-    def test_another_model(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+    def test_another_model_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(cut, tmp_path / "copy")
         job = jobs("grpo", tiny)
         other = job.edit(bind={"actor": type(job.graph.bindings["actor"])(tiny, optimizer=SGD(lr=1.0), device="cpu")})
@@ -401,7 +401,7 @@ class TestRefused:
             run(other, prompts_file, copy, resume=True)
         assert status(copy) == "failed"
 
-    def test_another_backend_is_said(
+    def test_another_backend_is_logged(
         self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
     ) -> None:
         """An engine with weights of its own for one that shares them: other backends, and the same numbers."""
@@ -430,9 +430,7 @@ class Odd(Operator):
 
 
 class TestFolder:
-    def test_numbers_that_are_null_in_the_file_come_back_as_nan(
-        self, tiny: str, prompts_file: str, tmp_path: Path
-    ) -> None:
+    def test_null_metrics_are_read_as_nan(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         job = jobs("grpo", tiny).edit(insert={"odd": After("reward", Odd())})
         cut_off(job, prompts_file, tmp_path, 2)
         found = run(job, prompts_file, tmp_path, resume=True, steps=4)

@@ -59,7 +59,9 @@ def with_other_weights(model: str, tmp_path: Path) -> str:
 
 
 class TestOtherInputs:
-    def test_other_data_of_as_many_rows(self, model: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+    def test_other_data_of_equal_length_is_refused(
+        self, model: str, prompts_file: str, cut: Path, tmp_path: Path
+    ) -> None:
         text = Path(prompts_file).read_text()
         other = tmp_path / "other.jsonl"
         other.write_text(text.replace('"ground_truth": "7"', '"ground_truth": "8"'))
@@ -68,25 +70,29 @@ class TestOtherInputs:
             run(jobs("grpo", model), str(other), cut, resume=True)
         assert (cut / "run.json").read_bytes() == before
 
-    def test_another_model_under_the_same_path(self, model: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+    def test_another_model_at_the_same_path_is_refused(
+        self, model: str, prompts_file: str, cut: Path, tmp_path: Path
+    ) -> None:
         file = Path(model) / "model.safetensors"
-        kept = file.read_bytes()
+        original = file.read_bytes()
         file.write_bytes((Path(with_other_weights(model, tmp_path)) / "model.safetensors").read_bytes())
         try:
             with raises("resume.other-run", changed="starting model"):
                 run(jobs("grpo", model), prompts_file, cut, resume=True)
         finally:
-            file.write_bytes(kept)
+            file.write_bytes(original)
 
     @pytest.mark.parametrize("role", ["actor", "ref"])
-    def test_another_model_of_one_role(
+    def test_another_model_of_one_role_is_refused(
         self, model: str, prompts_file: str, cut: Path, tmp_path: Path, role: str
     ) -> None:
         other = jobs("grpo", with_other_weights(model, tmp_path)).graph.bindings[role]
         with raises("resume.other-run", changed="starting model"):
             run(jobs("grpo", model).edit(bind={role: other}), prompts_file, cut, resume=True)
 
-    def test_what_is_no_part_of_it(self, model: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_file_locations_and_synced_weights_are_not_part_of_the_identity(
+        self, model: str, prompts_file: str, tmp_path: Path
+    ) -> None:
         """Where files lie, what a model's folder holds besides, and the weights of an engine that is synced."""
         moved = shutil.copytree(model, tmp_path / "moved")
         (moved / "README.md").write_text("moved")
@@ -97,18 +103,18 @@ class TestOtherInputs:
         assert first.identity() == second.identity()
         assert all(first.identity()["starting model"].values())
 
-    def test_it_is_in_run_json(self, cut: Path, prompts_file: str) -> None:
+    def test_run_json_has_the_identity_of_the_run(self, cut: Path, prompts_file: str) -> None:
         identity = described(cut)["identity"]
         assert identity["content of the data"] == PromptData(prompts_file).digests()
         assert set(identity["starting model"]) == {"actor", "ref"}
 
-    def test_a_tokeniser_that_was_changed_is_told(
+    def test_a_changed_tokenizer_is_logged(
         self, model: str, prompts_file: str, copy: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Since a template may write today's date, it does not keep a run from going on."""
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        kept = tokenizer.chat_template
-        tokenizer.chat_template = kept.replace("<|assistant|>", "!<|assistant|>")
+        original = tokenizer.chat_template
+        tokenizer.chat_template = original.replace("<|assistant|>", "!<|assistant|>")
         files = {file: file.read_bytes() for file in Path(model).iterdir()}
         try:
             tokenizer.save_pretrained(model)
@@ -122,7 +128,7 @@ class TestOtherInputs:
         assert "was written with other prompts: the file, the tokenizer or its chat template has changed" in caplog.text
         assert "was written with other prompts of the validation 'val'" in caplog.text
 
-    def test_a_validation_on_other_prompts_is_told(
+    def test_a_validation_on_other_prompts_is_logged(
         self, model: str, prompts_file: str, copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         other = Validation(PromptData(write_prompts(tmp_path / "other.jsonl", 3)), every=3)
@@ -135,7 +141,7 @@ class TestOtherInputs:
 class TestLines:
     """metrics.jsonl and predictions.jsonl."""
 
-    def test_a_whole_folder_is_gone_on_from_without_a_word(
+    def test_an_intact_folder_resumes_without_warnings(
         self, model: str, prompts_file: str, copy: Path, whole: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.WARNING):
@@ -143,7 +149,7 @@ class TestLines:
         assert not [record for record in caplog.records if record.name.startswith("flowrl")]
 
     @pytest.mark.parametrize(
-        ("damage", "gone", "left"),
+        ("damage", "gone", "remaining"),
         [
             (lambda raw: b"", "the steps 1, 2, 3, 4", [5, 6]),
             nightly(lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
@@ -153,7 +159,7 @@ class TestLines:
         ],
         ids=["deleted", "shortened", "broken", "bytes", "changed"],
     )
-    def test_metrics_that_were_changed_are_told(
+    def test_changed_metrics_are_logged(
         self,
         model: str,
         prompts_file: str,
@@ -161,7 +167,7 @@ class TestLines:
         caplog: pytest.LogCaptureFixture,
         damage: Callable[[bytes], bytes],
         gone: str | None,
-        left: list[int],
+        remaining: list[int],
     ) -> None:
         file = copy / "metrics.jsonl"
         damaged = damage(file.read_bytes())
@@ -172,14 +178,14 @@ class TestLines:
             found = run(jobs("grpo", model), prompts_file, copy, resume=True)
         assert "metrics.jsonl has changed since the checkpoint after step 4 was written" in caplog.text
         assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
-        assert [metrics["step"] for metrics in found.metrics] == left
-        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == left
+        assert [metrics["step"] for metrics in found.metrics] == remaining
+        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == remaining
 
     @pytest.mark.parametrize(
         "tail",
         [b'{"step": 5, "validation": "val", "response": "\xc3', nightly(b"\xff\xfe\n"), nightly(b"{}\n3\n[]\n")],
     )
-    def test_predictions_that_were_torn_are_mended(
+    def test_truncated_prediction_lines_are_repaired(
         self, model: str, prompts_file: str, copy: Path, whole: Any, tail: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
         for name in ("predictions.jsonl", "metrics.jsonl"):
@@ -197,7 +203,7 @@ class TestLines:
             ("trace.json", StorageError, "written"),
         ],
     )
-    def test_a_folder_in_place_of_a_file(
+    def test_a_folder_in_place_of_a_file_is_refused(
         self, model: str, prompts_file: str, copy: Path, name: str, error: type[Exception], lacks: str
     ) -> None:
         (copy / name).unlink()
@@ -210,7 +216,7 @@ class TestLines:
         "content",
         [b"{", b'{"otherData": {}}', *map(nightly, (b"", b"[]", b"3", b"\xff", b"[" * 100_000))],
     )
-    def test_a_broken_trace_begins_anew(
+    def test_a_malformed_trace_is_replaced(
         self, model: str, prompts_file: str, copy: Path, content: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
         (copy / "trace.json").write_bytes(content)
@@ -221,7 +227,9 @@ class TestLines:
 
 
 class TestCheckpoints:
-    def test_strays_are_left_alone(self, model: str, prompts_file: str, copy: Path, whole: Any) -> None:
+    def test_unrelated_files_among_checkpoints_are_kept(
+        self, model: str, prompts_file: str, copy: Path, whole: Any
+    ) -> None:
         strays = [copy / "checkpoints" / name for name in (".step-x", ".step-best", "step-", ".step-000004.bak")]
         for stray in strays[:2]:
             stray.mkdir()
@@ -231,7 +239,9 @@ class TestCheckpoints:
         assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
         assert all(stray.exists() for stray in strays) and (strays[0] / "kept").exists()
 
-    def test_a_checkpoint_that_is_a_link(self, model: str, prompts_file: str, copy: Path, tmp_path: Path) -> None:
+    def test_a_linked_checkpoint_is_used_and_its_target_kept(
+        self, model: str, prompts_file: str, copy: Path, tmp_path: Path
+    ) -> None:
         place = copy / "checkpoints" / "step-000004"
         place.rename(tmp_path / "elsewhere")
         place.symlink_to(tmp_path / "elsewhere")
@@ -254,7 +264,7 @@ class TestCheckpoints:
         ],
         ids=str,
     )
-    def test_a_state_of_something_else(
+    def test_a_malformed_checkpoint_state_is_refused(
         self, model: str, prompts_file: str, copy: Path, changed: dict[str, Any], missing: str | None
     ) -> None:
         """With a new manifest, so that its digests are right."""
@@ -272,13 +282,15 @@ class TestCheckpoints:
 def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
     """Write the checkpoint again, with another state."""
     state = {**json.loads((checkpoint / STATE).read_text()), **changed}
-    kept = shutil.move(checkpoint, checkpoint.with_name("kept"))
+    original = shutil.move(checkpoint, checkpoint.with_name("kept"))
     written = Checkpoints(checkpoint.parent, max_checkpoints=9).save(
-        int(state["step"]), {k: v for k, v in state.items() if k != "step"}, lambda draft: copy_roles(Path(kept), draft)
+        int(state["step"]),
+        {k: v for k, v in state.items() if k != "step"},
+        lambda draft: copy_roles(Path(original), draft),
     )
     if written != checkpoint:
         written.rename(checkpoint)
-    shutil.rmtree(kept)
+    shutil.rmtree(original)
 
 
 def copy_roles(source: Path, target: Path) -> None:
@@ -302,7 +314,7 @@ def copy_roles(source: Path, target: Path) -> None:
     ],
     ids=lambda content: str(content)[:20],
 )
-def test_a_run_json_that_is_none(prompts_file: str, tmp_path: Path, content: bytes) -> None:
+def test_a_malformed_run_json_is_refused(prompts_file: str, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
     for resume in (False, True):
         training = Training(

@@ -1,4 +1,4 @@
-"""Rollouts: the rows of a step as they were sampled, and nothing else changes by their being told."""
+"""The rollout log: the rows of a step as they were sampled; logging changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def data(tmp_path: Path) -> str:
     return write_prompts(tmp_path / "prompts.jsonl", 40)
 
 
-def test_rows_of_the_steps_that_are_due(tiny: str, data: str, tmp_path: Path) -> None:
+def test_rollouts_every_selects_the_logged_steps(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, n=2)
-    told = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
+    logged = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
     silent = train(job, data, tmp_path / "silent", steps=5, prompts=3)
-    assert timeless(list(told.metrics)) == timeless(list(silent.metrics))
+    assert timeless(list(logged.metrics)) == timeless(list(silent.metrics))
     assert not (tmp_path / "silent" / "rollouts.jsonl").exists()
     found = lines(tmp_path / "told" / "rollouts.jsonl")
     assert [row["step"] for row in found] == [2] * 6 + [4] * 6
@@ -41,7 +41,7 @@ def test_rows_of_the_steps_that_are_due(tiny: str, data: str, tmp_path: Path) ->
     assert len({row["row_id"] for row in found}) == 12
 
 
-def test_a_resumed_run_tells_them_once(tiny: str, data: str, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_each_rollout_once(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, n=2)
     settings: dict[str, Any] = {"prompts": 3, "rollouts_every": 1, "checkpoint_every": 2}
     train(job, data, tmp_path / "whole", steps=4, **settings)
@@ -52,7 +52,7 @@ def test_a_resumed_run_tells_them_once(tiny: str, data: str, tmp_path: Path) -> 
     assert whole == parts
 
 
-def test_what_a_gate_leaves_out_was_sampled_and_is_told_of_all_rounds(tiny: str, data: str, tmp_path: Path) -> None:
+def test_rows_dropped_by_a_gate_are_logged_for_all_rounds(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, half, n=2).edit(insert={"collect": After("reward", Collect(Spread(), groups=6))})
     run = train(job, data, tmp_path / "run", steps=2, prompts=5, rollouts_every=2)
     rows = lines(tmp_path / "run" / "rollouts.jsonl")
@@ -71,11 +71,11 @@ def test_what_a_gate_leaves_out_was_sampled_and_is_told_of_all_rounds(tiny: str,
         (remax(exact).subgraph(["reward", "greedy_reward"]), "greedy", "greedy_reward"),
     ],
 )
-def test_the_score_is_that_of_the_answer(graph: Graph, answer: str, score: str) -> None:
+def test_the_logged_score_belongs_to_the_logged_response(graph: Graph, answer: str, score: str) -> None:
     edges = logged_columns(graph)
     assert (edges["response"].node, edges["score"].node) == (answer, score)
     assert edges["row_id"].node == edges["uid"].node
 
 
-def test_where_nobody_answers_nothing_is_told() -> None:
+def test_a_graph_without_generation_logs_no_columns() -> None:
     assert logged_columns(grpo(exact).subgraph("repeat")) == {}

@@ -21,7 +21,7 @@ from tests.support.rewards import digits
 from tests.support.runs import Recorder, described, lines, train
 
 
-def test_a_finished_run_leaves_all_that_it_was(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_finished_run_folder_describes_the_run(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("ppo", tiny)
     validation = Validation(PromptData(prompts_file), every=2)
     run = train(job, prompts_file, tmp_path, seed=9, validation=validation, save_model=True)
@@ -45,7 +45,7 @@ def test_a_finished_run_leaves_all_that_it_was(tiny: str, prompts_file: str, tmp
     assert AutoTokenizer.from_pretrained(tmp_path / "actor").eos_token == "<eos>"
 
 
-def test_predictions_say_who_was_asked_what_and_what_it_was_worth(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_predictions_have_prompt_response_and_score(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     run = train(job_of("grpo", tiny), prompts_file, tmp_path, validation=Validation(PromptData(prompts_file), every=3))
     found = lines(tmp_path / "predictions.jsonl")
     assert [record["step"] for record in found] == [0] * 12 + [3] * 12
@@ -66,7 +66,7 @@ def test_a_folder_is_used_for_one_run_only(tiny: str, prompts_file: str, tmp_pat
     assert (tmp_path / "run.json").read_text() == before
 
 
-def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(
+def test_a_folder_of_a_run_that_failed_before_its_first_step_is_reused(
     tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     validation = Validation(PromptData(prompts_file), every=1)
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts
         train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
 
 
-def test_runs_without_a_folder_are_numbered(
+def test_default_run_folders_are_numbered(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_runs_without_a_folder_are_numbered(
     assert [training.run().folder for _ in range(2)] == [Path("runs/grpo-001"), Path("runs/grpo-002")]
 
 
-def test_numbers_that_are_not_finite_are_null_in_the_file(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_written_as_null(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     class Odd(Operator):
         """Reports what has no number."""
 
@@ -118,7 +118,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_file(tiny: str, prompts_fil
     assert record["odd/max"] is None
 
 
-def test_rewind(tmp_path: Path) -> None:
+def test_rewind_removes_lines_of_later_steps(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.rewind(3) == ([], [])
     texts = ["\u2028 ends no line", "nor does \x85", 'quote " and \n', "é"]

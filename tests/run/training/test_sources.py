@@ -1,4 +1,4 @@
-"""Runs whose inputs have sources of their own: what they are given, what is refused, and that a resumed run goes on."""
+"""Runs with one source per input: sampled rows, refused settings, and resuming."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ def run(job: Job, data: Any, folder: Path, reporters: Any = (), **settings: Any)
 # ---- what each input is given
 
 
-def test_every_input_has_rows_of_its_own(tiny: str, tmp_path: Path) -> None:
+def test_every_input_has_its_own_rows(tiny: str, tmp_path: Path) -> None:
     run(job(tiny), data(tmp_path), tmp_path / "run")
     for what, count in (("batch", 12), ("demos", COUNT)):
-        drawn = [uid for rows in seen(what) for uid in rows]
-        epochs = [drawn[start : start + count] for start in range(0, 20, count)]
+        sampled = [uid for rows in seen(what) for uid in rows]
+        epochs = [sampled[start : start + count] for start in range(0, 20, count)]
         for number, epoch in enumerate(epochs):  # each row once an epoch
             assert {uid.split("/")[0] for uid in epoch} == {str(number)} and len(set(epoch)) == len(epoch)
     orders = [[uid.split("/")[1] for rows in seen(what) for uid in rows][:7] for what in ("batch", "demos")]
     assert orders[0] != orders[1]
 
 
-def test_an_input_more_does_not_change_the_rows_of_the_first(tiny: str, tmp_path: Path) -> None:
+def test_an_additional_input_does_not_change_the_rows_of_the_first(tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     run(job(tiny), sources, tmp_path / "run")
     mixed_rows = seen("batch")
@@ -129,7 +129,7 @@ def test_an_input_more_does_not_change_the_rows_of_the_first(tiny: str, tmp_path
     assert with_name == without
 
 
-def test_rounds_draw_from_the_source_of_their_region_alone(tiny: str, tmp_path: Path) -> None:
+def test_rounds_sample_only_the_source_of_their_region(tiny: str, tmp_path: Path) -> None:
     gated = mixed().edit(insert={"collect": After("reward", Collect(Spread(0.1), groups=5, rounds=30))}, drop=["see"])
     found = run(job(tiny, gated), data(tmp_path), tmp_path / "run", checkpoint_every=4)
     offered = sum(metrics["collect/offered"] for metrics in found.metrics)
@@ -160,7 +160,7 @@ def test_rounds_draw_from_the_source_of_their_region_alone(tiny: str, tmp_path: 
         ),
     ],
 )
-def test_data_that_does_not_fit(
+def test_mismatched_data_is_refused(
     given: Callable[[Any], Any], code: str, facts: dict[str, Any], tiny: str, tmp_path: Path
 ) -> None:
     sources = given(data(tmp_path))
@@ -174,7 +174,7 @@ def test_data_that_does_not_fit(
     ("given", "message"),
     [("demos.jsonl", r"expected PromptData\('demos.jsonl'\)"), (3, "data")],
 )
-def test_data_that_is_no_source(given: Any, message: str, tiny: str, tmp_path: Path) -> None:
+def test_objects_that_are_not_sources_are_refused(given: Any, message: str, tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=message):
         Training(job(tiny), {**data(tmp_path), "demos": given}, steps=1, prompts=1)
 
@@ -187,16 +187,16 @@ def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
         Training(job(tiny), sources, steps=1, prompts=1)
 
 
-def test_feedback_on_other_rows_is_none(tiny: str, tmp_path: Path) -> None:
-    """Of the demonstrations' source nothing is told, though there is a Feedback on the prompts."""
-    told = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
+def test_feedback_must_score_the_rows_of_the_source(tiny: str, tmp_path: Path) -> None:
+    """A Feedback on the prompts does not serve the demonstrations' sampler."""
+    with_feedback = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
     sources = data(tmp_path, sampler=ByDifficulty())
-    Training(told, sources, steps=1, prompts=1)
+    Training(with_feedback, sources, steps=1, prompts=1)
     with raises("run.no-feedback", input="demos"):
-        Training(told, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
+        Training(with_feedback, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
 
 
-def test_a_missing_file_of_any_source(tiny: str, tmp_path: Path) -> None:
+def test_a_missing_file_of_any_source_is_refused(tiny: str, tmp_path: Path) -> None:
     sources = {**data(tmp_path), "demos": DemoData(tmp_path / "gone.jsonl")}
     with pytest.raises(DataError, match=r"gone.jsonl' is not a file.*Correct DemoData\(path=...\)"):
         run(job(tiny), sources, tmp_path / "run")
@@ -209,17 +209,17 @@ def test_a_missing_file_of_any_source(tiny: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "cut", [(1, "generate"), (3, "imitate"), nightly((2, "update_actor")), nightly((3, "see_demos"))]
 )
-def test_a_run_that_is_cut_off_goes_on_with_the_same_rows(cut: Any, tiny: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_rows(cut: Any, tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     whole = run(job(tiny), sources, tmp_path / "whole", checkpoint_every=1)
     rows = {what: seen(what) for what in ("batch", "demos")}
     SEEN.clear()
     with pytest.raises(Stop):
         run(job(tiny), sources, tmp_path / "cut", [Stopper(*cut)], checkpoint_every=1)
-    kept = {what: seen(what)[: cut[0]] for what in rows}
+    finished = {what: seen(what)[: cut[0]] for what in rows}
     SEEN.clear()
     again = run(job(tiny), sources, tmp_path / "cut", checkpoint_every=1, resume=True)
-    assert {what: kept[what] + seen(what) for what in rows} == rows
+    assert {what: finished[what] + seen(what) for what in rows} == rows
     assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
 
 
@@ -257,7 +257,7 @@ def learning(tiny: str, gate: bool = False) -> Job:
     ],
     ids=repr,
 )
-def test_what_was_learned_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
+def test_sampler_state_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
     sources = PromptData(write_prompts(tmp_path / "p.jsonl"), sampler=sampler)
     whole = run(learning(tiny, gate), sources, tmp_path / "whole", checkpoint_every=2)
     assert [metrics["data/batch/heard"] for metrics in whole.metrics] == [0, 1, 2, 3]
@@ -270,7 +270,7 @@ def test_what_was_learned_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: s
     assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["heard"] == 4
 
 
-def test_in_front_of_a_gate_it_hears_of_what_is_kept_out(tiny: str, tmp_path: Path) -> None:
+def test_feedback_upstream_of_a_gate_includes_dropped_rows(tiny: str, tmp_path: Path) -> None:
     sources = PromptData(write_prompts(tmp_path / "p.jsonl", 40), sampler=ByDifficulty())
     found = run(learning(tiny, gate=True), sources, tmp_path / "run", checkpoint_every=1, steps=1)
     offered = found.metrics[0]["collect/offered"]
@@ -283,19 +283,19 @@ def test_in_front_of_a_gate_it_hears_of_what_is_kept_out(tiny: str, tmp_path: Pa
 # ---- validation
 
 
-def test_held_out_demonstrations(tiny: str, tmp_path: Path) -> None:
+def test_validation_on_held_out_demonstrations(tiny: str, tmp_path: Path) -> None:
     @algorithm
     def scored(demos: DemoBatch) -> Any:
         from flowrl.operators import OldLogProb
 
         return graphs.sft(demos), OldLogProb()(demos)
 
-    held = Validation(DemoData(demos_in(tmp_path)), every=2, until="old_log_prob", changes={}, batch=4)
-    found = run(job(tiny, scored()), DemoData(demos_in(tmp_path)), tmp_path / "run", validation=held)
+    held_out = Validation(DemoData(demos_in(tmp_path)), every=2, until="old_log_prob", changes={}, batch=4)
+    found = run(job(tiny, scored()), DemoData(demos_in(tmp_path)), tmp_path / "run", validation=held_out)
     assert [metrics["step"] for metrics in found.validations] == [0, 2, 4]
 
 
-def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
+def test_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     both = {"until": ("reward", "see_demos"), "changes": {"repeat.n": 1, "generate.temperature": 0.0}}
     sources = data(tmp_path)
     with raises("run.validation", found=(12, 7)):
@@ -308,7 +308,7 @@ def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
         run(job(tiny), sources, tmp_path / "c", validation=Validation({"batch": sources["batch"]}, **both))
 
 
-def test_a_validation_on_prompts_alone(tiny: str, tmp_path: Path) -> None:
+def test_validation_on_prompts_only(tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     found = run(job(tiny), sources, tmp_path / "run", validation=Validation(sources["batch"], every=4))
     assert len(found.validations) == 2 and "val/reward/mean" in found.validations[0]
@@ -325,7 +325,7 @@ def test_a_validation_on_prompts_alone(tiny: str, tmp_path: Path) -> None:
         ({}, {"tools": []}, False),  # which a source knows nothing of
     ],
 )
-def test_prompts_are_written_alike_by_their_source_and_by_episodes(
+def test_source_and_episodes_must_use_the_same_template_arguments(
     of_data: dict[str, Any], of_episodes: dict[str, Any], refused: bool
 ) -> None:
     operator = Interact(tools=[pass_at_k], chat_template_kwargs=of_episodes)
@@ -342,7 +342,7 @@ def test_prompts_are_written_alike_by_their_source_and_by_episodes(
 
 
 @pytest.mark.parametrize(("own", "refused"), [({"think": True}, True), ({"think": False}, False), ({}, False)])
-def test_a_row_whose_prompt_episodes_would_write_otherwise_is_refused(
+def test_a_row_with_template_arguments_unlike_its_episodes_is_refused(
     own: dict[str, Any], refused: bool, tmp_path: Path
 ) -> None:
     tokenizer = char_tokenizer()

@@ -1,4 +1,4 @@
-"""`Training`: that a seed decides everything, what a run traces, and how failures are told."""
+"""`Training`: reproducibility by seed, the trace of a run, and failure reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "timing/up
 
 
 @pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
-def test_two_runs_with_one_seed_write_the_same_numbers(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
+def test_two_runs_with_one_seed_have_the_same_metrics(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
     validation = Validation(PromptData(prompts_file), every=2)
 
     def run(folder: str, seed: int) -> list[dict[str, Any]]:
@@ -49,9 +49,7 @@ def test_two_runs_with_one_seed_write_the_same_numbers(tiny: str, prompts_file: 
 
 
 @pytest.mark.parametrize(("name", "keys"), [("ppo", COMMON | CRITIC), ("grpo", COMMON)])
-def test_metrics_have_the_names_of_the_field(
-    tiny: str, prompts_file: str, tmp_path: Path, name: str, keys: set[str]
-) -> None:
+def test_metrics_have_standard_names(tiny: str, prompts_file: str, tmp_path: Path, name: str, keys: set[str]) -> None:
     job = job_of(name, tiny)
     run = train(job, prompts_file, tmp_path)
     for step, metrics in enumerate(run.metrics, start=1):
@@ -62,16 +60,14 @@ def test_metrics_have_the_names_of_the_field(
     assert timeless(lines(tmp_path / "metrics.jsonl")) == timeless(list(run.metrics))
 
 
-def test_the_throughput_is_response_tokens_over_the_time_of_the_step(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_throughput_is_response_tokens_per_step_second(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     metrics = train(job_of("grpo", tiny), prompts_file, tmp_path).metrics[0]
     tokens = metrics["response_length/total"]
     assert metrics["throughput/tokens_per_second"] == pytest.approx(tokens / metrics["timing/step"])
     assert metrics["response_length/mean"] == pytest.approx(tokens / 16)  # 4 prompts x 4
 
 
-def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> None:
+def test_incomplete_trainings_name_what_is_missing(prompts_file: str) -> None:
     job = job_of("grpo", "no such model")
     with pytest.raises(
         ParameterError, match=r"this is a graph; pass a job: graph.bind\(rollout=\.\.\., actor=\.\.\., ref="
@@ -85,7 +81,7 @@ def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> N
 # ---- failures
 
 
-def test_a_failure_mid_run_is_told_and_keeps_what_was_measured(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_keeps_its_metrics(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Recorder()
     job = job_of("grpo", tiny, fails_at(2 * 16, ValueError("the judge is asleep")))
     with pytest.raises(NodeError, match=r"reward failed in step 3: RewardError: (?s:.*)the judge is asleep"):
@@ -100,7 +96,7 @@ def test_a_failure_mid_run_is_told_and_keeps_what_was_measured(tiny: str, prompt
     assert reporter.told[-1] == ("end", None)
 
 
-def test_an_interrupt_is_not_a_failure(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_an_interrupt_is_not_recorded_as_a_failure(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     class Interrupted(Recorder):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
@@ -113,14 +109,14 @@ def test_an_interrupt_is_not_a_failure(tiny: str, prompts_file: str, tmp_path: P
     assert reporter.count("end") == 1
 
 
-def test_data_that_cannot_be_read_is_told_in_the_run_folder(tiny: str, tmp_path: Path) -> None:
+def test_unreadable_data_is_recorded_in_the_run_folder(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "damaged.jsonl").write_text("{")
     with pytest.raises(DataError, match=r"damaged.jsonl:1: the line is not JSON"):
         train(job_of("grpo", tiny), str(tmp_path / "damaged.jsonl"), tmp_path / "run")
     assert described(tmp_path / "run")["status"] == "failed"
 
 
-def test_data_that_is_missing_is_refused_before_there_is_a_folder(prompts_file: str, tmp_path: Path) -> None:
+def test_missing_data_is_refused_before_a_folder_is_created(prompts_file: str, tmp_path: Path) -> None:
     job, absent = job_of("grpo", "no such model"), str(tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match=r"absent.jsonl' is not a file on this machine"):
         train(job, absent, tmp_path / "run")
@@ -149,7 +145,9 @@ class WithValues(NamedTuple):
     values: c.Values
 
 
-def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_file: str, tmp_path: Path) -> None:
+def test_graphs_with_unsupported_inputs_are_refused_before_a_folder_is_created(
+    prompts_file: str, tmp_path: Path
+) -> None:
     @algorithm
     def counting(batch: PromptBatch) -> Any:
         return Count()(batch.prompt_mask)
@@ -175,7 +173,7 @@ def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_f
         ({"stops": 3}, "no parameter 'stops'"),
     ],
 )
-def test_settings_are_checked_where_they_are_written(
+def test_settings_are_checked_at_construction(
     tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ParameterError, match=message):
@@ -190,7 +188,7 @@ def spans(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X"]
 
 
-def test_the_trace_holds_every_call_and_tells_validations_apart(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_the_trace_has_every_call_and_marks_validations(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Recorder()
     validation = Validation(PromptData(prompts_file), every=2, name="held", batch=5)
     job = job_of("ppo", tiny)
@@ -209,7 +207,7 @@ def test_the_trace_holds_every_call_and_tells_validations_apart(tiny: str, promp
     assert summary.path_seconds <= summary.step_seconds
 
 
-def test_a_run_that_fails_leaves_its_trace(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_failed_run_writes_its_trace(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     with pytest.raises(NodeError):
         train(job_of("grpo", tiny, fails_at(16, ValueError("no"))), prompts_file, tmp_path)
     names = [span["name"] for span in spans(tmp_path)]

@@ -56,7 +56,7 @@ def test_a_validation_may_have_any_name() -> None:
     assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
 
 
-def test_where_a_environment_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
+def test_a_validation_with_environment_rewards_needs_until() -> None:
     played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
     with raises("run.validation", validation="val", node="reward") as caught:
         Validation(PromptData("math.jsonl"), changes={}).graph(played)
@@ -64,7 +64,7 @@ def test_where_a_environment_gives_the_rewards_the_default_end_says_which_node_t
     assert Validation(PromptData("math.jsonl"), changes={}, until="interact").graph(played).sinks == ("interact",)
 
 
-def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_each_validation_starts_with_its_own_initial_state(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny).edit(insert={"runs": After("reward", Runs())})
     data = PromptData(prompts_file)
     validations = (
@@ -77,7 +77,7 @@ def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts
     assert found == [("a/runs", 1), ("b/runs", 3)] * 4
 
 
-def test_an_error_of_a_validation_says_which_and_when(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_an_error_in_a_validation_names_the_validation_and_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny).edit(insert={"later": After("reward", FailsLater())})
     changes = {"repeat.n": 1, "later.validates": True}
     validation = Validation(PromptData(prompts_file), every=2, name="held", until="later", changes=changes)
@@ -89,7 +89,7 @@ def test_an_error_of_a_validation_says_which_and_when(tiny: str, prompts_file: s
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(5, 2, [0, 2, 4, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3])])
-def test_validation_comes_before_the_first_step_every_so_often_and_after_the_last(
+def test_validations_run_before_the_first_step_periodically_and_after_the_last(
     tiny: str, prompts_file: str, tmp_path: Path, steps: int, every: int, expected: list[int]
 ) -> None:
     reporter = Recorder()
@@ -112,7 +112,7 @@ def test_validation_does_not_change_training(tiny: str, prompts_file: str, tmp_p
     assert len(within.validations) == 8
 
 
-def test_changes_choose_between_greedy_and_sampled(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_changes_select_greedy_or_sampled_validation(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     data = PromptData(prompts_file)
     greedy = Validation(data, name="greedy", batch=5)
     again = Validation(data, name="again", batch=12)
@@ -133,9 +133,7 @@ def test_changes_choose_between_greedy_and_sampled(tiny: str, prompts_file: str,
     assert job.graph["repeat"].operator != graph["repeat"].operator  # and the original is as it was
 
 
-def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_initial_validations_do_not_depend_on_the_algorithm(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), every=1, changes={"repeat.n": 2})
     ppo = train(job_of("ppo", tiny), prompts_file, tmp_path / "a", steps=1, validation=validation)
     grpo = train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=1, validation=validation)
@@ -153,7 +151,7 @@ def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
         ({"until": "judge"}, r"ends at until='judge', but grpo has no node 'judge'; .*until='reward'\)"),
     ],
 )
-def test_a_validation_that_does_not_fit_is_refused_before_there_is_a_folder(
+def test_an_invalid_validation_is_refused_before_a_folder_is_created(
     tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     validation = Validation(PromptData(prompts_file), **settings)

@@ -33,7 +33,7 @@ OTHERS = ["afmoe", "deepseek_v3", "gpt_oss", "jamba", "mamba", "phimoe", "qwen3_
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The folder of a model, made when first asked for."""
+    """The folder of a model, created on first use."""
     path, folders = tmp_path_factory.mktemp("models"), dict[str, str]()
 
     def of(kind: str) -> str:
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
-    """The answer by one forward pass a token without a cache, drawn in float64 from what the request says."""
+    """The response by one forward pass per token without a cache, sampled in float64."""
     sampling, ids, log_probs = request.sampling, list(request.ids), list[float]()
     for uniform in request.key.numbers(sampling.max_new_tokens).tolist():
         with torch.no_grad():
@@ -96,33 +96,33 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba", "deepseek_v3"], KINDS + OTHERS))
-def test_responses_are_those_of_the_model_in_any_batch(kind: str, made: Folder) -> None:
-    """At every step one joins; some go on for three turns, in which a sliding window (8 or 64 tokens) is passed."""
+def test_responses_equal_those_of_the_model_in_any_batch(kind: str, made: Folder) -> None:
+    """A request joins at every step; some continue for three turns, past a sliding window (8 or 64 tokens)."""
     actor = Actor(made(kind))
     engine = synced(actor, max_rows=4)
     actor.model.eval()
     context = {str(i): tokens(60 if kind == "gemma2" and i == 0 else 3 + 2 * i, seed=i) for i in range(6)}
     turn = dict.fromkeys(context, 0)
-    waiting, left = list(context), len(context)
-    asked: dict[str, Request] = {}
+    waiting, remaining = list(context), len(context)
+    requests: dict[str, Request] = {}
 
     def ask(name: str) -> None:
         limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
-        asked[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
-        engine.submit(asked[name])
+        requests[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
+        engine.submit(requests[name])
 
-    while left:
+    while remaining:
         if waiting:
             ask(waiting.pop(0))
         for name in engine.step():
             response = engine.take(name)
-            assert same(response, drawn_alone(actor.model, asked[name]))
+            assert same(response, drawn_alone(actor.model, requests[name]))
             context[name] = [*context[name], *response.ids, *tokens(3, seed=turn[name])]
             turn[name] += 1
             if turn[name] < 3:
                 ask(name)
             else:
-                left -= 1
+                remaining -= 1
     assert engine.step() == []
 
 
@@ -200,7 +200,7 @@ class Traffic(RuleBasedStateMachine):
             self.step(1)
 
 
-def test_any_traffic_is_answered_as_the_model_does(actor: Actor) -> None:
+def test_any_sequence_of_requests_gets_the_responses_of_the_model(actor: Actor) -> None:
     class OfLlama(Traffic):
         pass
 
@@ -210,7 +210,7 @@ def test_any_traffic_is_answered_as_the_model_does(actor: Actor) -> None:
     OfLlama.TestCase("runTest").debug()
 
 
-def test_requests_of_all_samplings_share_a_step(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_requests_with_different_samplings_share_a_step(actor: Actor, engine: TorchRolloutEngine) -> None:
     actor.model.eval()
     kinds = [GREEDY, SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25))]
     requests = [Request(str(i), tokens(4, 7), k, KEY.answer(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
@@ -218,7 +218,7 @@ def test_requests_of_all_samplings_share_a_step(actor: Actor, engine: TorchRollo
         assert same(response, drawn_alone(actor.model, request))
 
 
-def test_generate_is_the_loop_over_requests(engine: TorchRolloutEngine) -> None:
+def test_generate_equals_submitting_requests_and_stepping(engine: TorchRolloutEngine) -> None:
     assert isinstance(engine, StreamingRollout)
     prompts, mask = ragged(engine, [4, 9, 2, 4])
     whole = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
@@ -231,7 +231,7 @@ def test_generate_is_the_loop_over_requests(engine: TorchRolloutEngine) -> None:
         assert response.log_probs == pytest.approx(log_probs[: len(response.ids)].tolist(), abs=1e-6)
 
 
-def test_others_go_on_while_rows_are_generated(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_submitted_requests_continue_during_generate(actor: Actor, engine: TorchRolloutEngine) -> None:
     actor.model.eval()
     request = Request("mine", tokens(5, 3), SAMPLED, KEY)
     engine.submit(request)
@@ -243,8 +243,8 @@ def test_others_go_on_while_rows_are_generated(actor: Actor, engine: TorchRollou
 # Turns
 
 
-def test_an_answer_bears_the_version_that_sampled_it(made: Folder) -> None:
-    """What was kept of turn 1 was computed by other weights, so turn 2 computes it anew."""
+def test_tokens_have_the_version_of_the_weights_that_sampled_them(made: Folder) -> None:
+    """The cache of turn 1 was computed with other weights, so turn 2 recomputes it."""
     actor = Actor(made("llama"), version=3)
     engine = synced(actor)
     actor.model.eval()
@@ -263,7 +263,7 @@ def test_an_answer_bears_the_version_that_sampled_it(made: Folder) -> None:
     assert same(second, drawn_alone(actor.model, two)) and set(second.versions) == {4}
 
 
-def test_weights_do_not_change_under_requests(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_a_sync_with_requests_in_flight_is_refused(actor: Actor, engine: TorchRolloutEngine) -> None:
     engine.submit(Request("a", [5, 6], SAMPLED, KEY))
     engine.submit(Request("b", [7], SAMPLED, KEY))
     engine.step()
@@ -278,8 +278,8 @@ def test_weights_do_not_change_under_requests(actor: Actor, engine: TorchRollout
     engine.sync(actor)  # type: ignore[arg-type]
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_alone(actor: Actor, engine: TorchRolloutEngine) -> None:
-    """A string that the context begins is not completed by the answer; one that the answer has, ends each turn."""
+def test_stop_strings_match_in_the_response_only(actor: Actor, engine: TorchRolloutEngine) -> None:
+    """A stop string that begins in the context does not match; one within the response ends each turn."""
     ids = engine.tokenizer._tokenizer.encode("what is it? no")
     free = replace(GREEDY, ignore_eos=True)
     (whole,) = answers(engine, Request("a", ids, free, KEY))
@@ -296,7 +296,7 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone(actor: Actor, engine: T
         context = [*context, *response.ids, *ids]
 
 
-def test_turns_draw_other_numbers_and_the_first_those_of_a_single_one() -> None:
+def test_each_turn_has_its_own_random_numbers_and_turn_0_those_of_the_row() -> None:
     numbers = [KEY.answer("a", turn).numbers(6) for turn in range(3)]
     assert torch.equal(numbers[0], KEY.uniforms(["a"], 6)[0])
     assert len({tuple(row.tolist()) for row in numbers}) == 3
@@ -307,7 +307,7 @@ def test_turns_draw_other_numbers_and_the_first_those_of_a_single_one() -> None:
 # What is under way
 
 
-def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
+def test_a_request_name_in_use_is_refused(engine: TorchRolloutEngine) -> None:
     request = Request("a", [5, 6], replace(SAMPLED, max_new_tokens=2, ignore_eos=True), KEY)
     for _ in range(2):  # it waits; it is computed
         engine.submit(request) if not engine._decoder._rows else None
@@ -328,7 +328,7 @@ def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
     assert engine.step() == []
 
 
-def test_invalid_requests_are_refused_when_they_are_submitted(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_invalid_requests_are_refused_by_submit(actor: Actor, engine: TorchRolloutEngine) -> None:
     for ids, code in (([VOCAB], "model.unknown-token"), ([5] * 250, "model.too-long"), ([], "engine.invalid-prompts")):
         with raises(code):
             engine.submit(Request("a", ids, SAMPLED, KEY))
@@ -345,7 +345,7 @@ def test_invalid_requests_are_refused_when_they_are_submitted(actor: Actor, engi
         engine.step()
 
 
-def test_no_more_rows_are_computed_or_kept_than_are_allowed(actor: Actor) -> None:
+def test_running_and_cached_rows_never_exceed_max_rows(actor: Actor) -> None:
     engine = synced(actor, max_rows=3)
     fed: list[int] = []
     engine.model.register_forward_pre_hook(
@@ -360,7 +360,7 @@ def test_no_more_rows_are_computed_or_kept_than_are_allowed(actor: Actor) -> Non
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_an_error_ends_what_is_under_way_and_leaves_the_model_as_it_was(kind: str, made: Folder) -> None:
+def test_an_error_ends_all_requests_and_restores_the_model(kind: str, made: Folder) -> None:
     actor = Actor(made(kind))
     engine = synced(actor)
     actor.model.train()
@@ -384,7 +384,7 @@ def test_an_error_ends_what_is_under_way_and_leaves_the_model_as_it_was(kind: st
     assert as_lists(after) == as_lists(synced(Actor(made(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
 
 
-def test_logits_that_are_not_finite_are_refused_at_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_non_finite_logits_are_refused_at_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
     with torch.no_grad():
         actor.model.lm_head.weight[5, 0] = torch.nan
     engine.submit(Request("a", [5, 6], SAMPLED, KEY))
@@ -398,11 +398,11 @@ def test_logits_that_are_not_finite_are_refused_at_the_first_token(actor: Actor,
     [("llama", Slots), ("qwen2", Slots), ("gpt2", Slots), ("deepseek_v3", Slots), ("phimoe", Slots)]
     + [(kind, CacheBatches) for kind in ("gemma2", "afmoe", "gpt_oss", "jamba", "mamba", "qwen3_next")],
 )
-def test_what_is_not_plain_keeps_the_cache_of_transformers(kind: str, memory: type, made: Folder) -> None:
+def test_unsupported_attention_uses_the_transformers_cache(kind: str, memory: type, made: Folder) -> None:
     assert type(synced(Actor(made(kind)))._memory) is memory
 
 
-def test_an_engine_with_weights_of_its_own_takes_requests_too(made: Folder, tmp_path: Path) -> None:
+def test_an_engine_with_its_own_weights_accepts_requests(made: Folder, tmp_path: Path) -> None:
     from flowrl.backends import TorchRollout
 
     actor = Actor(made("llama"))

@@ -65,7 +65,7 @@ class TestAnswers(AnswerTests):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_generate(folders: dict[str, str], kind: str) -> None:
+def test_greedy_tokens_equal_transformers_generate(folders: dict[str, str], kind: str) -> None:
     actor = Actor(folders[kind])
     engine = synced(actor)
     prompts, mask = ragged(engine, [1, 5, 9, 5, 70, 2])  # 70 is past gemma2's sliding window of 64
@@ -95,7 +95,7 @@ def test_log_probs_equal_a_full_forward(folders: dict[str, str], kind: str, temp
     assert (got.log_probs[~got.response_mask] == 0).all()
 
 
-def test_assembled_sequences_score_as_they_were_sampled(engine: TorchRolloutEngine) -> None:
+def test_assembled_sequences_have_the_sampled_log_probs(engine: TorchRolloutEngine) -> None:
     """The whole padded batch in one forward pass, with the positions that `assemble` gives."""
     prompts, mask = ragged(engine, [3, 8, 1, 5])
     got = engine.generate(prompts, mask, names(4), replace(SAMPLED, temperature=1.0, max_new_tokens=40), KEY)
@@ -114,15 +114,15 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     weight = np.exp(logits / temperature - np.max(logits / temperature))
     ranked = sorted(range(len(weight)), key=lambda i: (-weight[i], i))
     ranked = ranked[:top_k] if top_k else ranked
-    total, reached, kept = sum(weight[i] for i in ranked), 0.0, []
+    total, reached, selected = sum(weight[i] for i in ranked), 0.0, []
     for i in ranked:
-        kept.append(i)
+        selected.append(i)
         reached += weight[i] / total
         assume(abs(reached - top_p) > 1e-6)  # where float32 may decide either way
         if reached >= top_p:
             break
     probability = np.zeros(len(weight))
-    probability[kept] = weight[kept] / weight[kept].sum()
+    probability[selected] = weight[selected] / weight[selected].sum()
     return probability
 
 
@@ -134,7 +134,7 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     top_k=st.sampled_from([0, 1, 3, 10, 100]),
     top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
 )
-def test_next_token_draws_from_the_filtered_distribution(
+def test_next_token_samples_the_filtered_distribution(
     seed: int, vocabulary: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
@@ -149,7 +149,7 @@ def test_next_token_draws_from_the_filtered_distribution(
     np.testing.assert_allclose(log_probs.numpy(), np.log(expected[tokens.numpy()]), atol=2e-5)
 
 
-def test_the_ends_of_the_unit_interval_stay_on_the_support() -> None:
+def test_uniforms_at_the_ends_of_the_unit_interval_sample_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(2, -1)
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
     for top_k in (0, 4):
@@ -158,13 +158,13 @@ def test_the_ends_of_the_unit_interval_stay_on_the_support() -> None:
         assert log_probs.tolist() == pytest.approx([np.log(0.5)] * 2)
 
 
-def test_of_equals_top_k_keeps_the_lowest_ids() -> None:
+def test_top_k_breaks_ties_by_the_lowest_ids() -> None:
     uniforms = (torch.arange(30, dtype=torch.float64) + 0.5) / 30
     tokens, _ = next_token(torch.zeros(30, 6), uniforms, Sampling(1.0, 3, 1.0, 1))
     assert torch.bincount(tokens).tolist() == [10, 10, 10]
 
 
-def test_greedy_takes_the_mode_whatever_top_k_and_top_p() -> None:
+def test_greedy_takes_the_mode_for_any_top_k_and_top_p() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     for sampling in (GREEDY, replace(GREEDY, top_k=1, top_p=0.1)):
         tokens, log_probs = next_token(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
@@ -181,7 +181,7 @@ def test_nan_logits_are_refused(actor: Actor, engine: TorchRolloutEngine) -> Non
             engine.generate(prompts, mask, names(1), sampling, KEY)
 
 
-def test_first_tokens_have_the_frequencies_of_the_model(actor: Actor) -> None:
+def test_frequencies_of_first_tokens_match_the_model(actor: Actor) -> None:
     engine = synced(actor, max_rows=4096)
     count = 4000
     prompts, mask = ragged(engine, [6])
@@ -224,7 +224,7 @@ def test_a_row_does_not_depend_on_order_batch_or_chunks(actor: Actor, engine: To
     assert as_lists(engine.generate(*wider, rows, SAMPLED, KEY)) == as_lists(whole)
 
 
-def test_other_keys_and_rows_draw_other_numbers(engine: TorchRolloutEngine) -> None:
+def test_rows_and_keys_have_different_random_numbers(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5])
     prompts, mask = prompts.repeat(4, 1), mask.repeat(4, 1)
     one = as_lists(engine.generate(prompts, mask, names(4), SAMPLED, KEY))
@@ -234,7 +234,7 @@ def test_other_keys_and_rows_draw_other_numbers(engine: TorchRolloutEngine) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shared_prompt_is_prefilled_once_and_samples_the_same(folders: dict[str, str], kind: str) -> None:
+def test_a_shared_prompt_is_prefilled_once_and_changes_no_sample(folders: dict[str, str], kind: str) -> None:
     engine = synced(Actor(folders[kind]))
     prompts, mask = ragged(engine, [4, 7, 5])
     copies = torch.tensor([0, 1, 0, 2, 2, 0, 1])
@@ -253,8 +253,8 @@ def test_a_shared_prompt_is_prefilled_once_and_samples_the_same(folders: dict[st
     assert [as_lists(one)[0] for one in alone] == as_lists(shared)
 
 
-def test_equal_ids_under_unequal_masks_are_not_one_prompt(engine: TorchRolloutEngine) -> None:
-    """The pad id may be an ordinary token to a prompt, so rows are told apart by their masks too."""
+def test_equal_ids_with_different_masks_are_different_prompts(engine: TorchRolloutEngine) -> None:
+    """The pad id may be an ordinary token to a prompt, so the mask is part of a prompt's identity."""
     prompts = torch.tensor([[PAD, 9, 10], [PAD, 9, 10]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     got = engine.generate(prompts, mask, names(2), GREEDY, KEY)
@@ -297,7 +297,7 @@ def test_responses_end_at_eos_and_finished_rows_leave_the_batch(engine: TorchRol
     assert fed[1:] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
 
 
-def test_stop_ids_end_rows_and_are_kept(engine: TorchRolloutEngine) -> None:
+def test_stop_ids_end_rows_and_stay_in_the_response(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5, 3])
     free = as_lists(engine.generate(prompts, mask, names(2), GREEDY, KEY))
     stop = free[0][4]
@@ -308,7 +308,7 @@ def test_stop_ids_end_rows_and_are_kept(engine: TorchRolloutEngine) -> None:
     assert got.responses.shape[1] == max(map(len, ended))
 
 
-def test_the_width_is_that_of_the_longest_response(engine: TorchRolloutEngine) -> None:
+def test_columns_are_as_wide_as_the_longest_response(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5, 3])
     everything = tuple(range(VOCAB))
     got = engine.generate(prompts, mask, names(2), replace(SAMPLED, stop_token_ids=everything), KEY)
@@ -318,7 +318,7 @@ def test_the_width_is_that_of_the_longest_response(engine: TorchRolloutEngine) -
     assert none.responses.shape == (0, 0)
 
 
-def test_dropout_is_off_and_training_mode_comes_back(folders: dict[str, str]) -> None:
+def test_dropout_is_off_and_training_mode_is_restored(folders: dict[str, str]) -> None:
     actor = Actor(folders["gpt2"])
     engine = synced(actor)
     prompts, mask = ragged(engine, [5, 3])
@@ -329,7 +329,7 @@ def test_dropout_is_off_and_training_mode_comes_back(folders: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
-def test_a_response_ends_at_the_end_of_turn_tokens_of_the_folder(folder: str, tmp_path: Path, where: str) -> None:
+def test_a_response_ends_at_end_of_turn_tokens_of_the_folder(folder: str, tmp_path: Path, where: str) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     engine = synced(Actor(str(tmp_path)))
     prompts, mask = ragged(engine, [5])
@@ -348,7 +348,7 @@ def test_a_response_ends_at_the_end_of_turn_tokens_of_the_folder(folder: str, tm
 # What prompts are refused
 
 
-def test_prompts_that_the_model_cannot_take(engine: TorchRolloutEngine) -> None:
+def test_malformed_prompts_are_refused(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5, 3])
 
     def refused(prompts: Tensor, mask: Tensor, code: str, rows: int = 2, tokens: int = 12, **facts: Any) -> None:

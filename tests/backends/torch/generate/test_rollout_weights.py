@@ -23,7 +23,7 @@ from tests.support.models import KINDS, VOCAB, char_tokenizer, tiny_folder
 # Weights: sharing
 
 
-def test_a_shared_engine_is_a_rollout_and_its_sync_is_an_alias(actor: Actor) -> None:
+def test_syncing_a_shared_engine_copies_nothing(actor: Actor) -> None:
     engine = TorchRollout().build(Context(actor))
     assert isinstance(engine, Rollout)
     assert engine.receipt is None and engine.model is actor.model
@@ -31,14 +31,16 @@ def test_a_shared_engine_is_a_rollout_and_its_sync_is_an_alias(actor: Actor) -> 
     assert receipt == engine.receipt == (0, "alias", 0, 0.0, "alias")
 
 
-def test_an_engine_without_receipt_does_not_generate(actor: Actor) -> None:
+def test_generation_before_the_first_sync_is_refused(actor: Actor) -> None:
     prompts, mask = torch.tensor([[5]]), torch.tensor([[True]])
     for engine in (TorchRollout().build(Context(actor)), TorchRollout(actor.folder).build(Context(None))):
         with raises("engine.no-receipt", engine="TorchRollout"):
             engine.generate(prompts, mask, ["a"], GREEDY, KEY)
 
 
-def test_shared_weights_that_were_trained_since_are_not_sampled(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_generation_with_shared_weights_updated_since_the_sync_is_refused(
+    actor: Actor, engine: TorchRolloutEngine
+) -> None:
     prompts, mask = ragged(engine, [3])
     actor.version = 1
     with raises("engine.version-mismatch", found=1, expected=0):
@@ -47,13 +49,13 @@ def test_shared_weights_that_were_trained_since_are_not_sampled(actor: Actor, en
     engine.generate(prompts, mask, names(1), GREEDY, KEY)
 
 
-def test_a_shared_engine_refuses_another_trainer(actor: Actor, engine: TorchRolloutEngine) -> None:
+def test_a_shared_engine_refuses_to_sync_another_trainer(actor: Actor, engine: TorchRolloutEngine) -> None:
     with raises("engine.other-trainer", found="Actor"):
         engine.sync(Actor(actor.folder))  # type: ignore[arg-type]
     assert engine.receipt is None
 
 
-def test_specs_that_cannot_be_built(actor: Actor) -> None:
+def test_invalid_backend_settings_are_refused(actor: Actor) -> None:
     with pytest.raises(ParameterError, match="max_rows"):
         TorchRollout(max_rows=0)
     for unused in ({"dtype": "bfloat16"}, {"device": "cpu"}, {"ranks": 2}, {"lora": LoRA()}):
@@ -67,7 +69,7 @@ def test_specs_that_cannot_be_built(actor: Actor) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_samples_as_the_trainer_does(folders: dict[str, str], tmp_path: Path, kind: str) -> None:
+def test_a_synced_copy_samples_like_a_shared_engine(folders: dict[str, str], tmp_path: Path, kind: str) -> None:
     actor = Actor(tiny_folder(tmp_path, kind, seed=1), version=7)
     engine = TorchRollout(folders[kind]).build(Context(None))
     receipt = engine.sync(actor)  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ def test_a_copy_samples_as_the_trainer_does(folders: dict[str, str], tmp_path: P
     assert as_lists(engine.generate(prompts, mask, names(2), SAMPLED, KEY)) == as_lists(ours)  # a copy, no alias
 
 
-def test_fused_experts_arrive(tmp_path: Path) -> None:
+def test_fused_experts_are_synced(tmp_path: Path) -> None:
     """Transformers stores the experts of a layer fused, but names them one by one in files, and so on the way."""
     sizes: Any = dict(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2
@@ -98,7 +100,7 @@ def test_fused_experts_arrive(tmp_path: Path) -> None:
         assert torch.equal(engine.model.state_dict()[name], tensor)
 
 
-def test_an_engine_of_another_dtype_holds_the_cast_weights(folders: dict[str, str], actor: Actor) -> None:
+def test_an_engine_of_another_dtype_has_the_cast_weights(folders: dict[str, str], actor: Actor) -> None:
     engine = TorchRollout(folders["llama"], dtype="bfloat16").build(Context(None))
     receipt = engine.sync(actor)  # type: ignore[arg-type]
     assert receipt.digest == weights_digest(actor.weights())  # over the tensors as sent
@@ -109,7 +111,7 @@ def test_an_engine_of_another_dtype_holds_the_cast_weights(folders: dict[str, st
     assert got.log_probs.dtype == torch.float32
 
 
-def test_planted_stale_weights_are_found(actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_detects_stale_weights(actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TorchRollout(tiny_folder(tmp_path, "llama", seed=1)).build(Context(None))
     engine.sync(actor)  # type: ignore[arg-type]
     stale = "model.layers.1.mlp.up_proj.weight"
@@ -131,7 +133,7 @@ def test_planted_stale_weights_are_found(actor: Actor, tmp_path: Path, monkeypat
     assert engine.sync(actor).version == 1  # type: ignore[arg-type]
 
 
-def test_weights_that_do_not_fit_are_named(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_weights_are_named(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TorchRollout(actor.folder).build(Context(None))
     sent = dict(actor.weights())
 
@@ -151,14 +153,14 @@ def test_weights_that_do_not_fit_are_named(actor: Actor, monkeypatch: pytest.Mon
 # Digests
 
 
-def test_tied_weights_count_once(folders: dict[str, str]) -> None:
+def test_tied_weights_are_sent_once(folders: dict[str, str]) -> None:
     tied = dict(Actor(folders["qwen2"]).weights())
     assert "model.embed_tokens.weight" in tied and "lm_head.weight" not in tied
     assert list(tied) == sorted(tied)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= dict(Actor(folders["llama"]).weights()).keys()
 
 
-def test_a_digest_covers_name_dtype_shape_and_bytes() -> None:
+def test_weights_digest_covers_name_dtype_shape_and_bytes() -> None:
     tensor = torch.arange(6, dtype=torch.float32)
     variants = [
         ("a", tensor),
@@ -175,7 +177,7 @@ def test_a_digest_covers_name_dtype_shape_and_bytes() -> None:
     assert len(tensor_digest("a", torch.tensor(1.0))) == 32
 
 
-def test_a_digest_does_not_depend_on_order() -> None:
+def test_weights_digest_does_not_depend_on_order() -> None:
     one, two = ("a", torch.ones(2)), ("b", torch.zeros(2))
     assert weights_digest([one, two]) == weights_digest([two, one])
     assert weights_digest([one, two]) != weights_digest([one]) != weights_digest([])
@@ -185,7 +187,7 @@ def test_a_digest_does_not_depend_on_order() -> None:
 # Turns
 
 
-def test_an_engine_that_sleeps_does_not_generate(folders: dict[str, str]) -> None:
+def test_a_sleeping_engine_refuses_to_generate(folders: dict[str, str]) -> None:
     trainer = TorchTrainer(folders["llama"], device="cpu").build(Context(None))  # type: ignore[arg-type]
     shared, own = (TorchRollout(model).build(Context(trainer)) for model in (None, folders["llama"]))  # type: ignore[arg-type]
     for engine, sleeper in ((shared, trainer), (shared, shared), (own, own)):

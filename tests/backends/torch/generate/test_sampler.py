@@ -12,7 +12,7 @@ PLAIN = Sampling(1.0, 0, 1.0, 1)
 
 
 @pytest.mark.parametrize("columns", [8 * BLOCK, 8 * BLOCK + 1, 10 * BLOCK, 12 * BLOCK - 1])
-def test_many_columns_are_drawn_as_few_are(columns: int) -> None:
+def test_sampling_in_blocks_equals_sampling_the_whole_vocabulary(columns: int) -> None:
     generator = torch.Generator().manual_seed(columns)
     logits = 4 * torch.randn(50, columns, generator=generator)
     logits[:, ::3] = -torch.inf
@@ -31,7 +31,7 @@ def test_many_columns_are_drawn_as_few_are(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [5, 9 * BLOCK])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_a_log_prob_of_nan_and_leaves_others_alone(columns: int, bad: float) -> None:
+def test_a_row_of_non_finite_logits_has_nan_log_probs_and_changes_no_other_row(columns: int, bad: float) -> None:
     logits = torch.zeros(3, columns)
     logits[1, 3] = bad
     for sampling in (PLAIN, Sampling(0.7, 4, 0.9, 1), Sampling(0.0, 0, 1.0, 1)):

@@ -45,7 +45,7 @@ def whole(model: Any, ids: list[int]) -> Tensor:
 # What is computed once
 
 
-def test_a_beginning_in_common_is_computed_once(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
+def test_a_shared_prefix_is_prefilled_once(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
     beginning = tokens(40, 1)
     requests = [Request(str(i), beginning + tokens(2 + i, i), LONG, KEY.answer(str(i))) for i in range(5)]
     responses = answers(engine, *requests)
@@ -55,7 +55,7 @@ def test_a_beginning_in_common_is_computed_once(actor: Actor, engine: TorchRollo
         assert same(response, drawn_alone(actor.model.eval(), request))
 
 
-def test_who_joins_later_takes_over_what_others_began_with(
+def test_later_requests_reuse_the_cached_prefix_of_earlier_ones(
     actor: Actor, engine: TorchRolloutEngine, fed: list[Any]
 ) -> None:
     prompt = tokens(30, 1)
@@ -76,7 +76,7 @@ def test_who_joins_later_takes_over_what_others_began_with(
         assert same(responses[request.name], drawn_alone(actor.model.eval(), request))
 
 
-def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
+def test_a_turn_prefills_only_its_new_tokens(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
     context = tokens(50, 1)
     (first,) = answers(engine, Request("a", context, LONG, KEY, retain_cache=True))
     context = [*context, *first.ids, *tokens(7, 2)]
@@ -95,7 +95,7 @@ def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, f
 # Memory
 
 
-def test_memory_is_as_large_as_its_rows_and_goes_with_them(engine: TorchRolloutEngine) -> None:
+def test_the_cache_grows_with_its_rows_and_is_freed_with_them(engine: TorchRolloutEngine) -> None:
     memory: Any = engine._memory
     assert memory.width == 0
     engine.submit(Request("a", tokens(STEP + 1, 1), replace(LONG, max_new_tokens=70), KEY, retain_cache=True))
@@ -116,7 +116,7 @@ def test_memory_is_as_large_as_its_rows_and_goes_with_them(engine: TorchRolloutE
     assert len(finished(engine, 1)["b"].ids) == 12
 
 
-def test_rows_are_right_while_their_buffers_grow(actor: Actor) -> None:
+def test_responses_are_unchanged_while_cache_buffers_grow(actor: Actor) -> None:
     slots, model = Slots(actor.model), actor.model.eval()
     rows = [tokens(3, 0)]
     with torch.no_grad(), slots.decoding():
@@ -147,7 +147,7 @@ def small(config: type, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(config(**sizes, num_key_value_heads=1, **options))
 
 
-def test_a_window_is_not_plain_however_wide_it_is() -> None:
+def test_sliding_windows_of_any_width_are_unsupported() -> None:
     assert suited(small(MistralConfig, sliding_window=None))
     assert not suited(small(MistralConfig, sliding_window=4096))
     windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=1)
@@ -155,7 +155,7 @@ def test_a_window_is_not_plain_however_wide_it_is() -> None:
 
 
 @pytest.mark.parametrize("more", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 4096}])
-def test_attention_that_is_handed_more_is_not_plain(
+def test_attention_with_extra_arguments_is_unsupported(
     actor: Actor, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert suited(actor.model)
@@ -168,7 +168,7 @@ def test_attention_that_is_handed_more_is_not_plain(
     assert not suited(actor.model)
 
 
-def test_attention_that_gives_other_numbers_is_not_used(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_different_results_is_unsupported(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Slots.attend
 
     def wrong(self: Slots, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def test_attention_that_gives_other_numbers_is_not_used(actor: Actor, monkeypatc
     assert not suited(actor.model)
 
 
-def test_the_model_attends_as_before_once_it_was_tried(actor: Actor) -> None:
+def test_the_support_check_restores_the_attention_of_the_model(actor: Actor) -> None:
     before = actor.model.config._attn_implementation
     for _ in range(2):
         suited(actor.model)
@@ -187,7 +187,7 @@ def test_the_model_attends_as_before_once_it_was_tried(actor: Actor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_is_as_near_as_transformers(actor: Actor, dtype: torch.dtype) -> None:
+def test_low_precision_errors_are_no_larger_than_those_of_transformers(actor: Actor, dtype: torch.dtype) -> None:
     """What bfloat16 rounds away is no more in place than in a pass without a cache."""
     exact = actor.model.eval()
     rows = [tokens(20, 1), tokens(9, 2)]

@@ -1,4 +1,4 @@
-"""Weights that change under answers of `TorchRollout`: each token against transformers, by the version it bears."""
+"""Weight swaps during generation with `TorchRollout`: each token against transformers, by its recorded version."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def actors(folder: str, count: int = 3) -> list[Any]:
-    """Versions 0, 1, ... of a policy, which are far apart."""
+    """Versions 0, 1, ... of a policy, with very different weights."""
     found = []
     for version in range(count):
         actor = Actor(folder, version)
@@ -92,8 +92,8 @@ def asked(count: int, keep: bool = False) -> list[Request]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phimoe"])
-def test_each_token_is_of_the_version_that_it_bears(kind: str, folder: Folder) -> None:
-    """Two swaps, the second of them twice, while some answers wait, join and end."""
+def test_each_token_was_sampled_by_its_recorded_version(kind: str, folder: Folder) -> None:
+    """Two swaps, the second repeated, while requests wait, join and end."""
     versions = actors(folder(kind))
     engine, requests = engine_of(folder(kind), versions[0]), asked(4)
     assert isinstance(engine, LiveWeightUpdate)
@@ -116,7 +116,7 @@ def test_each_token_is_of_the_version_that_it_bears(kind: str, folder: Folder) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_what_is_kept_was_computed_by_the_old_weights(kind: str, folder: Folder) -> None:
+def test_reused_caches_were_computed_by_the_old_weights(kind: str, folder: Folder) -> None:
     old, new, _ = versions = actors(folder(kind))
     engine, swapped = engine_of(folder(kind), old), 4
     for request in asked(3):
@@ -135,7 +135,7 @@ def test_what_is_kept_was_computed_by_the_old_weights(kind: str, folder: Folder)
 
 
 @pytest.mark.parametrize("caches", CACHES)
-def test_equal_weights_change_nothing_but_the_version(caches: Caches, folder: Folder) -> None:
+def test_swapping_in_equal_weights_changes_only_the_version(caches: Caches, folder: Folder) -> None:
     old, *_ = actors(folder("llama"), 1)
     same = Actor(folder("llama"), version=1)
     whole = answers(engine_of(folder("llama"), old), *asked(3))
@@ -154,8 +154,8 @@ def test_equal_weights_change_nothing_but_the_version(caches: Caches, folder: Fo
 
 
 @pytest.mark.parametrize("caches", CACHES)
-def test_what_begins_after_a_swap_goes_on_from_nothing_that_is_older(caches: Caches, folder: Folder) -> None:
-    """Neither from a turn that had ended, nor from one that was under way, nor from a beginning in common."""
+def test_requests_started_after_a_swap_reuse_no_older_cache(caches: Caches, folder: Folder) -> None:
+    """Neither the cache of an ended turn, nor of one in flight, nor of a shared prefix."""
     old, new, _ = versions = actors(folder("llama"))
     engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
     ended, under_way = (
@@ -205,7 +205,7 @@ def test_a_failed_swap_is_reported_to_the_requests_in_flight(folder: Folder) -> 
     assert set(engine.generate(prompts, mask, names(2), LONG, KEY).versions.flatten().tolist()) == {1}
 
 
-def test_another_thread_swaps_under_rows_that_are_generated(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_can_swap_weights_during_generate(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ray has it: the thread that generates does not stop, and the swap comes after the step that it came in."""
     versions = actors(folder("phimoe"))
     engine, step, swapping = engine_of(folder("phimoe"), versions[0]), TorchRolloutEngine._step, list[Any]()
@@ -233,7 +233,7 @@ def test_another_thread_swaps_under_rows_that_are_generated(folder: Folder, monk
         assert sampled.log_probs[i].tolist() == pytest.approx(expected, abs=3e-5)
 
 
-def test_who_waits_comes_before_who_goes_in_again_and_again() -> None:
+def test_the_lock_is_fair_to_waiting_threads() -> None:
     alone, seen, stop = FairLock(), list[str](), threading.Event()
 
     def again_and_again() -> None:

@@ -29,44 +29,44 @@ def scorer(folder: str, **settings: Any) -> Any:
     return TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
 
 
-def distributions(said: HiddenStates, batch: Ragged, row: int) -> Tensor:
+def distributions(hidden: HiddenStates, batch: Ragged, row: int) -> Tensor:
     """What the head makes of a row's states: ``[tokens vocabulary]``."""
     on = batch.response_mask[row]
-    return said.head.log_probs(said.states[row][on], batch.temperature[row].expand(int(on.sum())))
+    return hidden.head.log_probs(hidden.states[row][on], batch.temperature[row].expand(int(on.sum())))
 
 
 @pytest.mark.parametrize(
     "kind", ["llama", nightly("qwen2"), nightly("gpt2"), "gemma2", "granite", nightly("cohere"), "phi"]
 )
-def test_states_and_head_say_what_the_model_alone_says(kind: str, folder: Folder) -> None:
-    """Heads that are tied and not, with a bias, before a scale and before a cap; it is transformers that is asked."""
+def test_hidden_states_and_head_give_the_log_probs_of_the_model(kind: str, folder: Folder) -> None:
+    """Heads that are tied and not, with a bias, before a scale and before a cap; compared with transformers."""
     batch, engine = ragged(), scorer(folder(kind), max_tokens=30)
     assert isinstance(engine, HiddenStateScorer)
-    said = engine.last_states(batch)
-    assert said.states.dtype == torch.float32 and said.states.shape == (*batch.response_mask.shape, 64)
-    assert said.states[~batch.response_mask].eq(0).all()
+    hidden = engine.last_states(batch)
+    assert hidden.states.dtype == torch.float32 and hidden.states.shape == (*batch.response_mask.shape, 64)
+    assert hidden.states[~batch.response_mask].eq(0).all()
     model: Any = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float64, attn_implementation="eager")
     for row, ids, places in unpadded(batch):
         logits = model.eval()(input_ids=ids).logits[0, places - 1] / batch.temperature[row].double()
-        found = distributions(said, batch, row).double()
+        found = distributions(hidden, batch, row).double()
         torch.testing.assert_close(found, logits.log_softmax(-1).detach(), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_head_computes_in_the_arithmetic_of_its_model(kind: str, folder: Folder) -> None:
+def test_a_head_computes_in_the_dtype_of_its_model(kind: str, folder: Folder) -> None:
     batch, engine = ragged(), scorer(folder(kind), dtype="bfloat16")
-    said, log_probs = engine.last_states(batch), engine.log_probs(batch)
+    hidden, log_probs = engine.last_states(batch), engine.log_probs(batch)
     exact = scorer(folder(kind)).log_probs(batch)
     for row in range(len(batch.input_ids)):
         on = batch.response_mask[row]
         targets = batch.input_ids[row, -len(on) :][on]
         with torch.autocast("cpu", torch.bfloat16, enabled=row % 2 == 0):  # whatever surrounds it
-            found = distributions(said, batch, row).gather(1, targets[:, None]).squeeze(1)
+            found = distributions(hidden, batch, row).gather(1, targets[:, None]).squeeze(1)
         torch.testing.assert_close(found, log_probs[row][on], atol=1e-3, rtol=0)
     assert (log_probs - exact).abs().max() > 5e-3  # which is coarser than that
 
 
-def test_what_travels_is_small_and_equal_where_it_is_the_same(folder: Folder) -> None:
+def test_a_pickled_head_is_small_and_compares_by_content(folder: Folder) -> None:
     one, other = (scorer(folder(kind)).last_states(ragged()).head for kind in ("llama", "qwen2"))
     sent = pickle.dumps(one)
     assert len(sent) < 1000
@@ -98,7 +98,7 @@ def test_a_trainer_reads_a_head_once(folder: Folder, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_folder_that_has_changed_since_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_folder_changed_after_loading_is_refused(kind: str, tmp_path: Path) -> None:
     path = tiny_folder(tmp_path, kind)
     teacher, engine, rows = scorer(path), trainer(tiny_folder(tmp_path, seed=3)), ragged()
     weights = load_file(Path(path, "model.safetensors"))
@@ -110,7 +110,7 @@ def test_a_folder_that_has_changed_since_is_refused(kind: str, tmp_path: Path) -
     assert engine.version == 0
 
 
-def test_only_the_head_of_a_folder_is_read(folder: Folder, tmp_path: Path) -> None:
+def test_read_head_reads_only_the_head_of_a_folder(folder: Folder, tmp_path: Path) -> None:
     """From tensors that are stored as they are; and from other folders by loading the model, to the same end."""
     for kind in ("qwen2", "phi"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float32)
@@ -124,7 +124,7 @@ def test_only_the_head_of_a_folder_is_read(folder: Folder, tmp_path: Path) -> No
         shards.read_head(str(tmp_path / "none"))
 
 
-def test_a_model_whose_logits_no_head_makes_is_refused_by_name(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_linear_head_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scorer(folder("gemma2"))
     monkeypatch.setattr(engine._scorer, "after_head", None)
     with raises("model.no-linear-head", architecture="Gemma2ForCausalLM"):

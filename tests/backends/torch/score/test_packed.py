@@ -1,4 +1,4 @@
-"""Rows one behind the other: who runs over them so, that rows stay apart, and who is told why not.
+"""Packed rows: which architectures pack them, that rows do not affect each other, and warnings for the others.
 
 That log-probs and gradients are those of each row alone is in `test_rows.py`, of all architectures.
 """
@@ -63,7 +63,7 @@ def lines(engine: Any, batch: Ragged) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_rows_of_these_run_one_behind_the_other(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_supported_architectures_pack_rows(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flowrl"):
         engine = scorer(folder_of(kind, tmp_path))
     assert lines(engine, ragged()) == {1} and not caplog.records
@@ -86,7 +86,7 @@ def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.L
     assert lines(engine, ragged()) == {6} and not caplog.records
 
 
-def test_a_layer_that_lets_nothing_through_is_padded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_if_attention_ignores_packing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = LlamaAttention.forward
 
     def deaf(self: Any, hidden_states: Tensor, packed: Any = None, **kwargs: Any) -> Any:
@@ -96,9 +96,7 @@ def test_a_layer_that_lets_nothing_through_is_padded(tiny: str, monkeypatch: pyt
     assert "its outputs for packed rows differ" in scorer(tiny)._scorer.unpacked
 
 
-def test_a_layer_that_carries_a_little_from_token_to_token_is_padded(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_padded_if_a_layer_leaks_between_tokens(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So little that the numbers of a row by itself are nearly those of packed rows."""
     apply = LlamaMLP.forward
 
@@ -110,7 +108,7 @@ def test_a_layer_that_carries_a_little_from_token_to_token_is_padded(
     assert "the tokens of one row change the outputs of others" in scorer(tiny)._scorer.unpacked
 
 
-def test_a_layer_that_takes_no_such_word_is_padded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = LlamaAttention.forward
 
     def strict(
@@ -132,7 +130,7 @@ def test_a_layer_that_takes_no_such_word_is_padded(tiny: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3_text", "deepseek_v3"])
-def test_a_row_does_not_see_the_others(kind: str, tmp_path: Path) -> None:
+def test_packed_rows_do_not_affect_each_other(kind: str, tmp_path: Path) -> None:
     """Bit for bit: other tokens in all rows but one change nothing of that one."""
     batch, engine = ragged(rows=8), scorer(folder_of(kind, tmp_path))
     before = engine.log_probs(batch)
@@ -144,7 +142,7 @@ def test_a_row_does_not_see_the_others(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
-def test_a_window_is_as_wide_in_packed_rows_as_alone(kind: str, tmp_path: Path) -> None:
+def test_sliding_windows_are_as_wide_in_packed_rows_as_alone(kind: str, tmp_path: Path) -> None:
     """Of layers that look back 8 tokens, in rows of up to 40; without windows the numbers would be others."""
     batch, folder = ragged(rows=6, prompt=12, response=28), architecture(tmp_path, kind)
     together, plain = (scorer(folder, attention=attention).log_probs(batch) for attention in (None, "eager"))
@@ -154,7 +152,7 @@ def test_a_window_is_as_wide_in_packed_rows_as_alone(kind: str, tmp_path: Path) 
     assert not torch.allclose(scorer(folder).log_probs(batch), plain, atol=1e-3)
 
 
-def test_a_window_by_hand() -> None:
+def test_window_mask_worked_example() -> None:
     window = Window(lambda row, head, query, key: (key <= query) & (query - key < 2), 2)
     assert window.mask(2, torch.device("cpu")) is None
     mask = window.mask(4, torch.device("cpu"))
@@ -163,7 +161,7 @@ def test_a_window_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_layers_that_are_computed_again_keep_rows_apart(kind: str, tmp_path: Path) -> None:
+def test_gradient_checkpointing_works_with_packed_rows(kind: str, tmp_path: Path) -> None:
     folder, batch = folder_of(kind, tmp_path), ragged(rows=8)
     plain, again = trainer(folder), trainer(folder, gradient_checkpointing=True)
     assert again._scorer.unpacked is None and torch.equal(plain.log_probs(batch), again.log_probs(batch))
@@ -172,8 +170,8 @@ def test_layers_that_are_computed_again_keep_rows_apart(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("settings", [{"lora": LoRA()}, {"dtype": "bfloat16"}])
-def test_ratios_are_one(settings: dict[str, Any], folder: Folder) -> None:
-    """What scores rows and what trains on them lay them out alike, in small and large micro-batches."""
+def test_packed_scoring_and_training_give_ratio_one(settings: dict[str, Any], folder: Folder) -> None:
+    """Scoring and training use the same layout, in small and large micro-batches."""
     batch = ragged(rows=9)
     for max_tokens in (None, 30):
         engine, loss = trainer(folder("llama"), max_tokens=max_tokens, **settings), Pull()
@@ -185,7 +183,7 @@ def test_ratios_are_one(settings: dict[str, Any], folder: Folder) -> None:
             assert torch.equal(output, old[rows])
 
 
-def test_rows_without_tokens_and_rows_with_hidden_ones_are_scored(folder: Folder) -> None:
+def test_rows_without_tokens_and_rows_with_masked_tokens_are_scored(folder: Folder) -> None:
     batch, engine = ragged(), scorer(folder("llama"))
     expected = engine.log_probs(batch)
     none = torch.zeros_like(batch.attention_mask)
@@ -203,8 +201,8 @@ def test_rows_without_tokens_and_rows_with_hidden_ones_are_scored(folder: Folder
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_who_calls_the_model_itself_gets_what_transformers_gives(kind: str, tmp_path: Path) -> None:
-    """Padded rows, one row alone, and one that goes on from a cache; windows of `mistral` are narrower."""
+def test_direct_calls_of_the_model_equal_transformers(kind: str, tmp_path: Path) -> None:
+    """Padded rows, one row alone, and one that continues from a cache; windows of `mistral` are narrower."""
     folder = folder_of(kind, tmp_path)
     model, plain = scorer(folder).model, AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(4, 20, (3, 24))
@@ -226,7 +224,7 @@ def test_who_calls_the_model_itself_gets_what_transformers_gives(kind: str, tmp_
     assert torch.equal(*sampled)
 
 
-def test_a_saved_folder_has_no_trace_of_packed_attention(folder: Folder, tmp_path: Path) -> None:
+def test_a_saved_folder_does_not_mention_packed_attention(folder: Folder, tmp_path: Path) -> None:
     engine = trainer(folder("llama"))
     engine.save_pretrained(str(tmp_path))
     assert ATTENTION not in (tmp_path / "config.json").read_text()

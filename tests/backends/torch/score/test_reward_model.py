@@ -57,7 +57,7 @@ def alone(folder: str, rows: list[torch.Tensor], label: int = 0) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2", OTHERS[0]], [*KINDS, *OTHERS]))
-def test_each_row_has_the_score_that_transformers_gives_it_alone(kind: str, tmp_path: Path) -> None:
+def test_scores_equal_those_of_transformers_row_by_row(kind: str, tmp_path: Path) -> None:
     folder = reward_folder(tmp_path, kind)
     batch = ragged(rows=8, seed=5)
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
@@ -67,7 +67,7 @@ def test_each_row_has_the_score_that_transformers_gives_it_alone(kind: str, tmp_
     assert found.dtype == torch.float32 and torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_that_is_the_pad_token_ends_no_row(tmp_path: Path) -> None:
+def test_pad_tokens_inside_a_row_do_not_end_it(tmp_path: Path) -> None:
     """As transformers has it, the last token that is not the pad token is read, where EOS is that, too."""
     folder = reward_folder(tmp_path, pad=EOS)
     batch = ragged(rows=4)
@@ -80,7 +80,7 @@ def test_a_token_that_is_the_pad_token_ends_no_row(tmp_path: Path) -> None:
     torch.testing.assert_close(found, alone(folder, rows), atol=1e-5, rtol=1e-5)
 
 
-def test_padding_and_other_rows_change_nothing(tmp_path: Path) -> None:
+def test_padding_and_other_rows_do_not_change_scores(tmp_path: Path) -> None:
     engine, batch = build(TorchRewardModel(model=reward_folder(tmp_path), device="cpu")), ragged()
     assert isinstance(engine, RewardScorer) and isinstance(engine, TextRewardScorer)
     expected = engine.rewards(batch)
@@ -93,7 +93,7 @@ def test_padding_and_other_rows_change_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(engine.rewards(wider), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_text_goes_through_the_model_s_own_template(tmp_path: Path) -> None:
+def test_text_is_rendered_by_the_chat_template_of_the_model(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path, "qwen2")
     tokenizer = char_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<|{{ message['role'] }}|>", "{{ message['role'][0] }}: ")
@@ -108,7 +108,7 @@ def test_text_goes_through_the_model_s_own_template(tmp_path: Path) -> None:
     assert engine.rewards_of([]).shape == (0,)
 
 
-def test_one_of_several_labels(tmp_path: Path) -> None:
+def test_label_selects_one_of_several_outputs(tmp_path: Path) -> None:
     folder, batch = reward_folder(tmp_path, labels=3), ragged()
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     found = build(TorchRewardModel(model=folder, label=2, device="cpu")).rewards(batch)
@@ -118,7 +118,7 @@ def test_one_of_several_labels(tmp_path: Path) -> None:
             TorchRewardModel(model=folder, label=label).refuse_missing()
 
 
-def test_a_folder_without_a_head_is_refused_unless_a_random_one_is_selected(tiny: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_reward_head_needs_head_random(tiny: str, tmp_path: Path) -> None:
     with raises("model.reward-head", head="stored"):
         build(TorchRewardModel(model=tiny, label=0, device="cpu"))
     one, same, other = (
@@ -158,7 +158,7 @@ def test_sequences_are_not_truncated(tmp_path: Path) -> None:
         engine.rewards_of([[{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "so"}]])
 
 
-def test_asleep_it_scores_nothing(tmp_path: Path) -> None:
+def test_a_sleeping_reward_model_refuses_to_score(tmp_path: Path) -> None:
     engine = build(TorchRewardModel(model=reward_folder(tmp_path), device="cpu"))
     engine.sleep()
     with raises("engine.asleep", call="rewards"):
@@ -167,7 +167,7 @@ def test_asleep_it_scores_nothing(tmp_path: Path) -> None:
     assert engine.rewards(ragged()).isfinite().all()
 
 
-def test_another_vocabulary_is_for_text_alone(tiny: str, tmp_path: Path) -> None:
+def test_a_reward_model_with_another_vocabulary_scores_text_only(tiny: str, tmp_path: Path) -> None:
     folder = reward_folder(tmp_path, seed=4)
     tokens = json.loads((file := Path(folder, "tokenizer.json")).read_text())
     vocab = tokens["model"]["vocab"]

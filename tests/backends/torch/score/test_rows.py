@@ -41,7 +41,7 @@ def mask_of(lengths: list[tuple[int, int]], prompt: int = 6, response: int = 8) 
     st.integers(1, 60),
     st.booleans(),
 )
-def test_micro_batches_take_every_row_once_by_length_and_within_the_budget(
+def test_micro_batches_contain_each_row_once_within_the_token_budget(
     lengths: list[tuple[int, int]], positions: int, pack: bool
 ) -> None:
     runs, spans = micro_batches(mask_of(lengths), Budget(positions, pack)), [sum(length) for length in lengths]
@@ -61,7 +61,7 @@ def test_micro_batches_take_every_row_once_by_length_and_within_the_budget(
             assert computed([*rows, following]) > positions  # it would not have fitted
 
 
-def test_micro_batches_by_hand() -> None:
+def test_micro_batches_worked_example() -> None:
     mask = mask_of([(6, 8), (1, 2), (6, 0), (0, 0), (2, 1), (1, 5), (3, 3)])  # spans 14, 3, 6, 0, 3, 6, 6
     assert [run.tolist() for run in micro_batches(mask, Budget(12, False))] == [[1, 3, 4], [2, 5], [6], [0]]
     assert [run.tolist() for run in micro_batches(mask, Budget(12, True))] == [[1, 2, 3, 4], [5, 6], [0]]
@@ -69,7 +69,7 @@ def test_micro_batches_by_hand() -> None:
     assert micro_batches(mask[:0], Budget(12, True)) == []
 
 
-def test_rows_of_one_length_stay_in_order() -> None:
+def test_rows_of_equal_length_stay_in_order() -> None:
     assert [run.tolist() for run in micro_batches(mask_of([(3, 4)] * 7), Budget(21, False))] == [
         [0, 1, 2],
         [3, 4, 5],
@@ -77,7 +77,7 @@ def test_rows_of_one_length_stay_in_order() -> None:
     ]
 
 
-def test_a_budget_that_is_not_named_is_smaller_on_a_cpu() -> None:
+def test_the_default_token_budget_is_smaller_on_a_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert (Budget.of(None, cpu, True), Budget.of(None, cuda, False)) == (Budget(2048, True), Budget(16384, False))
     assert Budget.of(7, cuda, True) == Budget(7, True)
@@ -86,7 +86,7 @@ def test_a_budget_that_is_not_named_is_smaller_on_a_cpu() -> None:
 # --- rows as they run ------------------------------------------------------------------------------------------------
 
 
-def test_rows_begin_with_their_first_token_and_are_as_wide_as_the_longest() -> None:
+def test_from_first_tokens_removes_left_padding_and_common_right_padding() -> None:
     batch = ragged()
     shortest = torch.tensor([1, 3, 4])
     part: Any = Ragged(*(c[shortest] if isinstance(c, Tensor) else None for c in batch))
@@ -105,7 +105,7 @@ def test_rows_begin_with_their_first_token_and_are_as_wide_as_the_longest() -> N
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=8).filter(lambda x: any(map(sum, x)))
 )
-def test_packed_rows_stand_one_behind_the_other_short_ones_first(lengths: list[tuple[int, int]]) -> None:
+def test_packed_rows_are_concatenated_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
     mask = mask_of(lengths)
     ids, nothing = torch.arange(mask.numel()).view_as(mask), torch.zeros(len(mask), 8, dtype=torch.bool)
     moved = packed(TokenInputs(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), nothing))
@@ -121,7 +121,7 @@ def test_packed_rows_stand_one_behind_the_other_short_ones_first(lengths: list[t
     assert torch.equal(moved.input_ids[moved.lines[rows], columns + moved.shifts[rows]], ids[rows, columns])
 
 
-def test_a_token_that_is_hidden_inside_a_row_stays_where_it_is() -> None:
+def test_rows_with_masked_inner_tokens_are_not_packed() -> None:
     batch = ragged()
     mask = batch.attention_mask.clone()
     mask[0, 3] = False
@@ -131,7 +131,7 @@ def test_a_token_that_is_hidden_inside_a_row_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_no_more_is_computed_than_each_micro_batch_needs(kind: str, folder: Folder) -> None:
+def test_forward_passes_are_no_larger_than_their_micro_batch(kind: str, folder: Folder) -> None:
     """By the shapes that the model is run on, of a trainer whose padded rows are more than twice their tokens."""
     batch, shapes = ragged(rows=24, prompt=12, response=24), []
     engine = trainer(folder(kind), max_tokens=60)
@@ -153,15 +153,15 @@ def test_no_more_is_computed_than_each_micro_batch_needs(kind: str, folder: Fold
     assert shapes == needed  # the same, for the same rows
 
 
-def test_only_logits_that_are_read_are_made(tmp_path: Path) -> None:
+def test_only_needed_logits_are_computed(tmp_path: Path) -> None:
     """Of a model that is no head over hidden states, from the first place that is read on."""
-    batch, kept = ragged(), []
+    batch, outputs = ragged(), []
     engine = TorchScorer(tiny_folder(tmp_path, "granite"), device="cpu").build(CONTEXT)
     scorer = engine._scorer
     scorer._run, scorer._output, scorer._head = engine.model, "logits", type(scorer._head)()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        kept.append(out.logits.shape[1])
+        outputs.append(out.logits.shape[1])
 
     expected = TorchScorer(engine.folder, device="cpu").build(CONTEXT).log_probs(batch)
     engine.model.register_forward_hook(note, with_kwargs=True)
@@ -169,7 +169,7 @@ def test_only_logits_that_are_read_are_made(tmp_path: Path) -> None:
     torch.testing.assert_close(engine.log_probs(part), expected[2:], atol=1e-5, rtol=0)
     lengths = part.attention_mask.sum(1)
     before = int(part.attention_mask[lengths.argmin(), :7].sum()) - 1
-    assert kept == [int(lengths.sum()) - before]
+    assert outputs == [int(lengths.sum()) - before]
 
 
 # --- nothing changes -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def apart(found: Tensor, truth: Tensor) -> float:
         [(kind, budget) for kind in PLAIN for budget in (10**6, 40, 1)] + [(kind, 40) for kind in OTHERS],
     ),
 )
-def test_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, max_tokens: int, tmp_path: Path) -> None:
+def test_log_probs_and_gradients_equal_those_of_each_row_alone(kind: str, max_tokens: int, tmp_path: Path) -> None:
     """By transformers, in float64 where its code can compute in that; windows are narrower than rows are long."""
     batch, loss = ragged(rows=8), Pull()
     weights = batch.response_mask * torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0))

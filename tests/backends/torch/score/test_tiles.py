@@ -95,7 +95,7 @@ def agree(found: Case, entropy: Entropy, chunk: int = 1024, bound: float = 1e-6)
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("bias", [False, True])
-def test_numbers_and_gradients_are_those_of_float64(
+def test_log_probs_entropies_and_gradients_match_float64(
     after: str, bias: bool, entropy: Entropy, small: Callable[..., None]
 ) -> None:
     small(7, 21)
@@ -108,7 +108,7 @@ def test_numbers_and_gradients_are_those_of_float64(
     st.integers(1, 9), st.integers(1, 30), st.integers(1, 12), st.integers(1, 60), st.integers(1, 10),
     st.booleans(), st.sampled_from(["none", "value", "gradient"]),
 )  # fmt: skip
-def test_no_cut_changes_more_than_rounding(
+def test_tile_sizes_change_results_by_rounding_only(
     tokens: int, size: int, part: int, numbers: int, chunk: int, ready: bool, entropy: Entropy
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +117,7 @@ def test_no_cut_changes_more_than_rounding(
         agree(case(tokens, size, tokens * size, ready=ready), entropy, chunk)
 
 
-def test_a_vocabulary_of_several_parts_as_they_are() -> None:
+def test_default_tile_sizes_match_float64_for_a_large_vocabulary() -> None:
     """To what autograd over the whole distributions in float32 keeps to as well: 3e-6 here."""
     agree(case(70, 9000), "gradient", bound=5e-6)
     agree(case(70, 9000, ready=True, temperature=1.0), "gradient", bound=5e-6)
@@ -125,7 +125,7 @@ def test_a_vocabulary_of_several_parts_as_they_are() -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_are_the_same_bits_with_entropy_or_a_gradient(dtype: torch.dtype, ready: bool) -> None:
+def test_log_probs_are_bit_equal_with_and_without_entropy_or_gradient(dtype: torch.dtype, ready: bool) -> None:
     found = case(50, 5000, ready=ready)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         with torch.no_grad():
@@ -136,7 +136,7 @@ def test_log_probs_are_the_same_bits_with_entropy_or_a_gradient(dtype: torch.dty
 
 
 @pytest.mark.parametrize("after", AFTER)
-def test_in_bfloat16_logits_are_rounded_and_nothing_else_is(after: str) -> None:
+def test_bfloat16_rounds_only_the_logits(after: str) -> None:
     """Of the same logits, as autocast makes them, the numbers are those of float64."""
     found = case(30, 5000, bias=True, after=AFTER[after])
     with torch.autocast("cpu", torch.bfloat16):
@@ -152,7 +152,7 @@ def test_in_bfloat16_logits_are_rounded_and_nothing_else_is(after: str) -> None:
     assert all(apart(leaf.grad, expected.grad) < 0.03 for leaf, expected in zip(found.leaves, leaves, strict=True))
 
 
-def test_logits_in_bfloat16_get_a_gradient_in_bfloat16() -> None:
+def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
     found = case(9, 40, ready=True)
     narrow = found.states.detach().bfloat16().requires_grad_()
     for x in found._replace(states=narrow), found._replace(states=narrow.detach().float().requires_grad_()):
@@ -164,7 +164,7 @@ def test_logits_in_bfloat16_get_a_gradient_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_no_tokens_give_gradients_of_zero(ready: bool) -> None:
+def test_gradients_of_zero_tokens_are_zero(ready: bool) -> None:
     found = case(0, 40, bias=not ready, ready=ready)
     log_prob, entropy = found.scored("gradient")
     assert log_prob.shape == entropy.shape == (0,)
@@ -173,7 +173,7 @@ def test_no_tokens_give_gradients_of_zero(ready: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["states", "head"])
-def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
     found, other = case(5, 40, bias=True), case(5, 40, bias=True)
     for leaf in found.leaves[:1] if frozen == "states" else found.leaves[1:]:
         leaf.requires_grad_(False)
@@ -183,22 +183,22 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
         assert torch.equal(leaf.grad, expected.grad) if leaf.requires_grad else leaf.grad is None
 
 
-def test_what_is_ruled_out_has_no_part_in_the_rest() -> None:
+def test_logits_of_minus_infinity_do_not_affect_the_other_logits() -> None:
     """Logits of -inf, as a model gives tokens that it never says."""
     found = case(6, 40, ready=True)
     targets = found.targets.where(found.targets < 30, 3)
     ruled = found.states.detach().clone()
     ruled[:, 30:] = -torch.inf
-    kept = found._replace(states=ruled[:, :30].clone().requires_grad_(), targets=targets)
+    allowed = found._replace(states=ruled[:, :30].clone().requires_grad_(), targets=targets)
     found = found._replace(states=ruled.requires_grad_(), targets=targets)
-    for x in found, kept:
+    for x in found, allowed:
         x.scored("none")[0].sum().backward()
-    torch.testing.assert_close(found.scored("none")[0], kept.scored("none")[0])
-    torch.testing.assert_close(found.states.grad[:, :30], kept.states.grad)
+    torch.testing.assert_close(found.scored("none")[0], allowed.scored("none")[0])
+    torch.testing.assert_close(found.states.grad[:, :30], allowed.states.grad)
     assert found.states.grad[:, 30:].eq(0).all()
 
 
-def test_what_is_no_number_stays_in_its_row(small: Callable[..., None]) -> None:
+def test_nan_affects_only_its_row(small: Callable[..., None]) -> None:
     small(7, 21)
     found, clean = case(6, 40), case(6, 40)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_what_is_no_number_stays_in_its_row(small: Callable[..., None]) -> None:
     assert found.states.grad[2].isnan().all() and torch.equal(found.states.grad[others], clean.states.grad[others])
 
 
-def test_a_token_that_no_logit_stands_for_is_refused(small: Callable[..., None]) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(small: Callable[..., None]) -> None:
     small(7, 21)
     for size in (40, 42):
         found = case(3, size)
@@ -234,7 +234,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_a_large_vocabulary_takes_no_more_than_tiles() -> None:
+def test_memory_for_a_large_vocabulary_is_bounded_by_the_tile_size() -> None:
     """Its 21 million logits are made in tiles of at most 8 MB; the head's own gradient is smaller than one."""
     found = case(140, 152_000)._replace(layer=nn.Linear(2, 152_000), states=torch.randn(140, 2).requires_grad_())
     with Largest() as largest:

@@ -105,8 +105,8 @@ def value_batch(ranks: Ranks, kind: str) -> Any:
 def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
     """Mini-batches of these rows, with the weights that `loss` gives their tokens."""
     share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
-    drawn = [torch.tensor(rows) for rows in parts]
-    return rank_parts(drawn, loss.weights, batch.response_mask, batch.attention_mask, share)
+    index = [torch.tensor(rows) for rows in parts]
+    return rank_parts(index, loss.weights, batch.response_mask, batch.attention_mask, share)
 
 
 ALL = range(ROWS)
@@ -174,8 +174,8 @@ def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> 
     uid = np.array([f"{row % 3}" for row in range(ROWS)], dtype=object)
     columns = batch._asdict() | {"uid": uid, "token_level_scores": batch.advantages}
     share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
-    drawn = [torch.tensor(rows) for rows in (ALL, [6, 3, 0], [1, 4, 5, 2])]
-    parts = rank_parts(drawn, objective.weights, batch.response_mask, batch.attention_mask, share, columns)
+    index = [torch.tensor(rows) for rows in (ALL, [6, 3, 0], [1, 4, 5, 2])]
+    parts = rank_parts(index, objective.weights, batch.response_mask, batch.attention_mask, share, columns)
     metrics = engine.update(batch, parts[:1], objective)
     slope = last_gradient(engine)
     return {"gradient": slope, "metrics": [metrics, engine.update(batch, parts, objective)], "after": weights(engine)}
@@ -292,8 +292,8 @@ def gathering(ranks: Ranks) -> dict[str, Any]:
                     time.sleep(0.001)
                 peaks[bucket] = max(peaks[bucket], live.now)
     engine.save_pretrained(str(ranks.folder / f"saved-{ranks.world_size}"))
-    held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
-    return {"peaks": peaks, "sizes": sizes, "held": held}
+    allocated = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
+    return {"peaks": peaks, "sizes": sizes, "held": allocated}
 
 
 def buffers(ranks: Ranks, kind: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def moved(folder: str) -> Any:
     return engine
 
 
-def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) -> None:
+def test_loading_a_checkpoint_unpickles_nothing(folder: Folder, tmp_path: Path) -> None:
     engine, marker = moved(folder("llama")), tmp_path / "run"
     bomb = pickle.dumps(Bomb(marker))
     pickle.loads(bomb)
@@ -56,19 +56,19 @@ def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) ->
 
 
 def dropped(path: Path) -> None:
-    held = load_file(path / PART)
-    held.pop("weights.lm_head.weight")
-    save_file(held, path / PART)
+    tensors = load_file(path / PART)
+    tensors.pop("weights.lm_head.weight")
+    save_file(tensors, path / PART)
 
 
 def narrowed(path: Path) -> None:
-    held = load_file(path / PART)
-    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"].bfloat16()}, path / PART)
+    tensors = load_file(path / PART)
+    save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"].bfloat16()}, path / PART)
 
 
 def shortened(path: Path) -> None:
-    held = load_file(path / PART)
-    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
+    tensors = load_file(path / PART)
+    save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"][1:]}, path / PART)
 
 
 def without_axes(number: int) -> Callable[[Path], None]:
@@ -120,9 +120,9 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     assert engine.version == 2
 
 
-def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
+def test_a_checkpoint_part_is_a_safetensors_file(tmp_path: Path) -> None:
     """Whatever comes first, and of any shape; `safetensors` reads it."""
-    held = {
+    tensors = {
         "short": torch.arange(3.0),
         "scalar": torch.tensor(7.0),
         "number": torch.tensor(1 << 40),
@@ -130,15 +130,15 @@ def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
         "turned": torch.arange(6.0).view(2, 3).T,
         "längere": torch.full((5, 1, 2), float("nan"), requires_grad=True),
     }
-    checkpoint._write(str(tmp_path / PART), held)
+    checkpoint._write(str(tmp_path / PART), tensors)
     found = load_file(tmp_path / PART)
-    assert found.keys() == held.keys()
-    for name, tensor in held.items():
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-def test_the_tensors_of_a_part_are_aligned(length: int, tmp_path: Path) -> None:
+def test_tensors_of_a_checkpoint_part_are_aligned(length: int, tmp_path: Path) -> None:
     """However long the text is that stands before them, so that a file can be mapped as it is."""
     checkpoint._write(str(tmp_path / PART), {"x" * length: torch.tensor(1 << 40)})
     raw = (tmp_path / PART).read_bytes()
@@ -146,9 +146,7 @@ def test_the_tensors_of_a_part_are_aligned(length: int, tmp_path: Path) -> None:
     assert int.from_bytes(raw[-8:], "little") == 1 << 40
 
 
-def test_a_part_is_written_with_one_tensor_in_cpu_memory_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_part_is_written_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 

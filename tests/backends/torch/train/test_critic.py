@@ -96,14 +96,14 @@ class Truth:
         return {**body, "value_head.weight": self.weight.grad, "value_head.bias": self.bias.grad}
 
 
-def test_rates_are_those_that_the_docs_name() -> None:
+def test_default_learning_rates_match_the_docs() -> None:
     """docs/running.md: 1e-6 for the actor and 1e-5 for the critic."""
     assert TorchTrainer("model").optimizer == AdamW(lr=1e-6)
     assert TorchCritic("model").optimizer == AdamW(lr=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_those_of_an_unpadded_float64_forward(kind: str, folder: Folder) -> None:
+def test_values_match_an_unpadded_float64_forward(kind: str, folder: Folder) -> None:
     batch, engine = ragged(), critic(folder(kind))
     assert isinstance(engine, Critic)
     assert engine.values(batch).eq(0).all()  # before any training
@@ -117,7 +117,7 @@ def test_values_are_those_of_an_unpadded_float64_forward(kind: str, folder: Fold
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_autograd_over_the_full_float64_model(kind: str, folder: Folder) -> None:
+def test_a_critic_step_matches_float64_autograd(kind: str, folder: Folder) -> None:
     batch, engine = ragged(), with_random_head(critic(folder(kind), max_tokens=50))
     truth, metrics = Truth(folder(kind), engine), Metrics()
     weights = batch.response_mask * torch.rand(batch.response_mask.shape)
@@ -134,13 +134,13 @@ def test_a_step_is_that_of_autograd_over_the_full_float64_model(kind: str, folde
     assert log["critic/lr"] == 1.0 and engine.version == 1
 
 
-def test_the_language_model_head_is_dropped(folder: Folder) -> None:
+def test_a_critic_has_no_language_model_head(folder: Folder) -> None:
     names = snapshot(critic(folder("llama")))
     wide = [name for name, tensor in names.items() if VOCAB in tensor.shape]
     assert wide == ["model.embed_tokens.weight"]
 
 
-def test_padding_and_micro_batches_change_nothing(folder: Folder) -> None:
+def test_padding_and_micro_batches_do_not_change_values_or_steps(folder: Folder) -> None:
     batch = ragged(rows=10)
     engine = with_random_head(critic(folder("llama")))
     expected = engine.values(batch)
@@ -160,7 +160,7 @@ def test_padding_and_micro_batches_change_nothing(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_gradient_checkpointing_and_bfloat16_agree(kind: str, folder: Folder) -> None:
+def test_gradient_checkpointing_and_bfloat16_agree_with_float32(kind: str, folder: Folder) -> None:
     batch = ragged()
     plain = with_random_head(critic(folder(kind)))
     thrifty = with_random_head(critic(folder(kind), gradient_checkpointing=True))
@@ -173,7 +173,7 @@ def test_gradient_checkpointing_and_bfloat16_agree(kind: str, folder: Folder) ->
     assert 0 < apart(steps[2], steps[0]) < 0.1
 
 
-def test_a_critic_learns_its_returns(folder: Folder) -> None:
+def test_a_critic_fits_fixed_returns(folder: Folder) -> None:
     batch, engine = ragged(), critic(folder("llama"), optimizer=AdamW(lr=0.01), grad_clip=1.0)
     losses = [engine.update(batch, [whole(batch)], Squares()).compute()["critic/vf_loss"] for _ in range(60)]
     assert losses[-1] < 0.02 * losses[0]
@@ -199,7 +199,7 @@ def test_resuming_is_bit_exact(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_folder_loads_again_with_its_own_value_head(kind: str, folder: Folder, tmp_path: Path) -> None:
+def test_a_saved_critic_reloads_with_its_value_head(kind: str, folder: Folder, tmp_path: Path) -> None:
     batch, engine = ragged(), with_random_head(critic(folder(kind)))
     engine.save_pretrained(str(tmp_path))
     assert load_file(tmp_path / "value_head.safetensors")["bias"].item() == 0.25

@@ -125,7 +125,7 @@ def merged(parts: list[Metrics]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["llama", nightly("gpt2")])
-def test_each_rank_scores_rows_of_its_own(found: Any, kind: str) -> None:
+def test_each_rank_scores_its_own_rows(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth = alone[f"log_probs {kind}"]["all"]
     for rank in ranks:
@@ -143,7 +143,7 @@ def test_each_rank_scores_rows_of_its_own(found: Any, kind: str) -> None:
         [*(f"gradient {kind}" for kind in KINDS), "gradient checkpointed", "gradient offloaded"],
     ),
 )
-def test_the_gradient_and_the_loss_are_those_of_one_process(found: Any, case: str) -> None:
+def test_gradient_and_loss_equal_those_of_one_process(found: Any, case: str) -> None:
     _, alone, ranks = found
     truth = alone[case]
     assert 0.05 < truth["metrics"].compute()["actor/pg_clipfrac"] < 0.95
@@ -161,7 +161,7 @@ def test_the_gradient_and_the_loss_are_those_of_one_process(found: Any, case: st
 
 
 @pytest.mark.parametrize(("case", "objective"), [("pairs", PAIRS), ("covariance", COVARIANCE)])
-def test_what_compares_rows_sees_all_of_its_mini_batch(found: Any, case: str, objective: Any) -> None:
+def test_a_loss_across_rows_gets_its_whole_mini_batch(found: Any, case: str, objective: Any) -> None:
     """In one micro-batch, in several, and on two ranks, gradient, weights and metrics are the same."""
     folder, alone, ranks = found
     truth = over_rows(Ranks(0, 1, folder), objective, max_tokens=10**6)
@@ -175,7 +175,7 @@ def test_what_compares_rows_sees_all_of_its_mini_batch(found: Any, case: str, ob
 
 
 @pytest.mark.parametrize("kind", ["llama", nightly("gpt2")])
-def test_bfloat16_is_that_of_one_process_but_for_rounding(found: Any, kind: str) -> None:
+def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth, here = alone[f"bfloat16 {kind}"], ranks[0][f"bfloat16 {kind}"]
     assert {tensor.dtype for tensor in here["after"].values()} == {torch.float32}
@@ -183,7 +183,7 @@ def test_bfloat16_is_that_of_one_process_but_for_rounding(found: Any, kind: str)
 
 
 @pytest.mark.parametrize("case", [nightly("training sgd"), "training adamw"])
-def test_epochs_of_mini_batches_end_in_the_same_weights(found: Any, case: str) -> None:
+def test_several_epochs_end_in_the_weights_of_one_process(found: Any, case: str) -> None:
     _, alone, ranks = found
     truth = alone[case]
     for rank in ranks:
@@ -197,7 +197,7 @@ def test_epochs_of_mini_batches_end_in_the_same_weights(found: Any, case: str) -
 
 
 @pytest.mark.parametrize("case", [nightly("critic"), "critic checkpointed"])
-def test_a_critic_is_that_of_one_process(found: Any, case: str) -> None:
+def test_a_sharded_critic_equals_that_of_one_process(found: Any, case: str) -> None:
     _, alone, ranks = found
     truth = alone[case]
     assert truth["own"].std() > 0.05
@@ -211,13 +211,13 @@ def test_a_critic_is_that_of_one_process(found: Any, case: str) -> None:
         assert log == pytest.approx(expected.compute(), rel=1e-5, abs=1e-6)
 
 
-def test_a_critic_that_ranks_saved_loads_in_one_process(found: Any) -> None:
+def test_a_critic_saved_by_two_ranks_loads_in_one_process(found: Any) -> None:
     folder, _, ranks = found
     critic = TorchCritic(str(folder / "saved-critic-2"), device="cpu").build(Ranks(0, 1, folder))
     torch.testing.assert_close(critic.values(sequences()), ranks[0]["critic checkpointed"]["all"], atol=1e-6, rtol=1e-6)
 
 
-def test_resuming_is_bit_exact_with_as_many_ranks_and_agrees_with_others(found: Any) -> None:
+def test_resuming_is_bit_exact_with_the_same_number_of_ranks_and_close_with_another(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone["resuming"], *(rank["resuming"] for rank in ranks)):
         for way in ("state", "back"):
@@ -232,7 +232,7 @@ def test_resuming_is_bit_exact_with_as_many_ranks_and_agrees_with_others(found: 
         assert apart(rank["resuming"]["other"]["after"], after) < 1e-6
 
 
-def test_one_process_goes_on_from_a_checkpoint_of_two(found: Any) -> None:
+def test_one_process_resumes_from_a_checkpoint_of_two_ranks(found: Any) -> None:
     folder, _, ranks = found
     alone = Ranks(0, 1, folder)
     engine = alone.trainer(
@@ -244,7 +244,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(found: Any) -> None:
     assert engine.version == 2 and apart(weights(engine), ranks[0]["resuming"]["straight"]["after"]) < 1e-6
 
 
-def test_checkpoints_that_do_not_fit_are_refused(found: Any) -> None:
+def test_mismatched_checkpoints_are_refused(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone["resuming"], *(rank["resuming"] for rank in ranks)):
         assert run["no checkpoint"].endswith("[checkpoint.missing]")
@@ -253,7 +253,7 @@ def test_checkpoints_that_do_not_fit_are_refused(found: Any) -> None:
         assert run["twice"].endswith("[checkpoint.exists]")
 
 
-def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(found: Any) -> None:
+def test_a_non_finite_gradient_is_refused_by_all_ranks(found: Any) -> None:
     _, alone, ranks = found
     for rank in ranks:
         here = rank["not finite"]
@@ -270,7 +270,7 @@ def test_rows_that_one_rank_refuses_stop_all_ranks(found: Any) -> None:
         torch.testing.assert_close(rank["bad rows"]["all"], alone["bad rows"]["all"], atol=1e-6, rtol=1e-6)
 
 
-def test_a_rank_that_raises_is_not_waited_for_beyond_the_timeout(found: Any) -> None:
+def test_ranks_wait_for_a_failed_rank_only_until_the_timeout(found: Any) -> None:
     _, _, ranks = found
     assert ranks[1]["lonely"]["error"] == "ArithmeticError: planted"
     assert "Error" in ranks[0]["lonely"]["error"] and f"{TIMEOUT}000ms" in ranks[0]["lonely"]["error"]
@@ -286,7 +286,7 @@ def test_weights_are_gathered_a_bucket_at_a_time(found: Any) -> None:
             assert largest <= peak <= 2 * max(bucket, largest) + 1024 < total / 2
 
 
-def test_ranks_save_an_ordinary_folder(found: Any) -> None:
+def test_ranks_save_a_standard_transformers_folder(found: Any) -> None:
     folder, _, _ = found
     two, one = (load_file(folder / f"saved-{n}" / "model.safetensors") for n in (2, 1))
     assert two.keys() == one.keys() and all(torch.equal(tensor, one[name]) for name, tensor in two.items())
@@ -295,7 +295,7 @@ def test_ranks_save_an_ordinary_folder(found: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", nightly("gpt2"), nightly("gemma2")])
-def test_buffers_are_those_of_an_ordinary_load(found: Any, kind: str) -> None:
+def test_buffers_of_a_sharded_load_equal_those_of_a_full_load(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth = alone[f"buffers {kind}"]
     assert truth or kind == "gpt2"
@@ -305,7 +305,7 @@ def test_buffers_are_those_of_an_ordinary_load(found: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["body", "pickled"])
-def test_a_folder_that_cannot_be_read_into_shards_is_loaded_and_then_sharded(found: Any, kind: str) -> None:
+def test_a_folder_without_sharded_loading_is_loaded_fully_and_then_sharded(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth = alone["other folders"][kind]
     for rank in ranks:
@@ -313,7 +313,7 @@ def test_a_folder_that_cannot_be_read_into_shards_is_loaded_and_then_sharded(fou
         assert list(here) == list(truth) and all(torch.equal(tensor, truth[name]) for name, tensor in here.items())
 
 
-def test_an_engine_that_sleeps_computes_nothing(found: Any) -> None:
+def test_a_sleeping_engine_refuses_calls(found: Any) -> None:
     _, alone, ranks = found
     for run in (alone, *ranks):
         log_probs, update = run["turns"]["errors"]
@@ -334,7 +334,7 @@ def test_a_wrong_number_of_processes_is_refused(found: Any, tmp_path: Path) -> N
             backend("m", ranks=0)
 
 
-def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_with_one_rank_equals_one_process(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload takes `fully_shard` with one rank too, which needs no process group of the caller's; and ordinary folders
     go straight into shards, without a whole model before."""
     folder, alone, _ = found
@@ -362,7 +362,7 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
-def test_an_engine_leaves_the_device_and_comes_back(found: Any, offload: bool) -> None:
+def test_sleep_frees_the_device_and_wake_restores_the_engine(found: Any, offload: bool) -> None:
     folder, _, _ = found
     context = Ranks(0, 1, folder)
     settings: dict[str, Any] = {"device": "cuda", "offload": offload, "optimizer": AdamW(lr=0.01)}
@@ -383,7 +383,7 @@ def test_an_engine_leaves_the_device_and_comes_back(found: Any, offload: bool) -
 
 
 @pytest.mark.parametrize("kind", [nightly("llama"), "gpt2"])
-def test_an_adapter_is_trained_by_two_ranks_as_by_one(found: Any, kind: str) -> None:
+def test_two_ranks_train_an_adapter_like_one_process(found: Any, kind: str) -> None:
     folder, alone, ranks = found
     truth, (one, two) = alone[f"lora {kind}"], (rank[f"lora {kind}"] for rank in ranks)
     assert truth["over"] == one["over"] == two["over"]
@@ -401,14 +401,14 @@ def test_an_adapter_is_trained_by_two_ranks_as_by_one(found: Any, kind: str) -> 
     assert apart(saved, one["after"]) == 0
 
 
-def test_an_adapter_in_bfloat16_is_near(found: Any) -> None:
+def test_a_bfloat16_adapter_is_close_to_that_of_one_process(found: Any) -> None:
     _, alone, ranks = found
     assert apart(ranks[0]["lora qwen2"]["adapter"], alone["lora qwen2"]["adapter"]) < 0.1
     assert torch.equal(*ranks[0]["lora qwen2"]["reference"])
 
 
-def test_fused_experts_are_sharded_and_gathered_apart(tmp_path: Path) -> None:
-    """Transformers keeps experts fused and stores them apart."""
+def test_fused_experts_are_sharded_and_gathered_unfused(tmp_path: Path) -> None:
+    """Transformers fuses experts in memory and stores them unfused."""
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts-0")

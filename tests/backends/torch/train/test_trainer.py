@@ -52,7 +52,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logit_norms_are_the_squared_gradients_of_log_probs_in_the_logits(kind: str, folder: Folder) -> None:
+def test_logit_norms_are_squared_norms_of_the_log_prob_gradient(kind: str, folder: Folder) -> None:
     """By autograd in float64, in the logits over the temperature."""
     batch, lm = ragged(), float64(folder(kind))
     expected = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_logit_norms_are_the_squared_gradients_of_log_probs_in_the_logits(kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_and_entropy_are_those_of_an_unpadded_float64_forward(kind: str, folder: Folder) -> None:
+def test_log_probs_and_entropy_match_an_unpadded_float64_forward(kind: str, folder: Folder) -> None:
     batch, engine, loss = ragged(), trainer(folder(kind)), Pull(entropy_coef=0.1)
     with torch.no_grad():
         log_probs, entropy = reference(float64(folder(kind)), batch)
@@ -85,7 +85,7 @@ def test_log_probs_and_entropy_are_those_of_an_unpadded_float64_forward(kind: st
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_scorer_of_the_same_folder_agrees_with_an_untrained_trainer_bit_for_bit(dtype: str, folder: Folder) -> None:
+def test_a_scorer_equals_an_untrained_trainer_bit_for_bit(dtype: str, folder: Folder) -> None:
     batch, path = ragged(), Path(folder("llama"))
     scorer = TorchScorer(path, dtype=dtype, device="cpu").build(CONTEXT)
     assert isinstance(scorer, Scorer) and not isinstance(scorer, Trainer)
@@ -94,7 +94,7 @@ def test_a_scorer_of_the_same_folder_agrees_with_an_untrained_trainer_bit_for_bi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_and_what_stands_in_it_change_nothing(kind: str, folder: Folder) -> None:
+def test_padding_and_its_contents_do_not_change_results(kind: str, folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder(kind))
     expected = engine.log_probs(batch)
 
@@ -114,7 +114,7 @@ def test_padding_and_what_stands_in_it_change_nothing(kind: str, folder: Folder)
     assert torch.equal(found[:, :-5], expected) and found[:, -5:].eq(0).all()
 
 
-def test_a_row_alone_scores_as_it_does_in_company(folder: Folder) -> None:
+def test_a_row_has_the_same_log_probs_alone_and_in_a_batch(folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"))
     together = engine.log_probs(batch)
     for row in range(len(batch.input_ids)):
@@ -122,7 +122,7 @@ def test_a_row_alone_scores_as_it_does_in_company(folder: Folder) -> None:
         torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=0)
 
 
-def test_rows_of_padding_alone_score_zero_and_leave_no_trace(folder: Folder) -> None:
+def test_rows_of_padding_score_zero_and_do_not_change_the_update(folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"))
     expected = engine.log_probs(batch)
     filler = rows_of(batch, torch.tensor([0, 1]))._replace(
@@ -138,7 +138,7 @@ def test_rows_of_padding_alone_score_zero_and_leave_no_trace(folder: Folder) -> 
     assert apart(change(other, lambda: other.update(mixed, [whole(mixed)], Pull())), plain) < 1e-6
 
 
-def test_a_temperature_that_is_not_positive_is_refused(folder: Folder) -> None:
+def test_a_non_positive_temperature_is_refused(folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"))
     cold = batch._replace(temperature=batch.temperature.index_fill(0, torch.tensor([2, 4]), 0.0))
     with raises("model.temperature", row=2, temperature=0.0):
@@ -147,7 +147,7 @@ def test_a_temperature_that_is_not_positive_is_refused(folder: Folder) -> None:
         engine.update(cold, [whole(cold)], Pull())
 
 
-def test_counted_tokens_that_nothing_attends_to_or_predicts_are_refused(folder: Folder) -> None:
+def test_response_tokens_without_attention_or_predecessor_are_refused(folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"))
     with raises("model.invalid-rows", row=1, token=1):
         mask = batch.response_mask.clone()
@@ -162,9 +162,7 @@ def test_counted_tokens_that_nothing_attends_to_or_predicts_are_refused(folder: 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"max_tokens": 40}])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_ratio_before_the_first_step_is_one_bit_for_bit(
-    kind: str, settings: dict[str, Any], folder: Folder
-) -> None:
+def test_the_ratio_before_the_first_step_is_exactly_one(kind: str, settings: dict[str, Any], folder: Folder) -> None:
     batch, loss = ragged(), Pull(entropy_coef=0.1)
     engine = trainer(folder(kind), **settings)
     old = engine.log_probs(batch)
@@ -173,7 +171,7 @@ def test_the_ratio_before_the_first_step_is_one_bit_for_bit(
     assert torch.equal(seen_by(loss, batch), old)
 
 
-def test_another_layout_keeps_the_ratio_within_rounding(folder: Folder) -> None:
+def test_another_micro_batch_layout_changes_the_ratio_by_rounding_only(folder: Folder) -> None:
     batch, loss, engine = ragged(rows=12), Pull(), trainer(folder("llama"), max_tokens=40)
     old = engine.log_probs(batch)
     rows = torch.randperm(12)
@@ -186,7 +184,7 @@ def test_another_layout_keeps_the_ratio_within_rounding(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_that_of_autograd_over_the_full_float64_model(kind: str, folder: Folder) -> None:
+def test_a_step_matches_float64_autograd(kind: str, folder: Folder) -> None:
     batch, truth = ragged(), float64(folder(kind))
     log_probs, entropy = reference(truth, batch)
     weights = batch.response_mask * torch.rand(batch.response_mask.shape)
@@ -204,7 +202,7 @@ def test_a_step_is_that_of_autograd_over_the_full_float64_model(kind: str, folde
     assert log["actor/pull"] == pytest.approx(pull, rel=1e-5) and log["actor/lr"] == 1.0
 
 
-def test_neither_micro_batches_nor_chunks_change_a_step(folder: Folder) -> None:
+def test_micro_batches_and_chunks_do_not_change_a_step(folder: Folder) -> None:
     batch, loss = ragged(rows=10), Pull(entropy_coef=0.1)
     changes = []
     for max_tokens, chunk in [(10**6, 10**6), (1, 10**6), (48, 10**6), (10**6, 1), (64, 7)]:
@@ -214,7 +212,7 @@ def test_neither_micro_batches_nor_chunks_change_a_step(folder: Folder) -> None:
         assert apart(other, changes[0]) < 1e-6
 
 
-def test_mini_batches_are_steps_of_their_own_in_order(folder: Folder) -> None:
+def test_each_mini_batch_is_one_optimizer_step_in_order(folder: Folder) -> None:
     batch, engine, metrics = ragged(), trainer(folder("llama"), optimizer=SGD(lr=0.01, momentum=0.9)), Metrics()
     rows = [torch.tensor([4, 0]), torch.tensor([1, 5, 3])]
     minis = [MiniBatch(r, batch.response_mask[r].float()) for r in rows]
@@ -235,7 +233,7 @@ def test_mini_batches_are_steps_of_their_own_in_order(folder: Folder) -> None:
     assert engine.version == 1
 
 
-def test_a_loss_gets_whole_columns_of_its_rows(folder: Folder) -> None:
+def test_a_loss_gets_full_columns_of_its_rows(folder: Folder) -> None:
     batch, loss, engine = ragged(), Pull(), trainer(folder("llama"), max_tokens=1)
     rows = torch.tensor([3, 1])
     engine.update(batch, [MiniBatch(rows, batch.response_mask[rows].float())], loss)
@@ -257,7 +255,7 @@ def test_gradients_are_clipped_by_their_norm(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float, folder: Folder) -> None:
+def test_a_non_finite_gradient_is_refused_and_changes_no_weight(bad: float, folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"), grad_clip=1.0)
     poisoned = batch._replace(pull=batch.pull.index_fill(0, torch.tensor([5]), bad))
     minis = [MiniBatch(rows, batch.response_mask[rows].float()) for rows in (torch.tensor([0, 1]), torch.tensor([5]))]
@@ -269,8 +267,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float
     assert engine.version == 0
 
 
-def test_a_mini_batch_without_weight_still_takes_its_step(folder: Folder) -> None:
-    """AdamW with a zero gradient: momentum goes on and decay pulls (torch's own optimizer is the truth)."""
+def test_a_mini_batch_of_weight_zero_still_takes_an_optimizer_step(folder: Folder) -> None:
+    """AdamW with a zero gradient: momentum continues and weight decay applies (torch's optimizer is the reference)."""
     batch, loss = ragged(), Pull()
     spec = AdamW(lr=0.01, weight_decay=0.1)
     engine = trainer(folder("llama"), optimizer=spec)
@@ -310,7 +308,7 @@ class WidestVocabulary(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_no_more_than_one_chunk_meets_the_vocabulary(kind: str, folder: Folder) -> None:
+def test_logits_are_computed_one_chunk_at_a_time(kind: str, folder: Folder) -> None:
     """Of a model that caps what its head gives, too."""
     batch, engine, chunk = ragged(rows=24), trainer(folder(kind), logprob_chunk=5), 5
     assert batch.response_mask.sum() > 8 * chunk
@@ -331,7 +329,7 @@ def test_no_more_than_one_chunk_meets_the_vocabulary(kind: str, folder: Folder) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_checkpointing_changes_nothing_and_keeps_dropout_off(kind: str, folder: Folder) -> None:
+def test_gradient_checkpointing_changes_no_result_and_keeps_dropout_off(kind: str, folder: Folder) -> None:
     batch = ragged()
     plain, thrifty = trainer(folder(kind)), trainer(folder(kind), gradient_checkpointing=True)
     assert torch.equal(plain.log_probs(batch), thrifty.log_probs(batch))
@@ -352,7 +350,7 @@ def test_gradient_checkpointing_recomputes_layers(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_bfloat16_is_near_float32_over_float32_weights(kind: str, folder: Folder) -> None:
+def test_bfloat16_is_close_to_float32_with_float32_weights(kind: str, folder: Folder) -> None:
     batch = ragged()
     exact, rough = trainer(folder(kind)), trainer(folder(kind), dtype="bfloat16", gradient_checkpointing=True)
     a, b = exact.log_probs(batch), rough.log_probs(batch)
@@ -364,7 +362,7 @@ def test_bfloat16_is_near_float32_over_float32_weights(kind: str, folder: Folder
     assert torch.cosine_similarity(near, full, dim=0) > 0.995
 
 
-def test_a_soft_cap_shows_even_where_the_logits_are_small(folder: Folder, tmp_path: Path) -> None:
+def test_logit_soft_caps_are_detected_with_small_weights(folder: Folder, tmp_path: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
     with torch.no_grad():
         lm.model.embed_tokens.weight.mul_(1e-3)

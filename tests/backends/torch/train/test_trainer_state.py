@@ -43,7 +43,7 @@ from tests.support.models import KINDS, ragged
         ),
     ],
 )
-def test_schedules_are_those_of_transformers(schedule: Any, theirs: Callable[[Any], Any]) -> None:
+def test_schedules_equal_those_of_transformers(schedule: Any, theirs: Callable[[Any], Any]) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     truth = theirs(optimizer)
     for step in range(13):
@@ -52,7 +52,7 @@ def test_schedules_are_those_of_transformers(schedule: Any, theirs: Callable[[An
         truth.step()
 
 
-def test_schedules_by_hand() -> None:
+def test_schedules_worked_example() -> None:
     assert [Constant(1.0).at(step) for step in (0, 99)] == [1.0, 1.0]
     assert [Linear(1.0, 0.5, steps=4).at(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
     assert [round(Cosine(1.0, 0.1, steps=4).at(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
@@ -61,7 +61,7 @@ def test_schedules_by_hand() -> None:
         Linear(1.0, 0.0, steps=4, warmup=5)
 
 
-def test_the_schedule_moves_the_weights_and_the_log(folder: Folder) -> None:
+def test_the_schedule_sets_the_learning_rate_of_updates_and_metrics(folder: Folder) -> None:
     batch, engine = (
         ragged(),
         trainer(folder("llama"), optimizer=SGD(lr=1e-3), schedule=Linear(1.0, 0.0, steps=4, warmup=2)),
@@ -84,13 +84,13 @@ def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> Non
     state = copy.deepcopy(engine.state_dict())
     logs = [engine.update(batch, steps, Pull()).compute() for _ in range(2)]
     resumed = trainer(folder(kind), **settings)
-    kept = copy.deepcopy(state)
+    copied = copy.deepcopy(state)
     resumed.load_state_dict(state)
     assert resumed.version == 1
     assert [resumed.update(batch, steps, Pull()).compute() for _ in range(2)] == logs
     assert resumed.version == engine.version == 3
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), engine.weights(), strict=True))
-    torch.testing.assert_close(state, kept, atol=0, rtol=0)  # what was loaded from is not trained along
+    torch.testing.assert_close(state, copied, atol=0, rtol=0)  # what was loaded from is not trained along
 
 
 def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
@@ -99,13 +99,15 @@ def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("backend", [TorchTrainer, TorchScorer, TorchCritic, TorchRollout])
-def test_a_device_that_is_not_there_is_refused_before_weights_load(backend: Any) -> None:
+def test_a_missing_device_is_refused_before_weights_load(backend: Any) -> None:
     for device in ("cuda:99", "gpu"):
         with raises("backend.device", backend=backend.__name__, device=device):
             backend("no such model", device=device).build(CONTEXT)
 
 
-def test_no_progress_bars(folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_and_saving_show_no_progress_bars(
+    folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     logging.enable_progress_bar()  # the command line, which other tests call here, has none
     model = folder("qwen2")
     capfd.readouterr()
@@ -115,9 +117,7 @@ def test_no_progress_bars(folder: Folder, tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_folder_holds_the_weights_under_their_names_and_loads_again(
-    kind: str, folder: Folder, tmp_path: Path
-) -> None:
+def test_a_saved_folder_has_the_weight_names_and_reloads(kind: str, folder: Folder, tmp_path: Path) -> None:
     batch, engine = ragged(), trainer(folder(kind), optimizer=AdamW(lr=0.01))
     assert isinstance(engine, Trainer) and engine.folder == folder(kind)
     engine.update(batch, [whole(batch)], Pull())
@@ -131,7 +131,7 @@ def test_a_saved_folder_holds_the_weights_under_their_names_and_loads_again(
     assert ours.apply_chat_template(chat, return_dict=False) == theirs.apply_chat_template(chat, return_dict=False)
 
 
-def test_a_folder_that_cannot_serve_is_refused_when_built_and_not_before(folder: Folder, tmp_path: Path) -> None:
+def test_an_unusable_folder_is_refused_by_build(folder: Folder, tmp_path: Path) -> None:
     nowhere = TorchTrainer(str(tmp_path / "nowhere"))
     with raises("model.not-found", path=str(tmp_path / "nowhere"), found="does not exist"):
         nowhere.build(CONTEXT)

@@ -61,9 +61,9 @@ class Pull:
 
 def seen_by(loss: Pull, batch: Ragged) -> Tensor:
     """The log-probs that `loss` was given in one update of all rows, row by row of `batch`."""
-    said = {uid: row for output, _, part, _ in loss.seen for uid, row in zip(part.uid, output, strict=True)}
-    assert sum(len(output) for output, *_ in loss.seen) == len(said)
-    return torch.stack([said[uid] for uid in batch.uid])
+    outputs = {uid: row for output, _, part, _ in loss.seen for uid, row in zip(part.uid, output, strict=True)}
+    assert sum(len(output) for output, *_ in loss.seen) == len(outputs)
+    return torch.stack([outputs[uid] for uid in batch.uid])
 
 
 def whole(batch: Ragged) -> MiniBatch:
