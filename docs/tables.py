@@ -51,7 +51,7 @@ def operators() -> list[str]:
 def losses() -> list[str]:
     rows = ["| loss | reads | sees | |", "|---|---|---|---|"]
     for name, cls in _classes(Loss):
-        reads = _code((*cls.said.values(), *cls._signature.ports))
+        reads = _code((*cls.model_ports.values(), *cls._signature.ports))
         rows.append(f"| `{name}` | {reads} | {cls.unit} | {_summary(cls)} |")
     return rows
 

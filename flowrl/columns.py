@@ -104,14 +104,14 @@ else:
             return Annotated[given[0], _own("Widths", given, rows=False)]
 
 
-def _own(said: str, given: Any, rows: bool) -> Own:
+def _own(annotation: str, given: Any, rows: bool) -> Own:
     name = given[1] if isinstance(given, tuple) and len(given) == 2 else None
     if not isinstance(name, str) or not name.isidentifier() or name == "batch":
         raise DefinitionError(
-            f"{said}[...] needs a record or column and a name of its axes other than batch. Write "
-            f'{said}[RolloutBatch, "demo"].',
+            f"{annotation}[...] needs a record or column and a name of its axes other than batch. Write "
+            f'{annotation}[RolloutBatch, "demo"].',
             code="column.port-axes",
-            annotation=said,
+            annotation=annotation,
         )
     return Own(name, rows)
 

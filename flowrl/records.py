@@ -160,5 +160,5 @@ class Receipt(NamedTuple):
 
 def rows_of_draw(record: type) -> int:
     """How many rows a draw from a source of this record has: its own `rows_of_draw`, or 1."""
-    said: int = getattr(record, "rows_of_draw", lambda: 1)()
-    return said
+    rows: int = getattr(record, "rows_of_draw", lambda: 1)()
+    return rows

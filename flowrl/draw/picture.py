@@ -124,12 +124,12 @@ def picture(subject: Graph | Change) -> Picture:
 
 def _with_allowances(graph: Graph, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
     """Boxes that also name the rule that their node may break, and why."""
-    said: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for allowance in allowances(graph):
         for name in dict.fromkeys(finding.node for finding in allowance.findings):
             text = f"allowed: {allowance.rule}, {allowance.reason}"
-            said.setdefault(name, []).extend(textwrap.wrap(text, WIDTH, max_lines=5, placeholder=" …"))
-    return tuple(replace(box, lines=(*box.lines, *said.get(box.name, ()))) for box in boxes)
+            notes.setdefault(name, []).extend(textwrap.wrap(text, WIDTH, max_lines=5, placeholder=" …"))
+    return tuple(replace(box, lines=(*box.lines, *notes.get(box.name, ()))) for box in boxes)
 
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:

@@ -117,18 +117,18 @@ class TokenObjective:
     @property
     def wants_entropy(self) -> bool:
         """Whether the objective needs the gradient of the entropy; entropy without need is still reported."""
-        return self.entropy > 0 or "entropies" in self.loss.said
+        return self.entropy > 0 or "entropies" in self.loss.model_ports
 
     @property
     def of_distribution(self) -> OfDistribution | None:
         """A loss of full distributions, which the model evaluates; None for other losses."""
-        if "distributions" not in self.loss.said:
+        if "distributions" not in self.loss.model_ports:
             return None
         return OfDistribution(tuple(self.loss.signature.ports), self._of_tokens)
 
     def _of_tokens(self, log_probs: Tensor, **columns: Tensor) -> Tensor:
         """The loss of some tokens, given their distributions: `log_probs` ``[tokens vocabulary]``."""
-        loss: Tensor = self.loss.of({self.loss.said["distributions"]: log_probs, **columns}, Metrics(), self.key)
+        loss: Tensor = self.loss.of({self.loss.model_ports["distributions"]: log_probs, **columns}, Metrics(), self.key)
         self._refuse_shape(loss, [tuple(log_probs.shape[:1])], f"{len(log_probs)} tokens")
         if log_probs.requires_grad:
             self._refuse_no_gradient(loss)
@@ -156,8 +156,12 @@ class TokenObjective:
         new = select(output, on)
         per_token = new if self.of_distribution else self._per_token(new, entropy, batch, on, metrics)
         loss, share, tokens = (weights * per_token).sum(), self._share(weights), on.sum()
-        metrics.mean(next(_REPORTED[said] for said in self.loss.said if said in _REPORTED), loss.detach(), share)
-        if entropy is not None and "values" not in self.loss.said:
+        metrics.mean(
+            next(_REPORTED[quantity] for quantity in self.loss.model_ports if quantity in _REPORTED),
+            loss.detach(),
+            share,
+        )
+        if entropy is not None and "values" not in self.loss.model_ports:
             metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
         if self.entropy > 0:
             bonus = select(_needed(entropy, "entropy", "an entropy bonus"), on)
@@ -172,9 +176,11 @@ class TokenObjective:
     def _per_token(self, new: Tensor, entropy: Tensor | None, batch: Any, on: Tensor, metrics: Metrics) -> Tensor:
         """The loss of each token: float ``[rows response]``, 0 off the mask."""
         outputs = {"log-probs": new, "values": new, "entropies": entropy}
-        columns = {parameter: outputs[quantity] for quantity, parameter in self.loss.said.items()}
-        if "entropies" in self.loss.said:
-            columns[self.loss.said["entropies"]] = select(_needed(entropy, "entropy", "a loss that reads it"), on)
+        columns = {parameter: outputs[quantity] for quantity, parameter in self.loss.model_ports.items()}
+        if "entropies" in self.loss.model_ports:
+            columns[self.loss.model_ports["entropies"]] = select(
+                _needed(entropy, "entropy", "a loss that reads it"), on
+            )
         for name in self.loss.signature.ports:
             column = on if name == "response_mask" else getattr(batch, name)
             per_token = isinstance(column, Tensor) and column.ndim == 2 and column.is_floating_point()
@@ -207,7 +213,7 @@ class TokenObjective:
         if not loss.requires_grad:
             raise DataError(
                 f"{type(self.loss).__name__} returned a loss without a gradient, expected one that depends on "
-                f"{' and '.join(self.loss.said.values())}. Look for .detach(), .item() or torch.no_grad() in it.",
+                f"{' and '.join(self.loss.model_ports.values())}. Remove .detach(), .item() or torch.no_grad() from it.",
                 code="objective.no-gradient",
                 loss=type(self.loss).__name__,
             )

@@ -48,15 +48,15 @@ class _Update:
 
     def __post_init__(self) -> None:
         check_norm(self.aggregation, self.norm)
-        if not self.trains & self.loss.said.keys():
+        if not self.trains & self.loss.model_ports.keys():
             raise ParameterError(
                 f"{type(self).__name__} needs a loss of {' or '.join(sorted(self.trains, reverse=True))}, and "
-                f"{self.loss!r} reads {' and '.join(self.loss.said)}. Pass another loss, such as PPOClip() to "
+                f"{self.loss!r} reads {' and '.join(self.loss.model_ports)}. Pass another loss, such as PPOClip() to "
                 f"UpdateActor or ValueClip() to UpdateCritic.",
                 code="update.wrong-loss",
                 loss=type(self.loss).__name__,
                 expected=sorted(self.trains, reverse=True),
-                found=tuple(self.loss.said),
+                found=tuple(self.loss.model_ports),
             )
 
     @property
@@ -157,7 +157,7 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kl is not None and "distributions" in self.loss.said:
+        if self.kl is not None and "distributions" in self.loss.model_ports:
             raise ParameterError(
                 f"kl={self.kl!r} needs log-probs, and with {self.loss!r}, a loss of distributions, the model computes "
                 f"none. Pass kl=None, and add a KL term to the loss if needed.",
@@ -222,8 +222,8 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
             return f"changes weights between mini-batches (mini_batch={self.mini_batch!r})"
         if self.prior_updates != 0:
             return f"follows another update (prior_updates={self.prior_updates!r})"
-        if "log-probs" not in self.loss.said:
-            return f"computes no log-probs, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
+        if "log-probs" not in self.loss.model_ports:
+            return f"computes no log-probs, but {' and '.join(self.loss.model_ports)} ({type(self.loss).__name__})"
         if self._beyond_rows:
             return f"needs all rows at once (the loss {type(self.loss).__name__} is of a {self.loss.unit})"
         return (

@@ -68,7 +68,7 @@ class Loss(HasEffects):
     """
 
     unit: ClassVar[Unit] = "token"
-    said: ClassVar[Mapping[ModelQuantity, str]] = {}
+    model_ports: ClassVar[Mapping[ModelQuantity, str]] = {}
     """The parameter for each output of the trained model."""
     _signature: ClassVar[Signature]
 
@@ -86,8 +86,8 @@ class Loss(HasEffects):
                     code="operator.return-type",
                     where=where,
                 )
-            cls.said = _model_ports(reads, where)
-            wired = {name: port for name, port in reads.ports.items() if name not in cls.said.values()}
+            cls.model_ports = _model_ports(reads, where)
+            wired = {name: port for name, port in reads.ports.items() if name not in cls.model_ports.values()}
             cls._signature = replace(reads, ports=wired)
         elif not hasattr(cls, "_signature"):
             raise DefinitionError(
@@ -107,7 +107,7 @@ class Loss(HasEffects):
 
     def of(self, columns: Mapping[str, Any], metrics: Metrics, key: Key | None = None) -> Any:
         """The loss for these columns, by the names of the parameters."""
-        names = (*self.said.values(), *self.signature.ports)
+        names = (*self.model_ports.values(), *self.signature.ports)
         injected = {name: metrics if cls is Metrics else key for name, cls in self.signature.injected.items()}
         return self(**{name: columns[name] for name in names}, **injected)
 
@@ -174,7 +174,7 @@ def _unit_problem(cls: type[Loss]) -> str | None:
     fields = {name: _field(port) for name, port in cls._signature.ports.items()}
     objects = [name for name, field in fields.items() if getattr(field, "dtype", None) == "object"]
     more = [*([f"the unit {cls.unit!r}"] if cls.unit != "token" else []), *cls._signature.injected, *objects]
-    if "distributions" in cls.said and more:
+    if "distributions" in cls.model_ports and more:
         return (
             f" reads distributions, which exist for some tokens at a time, so it cannot have {more[0]}. Set unit = "
             f"'token', and declare tensors only."
