@@ -213,7 +213,7 @@ class TokenObjective:
         if not loss.requires_grad:
             raise DataError(
                 f"{type(self.loss).__name__} returned a loss without a gradient, expected one that depends on "
-                f"{' and '.join(self.loss.model_ports.values())}. Remove .detach(), .item() or torch.no_grad() from it.",
+                f"{' and '.join(self.loss.model_ports.values())}. Remove .detach(), .item() or no_grad() from it.",
                 code="objective.no-gradient",
                 loss=type(self.loss).__name__,
             )
