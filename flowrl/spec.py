@@ -37,8 +37,8 @@ class Spec:
         ParameterError: on construction, for parameters that are missing, unknown or out of range.
     """
 
-    timeless: ClassVar[bool] = False
-    """Whether no number in it, or in a spec that it contains, may be a `Schedule`."""
+    schedulable: ClassVar[bool] = True
+    """Whether a number in it, or in a spec that it contains, may be a `Schedule`."""
     references: ClassVar[frozenset[str]] = frozenset()
     """Fields whose strings name functions: files store these with the hash of the function's source."""
 
@@ -78,7 +78,7 @@ class Spec:
 
     def _check(self) -> None:
         """Check an instance whose single parameters are valid; called at the end of its construction."""
-        if self.timeless:
+        if not self.schedulable:
             _refuse_over_time(self)
 
 
@@ -255,7 +255,7 @@ class Schedule(Spec):
     A subclass defines `at`; see `flowrl.schedules`. Integer parameters get the nearest integer.
     """
 
-    timeless = True
+    schedulable = False
 
     def at(self, step: int) -> float:
         """The finite number in step `step`, counted from 0; it depends on `step` and the parameters only."""

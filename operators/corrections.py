@@ -226,9 +226,9 @@ class RolloutCorrection(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"importance correction"`` unless `mode` is ``reject``, and ``"weighs tokens"`` for level ``token``."""
+        """``"importance correction"`` unless `mode` is ``reject``, and ``"token weights"`` for level ``token``."""
         weighs = {Effect.IMPORTANCE_CORRECTION} if self.mode != "reject" else set()
-        return frozenset(weighs | ({Effect.WEIGHS_TOKENS} if self.level == "token" else set()))
+        return frozenset(weighs | ({Effect.TOKEN_WEIGHTS} if self.level == "token" else set()))
 
     def __call__(
         self,

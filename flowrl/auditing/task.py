@@ -44,7 +44,7 @@ class AuditTask(Spec):
         seed: of all tables.
     """
 
-    timeless = True
+    schedulable = False
 
     tokens: int = Field(default=1, ge=1, le=8)
     steps: int = Field(default=3, ge=1, le=8)

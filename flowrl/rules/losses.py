@@ -38,7 +38,7 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
-        if Effect.HELD_TO_REFERENCE in node.effects and terms:
+        if Effect.REFERENCE_REGULARIZATION in node.effects and terms:
             first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
@@ -68,10 +68,10 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR019", "A loss with one ratio per row needs one advantage per row.", "huggingface/trl#3811")
 def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
+        if Effect.ADVANTAGE_PER_ROW in node.effects:
             for n in own_lineage(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-                if by_values or Effect.WEIGHS_TOKENS in n.effects:
+                if by_values or Effect.TOKEN_WEIGHTS in n.effects:
                     source = "values" if by_values else "weights"
                     fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (

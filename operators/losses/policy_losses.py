@@ -191,8 +191,8 @@ class GMPO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"one advantage a row"}``, the mean over its tokens."""
-        return frozenset({Effect.ONE_ADVANTAGE_A_ROW})
+        """``{"advantage per row"}``, the mean over its tokens."""
+        return frozenset({Effect.ADVANTAGE_PER_ROW})
 
     def __call__(
         self,
@@ -386,8 +386,8 @@ class DRO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference"}``, by the squared term."""
-        return frozenset({Effect.HELD_TO_REFERENCE})
+        """``{"reference regularization"}``, by the squared term."""
+        return frozenset({Effect.REFERENCE_REGULARIZATION})
 
     def __call__(
         self,

@@ -99,8 +99,8 @@ class DPO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference"}``, by `beta`."""
-        return frozenset({Effect.HELD_TO_REFERENCE})
+        """``{"reference regularization"}``, by `beta`."""
+        return frozenset({Effect.REFERENCE_REGULARIZATION})
 
     def __call__(
         self,

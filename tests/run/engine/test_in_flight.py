@@ -28,7 +28,7 @@ from tests.nightly import nightly
 from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.kernel import LengthPenalty, exact
-from tests.support.runs import Recorder, timeless, train
+from tests.support.runs import Recorder, train, without_times
 
 pytestmark = pytest.mark.runs
 
@@ -170,7 +170,7 @@ def test_a_run_killed_in_any_round_resumes_with_the_same_rows(
         with pytest.raises(KeyboardInterrupt):
             train(collecting(tiny), data, folder, [Killer()], **settings)
         resumed = train(collecting(tiny), data, folder, resume=True, **settings)
-        assert timeless(list(resumed.metrics)) == timeless(list(whole.metrics))
+        assert without_times(list(resumed.metrics)) == without_times(list(whole.metrics))
 
 
 # ---- too few groups
