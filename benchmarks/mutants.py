@@ -122,7 +122,7 @@ def main(chosen: list[str]) -> None:
     survived = [result.mutant.name for result in results if result.killed_by is None]
     groups = sorted({result.mutant.name.rpartition("-")[0] for result in results})
     rows = [[group, *_counts(group, results)] for group in groups]
-    print(table(["group", "mutants", "killed"], rows))
+    table("Mutants", ["group", "mutants", "killed"], rows)
     print(f"{len(results) - len(survived)} of {len(results)} killed; survived: {', '.join(survived) or 'none'}")
 
 
