@@ -133,9 +133,11 @@ def dump(value: Any) -> bytes:
     return json.dumps(value).encode("utf-8", "surrogatepass")
 
 
-def damage_file(folder: Path, chance: Random, files: str = "*") -> str:
-    """Damage one of the files in a folder; JSON is mutated as data in half of the cases."""
-    path = chance.choice(sorted(path for path in folder.rglob(files) if path.is_file()))
+def damage_file(folder: Path, chance: Random) -> str:
+    """Damage one of the files in a folder, any file name as likely; JSON is mutated as data in half of the cases."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    name = chance.choice(sorted({path.name for path in files}))
+    path = chance.choice([path for path in files if path.name == name])
     content = path.read_bytes()
     if path.suffix == ".json" and chance.random() < 0.5:
         value, how = mutated(json.loads(content), chance)
@@ -196,7 +198,7 @@ def model_folder(desk: Path, folder: Path, chance: Random) -> tuple[str, Act]:
     how = damage_file(folder, chance)
 
     def read(place: Path) -> None:
-        ChatTokenizer(str(place / "model")).render([{"role": "user", "content": "1"}])
+        ChatTokenizer(str(place / "model")).conversation_ids([{"role": "user", "content": "1"}])
         TorchTrainer(str(place / "model"), device="cpu").build(CONTEXT)
 
     return how, read
@@ -275,7 +277,7 @@ def settings(desk: Path, folder: Path, chance: Random) -> tuple[str, Act]:
     of: dict[str, Callable[[], Any]] = {}
     for name in ("n", "kl_coef", "max_new_tokens", "mini_batch", "clip", "lag", "temperature"):
         of[name] = lambda name=name: job_of("grpo", str(desk / "model"), digits, **{name: odd})
-    for name in ("steps", "prompts", "checkpoint_every", "seed", "folder", "validation", "costs", "rollouts_every"):
+    for name in ("steps", "prompts", "checkpoint_every", "seed", "validation", "costs", "rollouts_every"):
         of[name] = lambda name=name: training(desk, folder / "run", **{name: odd})
     for name in ("optimizer", "schedule", "dtype", "device", "max_grad_norm", "micro_batch", "attention"):
         of[name] = lambda name=name: TorchTrainer(str(desk / "model"), **{name: odd}).build(CONTEXT)
