@@ -22,7 +22,7 @@ from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flowrl.errors import DefinitionError, FrozenError, ParameterError, refuse_staleness
-from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of
+from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of, positional
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
@@ -348,8 +348,7 @@ def _begin(
     over_time: Mapping[str, Schedule],
 ) -> None:
     """Construct a spec some of whose numbers have schedules, after checking it at their `sample_steps`."""
-    own = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
-    names = [*own, *([""] * len(args))]  # `init` refuses too many arguments
+    names = [*positional(cls), *([""] * len(args))]  # `init` refuses too many arguments
 
     def begin(made: Any, step: int) -> None:
         numbers = {name: _number_of(cls, name, schedule, step) for name, schedule in over_time.items()}
@@ -359,7 +358,7 @@ def _begin(
             init(made, *values, **named)
         except ValidationError as error:
             wrong = parameter_error(cls, error, values, named)
-            about = {parameter_at(e["loc"][0], names) for e in error.errors() if e["loc"]}
+            about = {parameter_at(e["loc"][0], cls) for e in error.errors() if e["loc"]}
             if about and not about & numbers.keys():
                 raise wrong from None
             shown = ", ".join(f"{name} is {number:g}" for name, number in numbers.items())
