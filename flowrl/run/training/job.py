@@ -67,7 +67,7 @@ class Job(Generic[GraphT]):
 
         def __getattr__(self, name: str) -> NoReturn:
             hint = "Train it by Training(job, data, steps=..., prompts=...).run()."
-            if hasattr(Graph, name):
+            if hasattr(self.__dict__.get("graph"), name):
                 hint = f"Its graph has: job.graph.{name}."
             raise AttributeError(f"A Job has no attribute {name!r}. {hint}", name=name, obj=self)
 
