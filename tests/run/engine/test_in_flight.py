@@ -182,14 +182,15 @@ def test_a_run_killed_in_any_round_resumes_with_the_same_rows(
 # ---- too few groups
 
 
-def test_on_underfill_raises_trains_or_repeats(tiny: str, data: str) -> None:
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_on_underfill_raises_trains_or_repeats(rounds: int, tiny: str, data: str) -> None:
     with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: ") as caught:
-        run(collecting(tiny, rounds=1), stream_of(tiny, data), 1)
+        run(collecting(tiny, rounds=rounds), stream_of(tiny, data), 1)
     assert caught.value.facts["node"] == "collect"
-    [fewer] = run(collecting(tiny, rounds=1, on_underfill="train"), stream_of(tiny, data), 1)
+    [fewer] = run(collecting(tiny, rounds=rounds, on_underfill="train"), stream_of(tiny, data), 1)
     few = fewer.columns["collect"]
     assert 0 < len(few) < WANTED * N
-    [filled] = run(collecting(tiny, rounds=1, on_underfill="repeat"), stream_of(tiny, data), 1)
+    [filled] = run(collecting(tiny, rounds=rounds, on_underfill="repeat"), stream_of(tiny, data), 1)
     full = filled.columns["collect"]
     assert len(full) == WANTED * N
     assert len(set(full["uid"])) == WANTED
