@@ -6,9 +6,10 @@ Training"). `Mismatch` measures this, and `RolloutCorrection` multiplies the adv
 
     ratio = p(trainer) / p(rollout) = exp(old_log_probs - rollout_log_probs).
 
-PPO's own ratio, of the current to the old policy, is a separate factor and does not change. The loss is linear in the
-advantages for nonnegative weights, so weighting the advantages weights the loss. Tokens or rows with weight 0 have no
-gradient but stay on the mask, and so in the counts by which the loss is divided.
+PPO's own ratio, of the current to the old policy, is a separate factor and does not change. Most losses are
+proportional to the advantages for nonnegative weights, so weighting the advantages weights the loss. Rule FR019 refuses
+a correction for the others: `KLCov`, `ClipCov`, `PPOClipNLL` and `DRO`, and token weights for `GMPO`. Tokens or rows
+with weight 0 have no gradient but stay on the mask, and so in the counts by which the loss is divided.
 """
 
 from __future__ import annotations

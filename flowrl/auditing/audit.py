@@ -54,16 +54,7 @@ def audit(
         GraphError: `graph` is not a graph.
     """
     refuse_non_graph(graph)
-    for name, number in (("n", n), ("limit", limit), ("samples", samples)):
-        if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
-            least = 1 + (name == "samples")
-            raise ParameterError(
-                f"audit({name}={number!r}): expected an integer of at least {least}.",
-                code="audit.bad-argument",
-                parameter=name,
-                found=number,
-                expected=least,
-            )
+    _refuse_counts(n=n, limit=limit, samples=samples)
     fitting, task, notes = fitted(graph, AuditTask() if task is None else task, n)
     states = stated(fitting, role)
 
@@ -96,6 +87,20 @@ def audit(
         variance=_variance(trial, runs, whole),
         notes=(*notes, *states.notes, *_limits(fitting, task), *explanation.notes),
     )
+
+
+def _refuse_counts(**counts: int | None) -> None:
+    """Refuse numbers of runs and responses that are not allowed."""
+    for name, number in counts.items():
+        if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
+            least = 1 + (name == "samples")
+            raise ParameterError(
+                f"audit({name}={number!r}): expected an integer of at least {least}.",
+                code="audit.bad-argument",
+                parameter=name,
+                found=number,
+                expected=least,
+            )
 
 
 def _radius(runs: Runs, each: Tensor, task: AuditTask) -> float:

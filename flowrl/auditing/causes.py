@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.auditing.gradient_error import EXACT, Interval, judge
-from flowrl.auditing.objective import behind_gates, without_gates
+from flowrl.auditing.objective import StatedObjective, behind_gates, without_gates
 from flowrl.auditing.record import Cause
 from flowrl.auditing.task import AuditTask
 from flowrl.auditing.trial import Runs, Trial
@@ -61,7 +61,7 @@ class Without:
     by_spread: bool = False
 
 
-def possible(graph: Graph, task: AuditTask, frozen: Set[str]) -> Iterator[Without]:
+def possible(graph: Graph, stated: StatedObjective, task: AuditTask, frozen: Set[str]) -> Iterator[Without]:
     """The possible causes of a bias of this graph, with some frozen policies, in this task."""
     if task.ends and task.steps > 1:
         yield Without("length", task=lambda task: dataclasses.replace(task, even=True))
@@ -73,7 +73,8 @@ def possible(graph: Graph, task: AuditTask, frozen: Set[str]) -> Iterator[Withou
     if (task.age or task.mismatch) and unclipped(graph) is not graph:
         yield Without("clip", graph=unclipped)
     if any(isinstance(node.operator, Gate) for node in graph.nodes.values()):
-        yield Without("selection", graph=lambda graph: without_gates(graph, graph.sinks))
+        scores = [edge.node for edge in stated.scores]
+        yield Without("selection", graph=lambda graph: without_gates(graph, (*graph.sinks, *scores)))
     if task.reference and _reads(graph, frozen):
         yield Without("distance to the reference", task=lambda task: dataclasses.replace(task, reference=0.0))
 
@@ -128,7 +129,7 @@ class Explanation:
         """The causes that leave less of the bias alone, and several together if they leave the least."""
         trial = self._trial
         own = self._bias(trial, self._runs, self._runs.parts["loss"]).value
-        candidates = possible(trial.graph, trial.task, trial.truth.references.keys())
+        candidates = possible(trial.graph, trial.stated, trial.task, trial.truth.references.keys())
         tried = {one: self._remaining([one]) for one in candidates}
         found = {one: bias for one, bias in tried.items() if bias is not None}
         helping = {one: bias for one, bias in found.items() if bias.value < _EXPLAINS * own}
@@ -138,8 +139,18 @@ class Explanation:
         several = {some: bias for some in together if (bias := self._remaining(some)) is not None}
         best = min(several, key=lambda some: several[some].value, default=())
         if best and several[best].value < _EXPLAINS * min([own, *(cause.bias.value for cause in causes)]):
-            causes.append(Cause(" and ".join(one.name for one in best), several[best]))
+            names, bias = self._needed(best, several[best])
+            causes.append(Cause(names, bias))
         return tuple(causes)
+
+    def _needed(self, together: tuple[Without, ...], bias: Interval) -> tuple[str, Interval]:
+        """Those of several causes without which more bias would remain, and what remains without them."""
+        for one in together:
+            fewer = tuple(other for other in together if other is not one)
+            remaining = self._remaining(fewer) if len(fewer) > 1 else None
+            if remaining is not None and remaining.value <= max(bias.value / _EXPLAINS, EXACT):
+                together, bias = fewer, remaining
+        return " and ".join(one.name for one in together), bias
 
     def _bias(self, trial: Trial, runs: Runs, each: Tensor) -> Interval:
         true = gradient(trial.truth.parts(trial.now)["loss"], trial.now)

@@ -32,6 +32,8 @@ class Effect(StrEnum):
     """It divides by a standard deviation."""
     ONE_ADVANTAGE_A_ROW = "one advantage a row"
     """It takes the mean of a row's advantages."""
+    NONLINEAR = "nonlinear in advantages"
+    """Its loss is not proportional to the advantages, so weights on these are not weights on the loss."""
     SEVERAL_ANSWERS = "several answers"
     """It compares several responses to a prompt."""
     SPANS = "spans"
