@@ -128,9 +128,8 @@ def _limits(graph: Graph, task: AuditTask) -> Iterator[str]:
 def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
     """The cosines of a KL term in the loss with the negative gradients of divergences."""
     terms = [one for one in trial.stated.kl if one.in_loss]
-    each = runs.parts["kl"] if terms else None
     return {
-        name: _judged(runs, each, -gradient(divergence, trial.now), trial.task).cosine
+        name: _judged(runs, runs.parts["kl"], -gradient(divergence, trial.now), trial.task).cosine
         for name, divergence in (trial.truth.divergences(terms[0].role).items() if terms else ())
     }
 

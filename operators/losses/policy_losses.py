@@ -355,11 +355,14 @@ class DPPO(Loss):
         divergence: ``"tv"`` or ``"kl"``.
         within: radius of the region.
         max_ratio: upper bound of the weights.
+        within_high: radius where ``A > 0``, if it differs; verl's ``clip_ratio_high``, and `within` its
+            ``clip_ratio_low``.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
     within: float = Field(default=0.2, gt=0)
     max_ratio: float = Field(default=20.0, gt=1)
+    within_high: float | None = Field(default=None, gt=0)
 
     def __call__(
         self,
@@ -373,7 +376,8 @@ class DPPO(Loss):
         p, old = log_probs.detach().double().exp(), old_log_probs.double().exp()
         distance = (p - old).abs() if self.divergence == "tv" else _kl_term(old, p) + _kl_term(1.0 - old, 1.0 - p)
         away = torch.where(advantages > 0, p > old, p < old)
-        counts = ~(away & (distance > self.within))
+        high = self.within if self.within_high is None else self.within_high
+        counts = ~(away & torch.where(advantages > 0, distance > high, distance > self.within))
         metrics.mean("actor/pg_clipfrac", (~counts & response_mask).sum(), response_mask.sum())
         return -_exp(log_ratio).clamp(max=self.max_ratio) * advantages * log_probs * counts
 
