@@ -173,10 +173,11 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if its estimator is k1."""
+        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if it is k1 without a
+        ratio."""
         if self.kl is None:
             return self.loss.effects
-        without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" else set()
+        without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" and not self.kl.ratio else set()
         return self.loss.effects | {Effect.KL} | without_gradient
 
     def optional_ports(self) -> Mapping[str, bool]:
