@@ -81,7 +81,7 @@ def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
                     f"UpdateActor(PPOClip()).",
                 )
             by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-            if Effect.ONE_ADVANTAGE_A_ROW in node.effects and (by_values or Effect.WEIGHS_TOKENS in n.effects):
+            if Effect.ADVANTAGE_PER_ROW in node.effects and (by_values or Effect.TOKEN_WEIGHTS in n.effects):
                 source = "values" if by_values else "weights"
                 fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                 yield (
@@ -95,7 +95,7 @@ def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
 def _corrects(graph: Graph, node: Node) -> bool:
     """Whether a node weights or rejects advantages by the engine's log-probs."""
     by_ratio = of_kind(graph, node, "log-prob of the rollout") and of_kind(graph, node, "advantage")
-    return bool(by_ratio or {Effect.IMPORTANCE_CORRECTION, Effect.WEIGHS_TOKENS} & node.effects)
+    return bool(by_ratio or {Effect.IMPORTANCE_CORRECTION, Effect.TOKEN_WEIGHTS} & node.effects)
 
 
 @rule(

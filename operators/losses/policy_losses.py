@@ -407,8 +407,8 @@ class DRO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference", "nonlinear in advantages"}``, by the squared term."""
-        return frozenset({Effect.HELD_TO_REFERENCE, Effect.NONLINEAR})
+        """``{"reference regularization", "nonlinear in advantages"}``, by the squared term."""
+        return frozenset({Effect.REFERENCE_REGULARIZATION, Effect.NONLINEAR})
 
     def __call__(
         self,

@@ -217,6 +217,6 @@ class TestShelf:
         assert found(make(exact, n=4, ppo_epochs=2, mini_batch=4, **kl)) == []
 
     def test_the_effects_of_anchored_losses(self) -> None:
-        assert DPO().effects == {"held to the reference"}
-        assert DRO().effects == {"held to the reference", "nonlinear in advantages"}
+        assert DPO().effects == {"reference regularization"}
+        assert DRO().effects == {"reference regularization", "nonlinear in advantages"}
         assert OldLogProb().effects == KLShape(0.0).effects == frozenset()

@@ -34,7 +34,7 @@ class Effect(StrEnum):
     """It takes the mean of a row's advantages."""
     NONLINEAR = "nonlinear in advantages"
     """Its loss is not proportional to the advantages, so weights on these are not weights on the loss."""
-    SEVERAL_ANSWERS = "several answers"
+    SEVERAL_RESPONSES = "several responses"
     """It compares several responses to a prompt."""
     SPANS = "spans"
     """It swaps weights while requests are in flight."""

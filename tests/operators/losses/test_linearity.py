@@ -63,13 +63,13 @@ def proportional(loss: type[Loss], per_token: bool, seed: int) -> bool:
 def test_every_loss_declares_which_weights_on_its_advantages_are_weights_on_its_loss(loss: type[Loss]) -> None:
     by_row, by_token = (all(proportional(loss, each, seed) for seed in range(3)) for each in (False, True))
     assert (Effect.NONLINEAR in loss().effects) is not by_row
-    assert (Effect.ONE_ADVANTAGE_A_ROW in loss().effects) is (by_row and not by_token)
+    assert (Effect.ADVANTAGE_PER_ROW in loss().effects) is (by_row and not by_token)
 
 
 def test_the_shelf_has_losses_of_all_three_kinds() -> None:
-    declared = [loss().effects & {Effect.NONLINEAR, Effect.ONE_ADVANTAGE_A_ROW} for loss in LOSSES]
+    declared = [loss().effects & {Effect.NONLINEAR, Effect.ADVANTAGE_PER_ROW} for loss in LOSSES]
     assert len(LOSSES) == 11
-    assert [declared.count(one) for one in (set(), {Effect.ONE_ADVANTAGE_A_ROW}, {Effect.NONLINEAR})] == [6, 1, 4]
+    assert [declared.count(one) for one in (set(), {Effect.ADVANTAGE_PER_ROW}, {Effect.NONLINEAR})] == [6, 1, 4]
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
