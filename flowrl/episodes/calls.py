@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.runners
 import contextlib
 import inspect
 import threading
@@ -11,17 +12,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flowrl import errors
 from flowrl.errors import FlowrlError
 
 _OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 """Folders of frames that are not the environment's."""
 
+_HANDLERS = (asyncio.runners.__file__, str(Path(errors.__file__).parent / "run" / "training" / "signals.py"))
+"""Files with handlers of signals."""
+
+
+class EndedCallError(Exception):
+    """User code raised what is not an `Exception`, such as `SystemExit`, or what a future cannot carry."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(describe_error(original))
+        self.original = original
+
 
 async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
     """What a function of the environment returns; one that blocks runs in a thread, which cannot be terminated."""
     if not blocks:
-        result = function()
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result = function()
+            return await result if inspect.isawaitable(result) else result
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            if _is_of_a_signal(error):
+                raise
+            raise EndedCallError(error) from None
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -34,7 +54,7 @@ async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
             result = function()
         except BaseException as error:
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            finish(done.set_exception, error if plain else _as_error(error))
+            finish(done.set_exception, error if plain else EndedCallError(error))
         else:
             finish(done.set_result, result)
 
@@ -42,11 +62,10 @@ async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
     return await done
 
 
-def _as_error(error: BaseException) -> RuntimeError:
-    """`SystemExit`, `StopIteration` and the like as an ordinary error, which a future can carry."""
-    text = str(error)
-    plain = RuntimeError(f"it raised {type(error).__name__}{': ' if text else ''}{text}")
-    return plain.with_traceback(error.__traceback__)
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal raised it, such as that of Ctrl-C, and not the code that it interrupted."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename in _HANDLERS
 
 
 def describe_error(error: BaseException) -> str:
@@ -55,5 +74,13 @@ def describe_error(error: BaseException) -> str:
         return error.message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = str(error)
+    text = text_of(error)
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error, also where a user's ``__str__`` raises."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"(its text cannot be read: {type(another).__name__})"

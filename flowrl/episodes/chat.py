@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,9 +12,9 @@ from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.data.waits import WaitRecorder
-from flowrl.episodes.environment import Answer, Row, ToolCall, short
+from flowrl.episodes.environment import Answer, Row, ToolCall, check_reward
 from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, template_arguments
-from flowrl.errors import EpisodeError, type_of
+from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
 
@@ -161,6 +160,9 @@ class Chat:
         if turn >= self.limits.turns:
             await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
             raise EpisodeOver("turns")
+        if self._exceeds_context(messages):
+            await asyncio.sleep(0)
+            raise EpisodeOver("context")
         transcript = self._extended(messages)
         room = self.limits.context - len(transcript.ids)
         if room < 1:
@@ -190,13 +192,7 @@ class Chat:
         Raises:
             EpisodeError: it is not a finite number, or there is no answer yet.
         """
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EpisodeError(
-                f"The reward is {short(value)}, {type_of(value)}; expected a finite int or float. Convert bools, NumPy "
-                f"numbers and tensors with float(...).",
-                code="episode.invalid-reward",
-                found=short(value),
-            )
+        check_reward(value)
         if not self.rewards:
             raise EpisodeError(
                 f"The environment gave a reward of {value} before any answer; expected None until the policy has "
@@ -204,7 +200,7 @@ class Chat:
                 code="episode.reward-before-answer",
                 found=value,
             )
-        self.rewards[-1] += float(value)
+        self.rewards[-1] = check_reward(self.rewards[-1] + float(value))
         self.rewarded = True
 
     def calls(self, answer: Answer) -> Sequence[ToolCall]:
@@ -257,6 +253,12 @@ class Chat:
                 content = f"error: {invalid}"
             replies.append({"role": "tool", "name": call.name, "content": content})
         return replies
+
+    def _exceeds_context(self, messages: Sequence[Message] | str | None) -> bool:
+        """Whether messages have no room by their number or size alone, which is known without tokenizing them."""
+        texts = [messages] if isinstance(messages, str) else [message.get("content") for message in messages or ()]
+        characters = sum(len(text) for text in texts if isinstance(text, str))
+        return max(len(texts), characters // self._broker.tokenizer.longest_token) > self.limits.context
 
     def _extended(self, messages: Sequence[Message] | str | None) -> Transcript:
         if isinstance(messages, str):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import xxhash
 
 from flowrl.data.text.transcript import Message
-from flowrl.errors import EpisodeError
+from flowrl.errors import EpisodeError, type_of
+
+MAX_REWARD = 3.4028234663852886e38
+"""The largest float32."""
 
 
 class Row(NamedTuple):
@@ -119,10 +122,28 @@ def check_reply(reply: object) -> Reply:
             field="done",
             found=short(reply.done),
         )
+    if reply.reward is not None:
+        check_reward(reply.reward)
     return reply
 
 
+def check_reward(value: object) -> float:
+    """A reward; raises `EpisodeError` if it is not a finite number in the range of float32."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(cast(float, value)) <= MAX_REWARD:
+        raise EpisodeError(
+            f"The reward is {short(value)}, {type_of(value)}; expected a finite int or float in the range of float32. "
+            f"Convert bools, NumPy numbers and tensors with float(...).",
+            code="episode.invalid-reward",
+            found=short(value),
+        )
+    return float(cast(float, value))
+
+
 def short(value: object) -> str:
-    """The repr, at most 200 characters of it."""
-    text = repr(value)
+    """The repr, at most 200 characters of it; only the type where the repr raises."""
+    try:
+        text = repr(value)
+    except BaseException as error:  # of a user's __repr__, or of a value that nests too deeply
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.calls import call_user_code, describe_error
+from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error
 from flowrl.episodes.chat import Chat, EpisodeOver, Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row, check_reply
 from flowrl.episodes.processes import ProcessEnvironment
@@ -63,7 +63,22 @@ class EpisodeSetup:
 def play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
     """Play an episode from each row; episodes that failed in every try carry their fault. Raises what the engine
     raises."""
-    return asyncio.run(_play(broker, rows, setup))
+    with asyncio.Runner(loop_factory=_event_loop) as runner:
+        return runner.run(_play(broker, rows, setup))
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that no episode can stop, since all of them share it."""
+    loop = asyncio.new_event_loop()
+    stop = loop.stop
+
+    def refuse_or_stop() -> None:
+        if asyncio.current_task(loop) is not None:  # asyncio's own calls are not of a task
+            raise RuntimeError("it called loop.stop(), but the event loop belongs to all episodes")
+        stop()
+
+    loop.stop = refuse_or_stop  # type: ignore[method-assign]
+    return loop
 
 
 async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
@@ -110,7 +125,7 @@ async def _once(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> Episode
         if task is None or task.cancelling():  # by `_play`, since the batch ends
             raise
         fault = _fault(row, chat, error)
-    except (Exception, SystemExit) as error:  # of users' environments; `serve` raises those of the engine
+    except Exception as error:  # of users' environments; `serve` raises those of the engine
         fault = _fault(row, chat, _late(setup.limits.seconds) if clock.expired() else error)
         fault.__cause__ = error
     finally:
@@ -144,7 +159,7 @@ async def _until_over(played: Awaitable[object]) -> Ended:
 
 
 async def _by_agent(chat: Chat, row: Row, agent: Agent) -> None:
-    if (score := await agent(chat, row)) is not None:
+    if (score := await call_user_code(lambda: agent(chat, row), blocks=False)) is not None:
         chat.reward(score)
 
 
@@ -180,6 +195,7 @@ def _late(seconds: float) -> EpisodeError:
 
 
 def _fault(row: Row, chat: Chat, error: BaseException) -> EpisodeError:
+    error = error.original if isinstance(error, EndedCallError) else error
     inner = error if isinstance(error, FlowrlError) and error.code else None
     code = "episode.environment-failed" if inner is None else inner.code
     facts = dict(error.facts) if isinstance(error, FlowrlError) else {"error": type(error).__name__}

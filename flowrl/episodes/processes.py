@@ -2,6 +2,9 @@
 
 Each episode's environment has its own process, and so has each call of a tool, forked from a `ForkServer` that has
 imported the environment and lives as long as the program. `flowrl.workers.supervisor` terminates all that they start.
+
+Requests are pickled. Replies are JSON with a size limit, because a process that runs foreign code must not choose what
+this program unpickles.
 """
 
 # Why not `concurrent.futures` or `multiprocessing`? See `flowrl.operators.reward.pool`. Workers there import what a
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
+import json
 import os
 import pickle
 import random
@@ -24,11 +28,14 @@ from typing import Any
 from flowrl.core.operators import references
 from flowrl.episodes.calls import describe_error
 from flowrl.episodes.environment import Answer, Environment, Reply, Row, check_reply, short
-from flowrl.episodes.tools import InvalidToolCall, Tool
+from flowrl.episodes.tools import InvalidToolCall, Tool, result_text
 from flowrl.errors import EpisodeError, FlowrlError, ParameterError
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
 from flowrl.workers.fork_server_process import detach_stdin
 from flowrl.workers.supervisor import supervise
+
+MAX_REPLY = 1 << 24
+"""The largest reply of a process, in bytes of JSON."""
 
 _SIZE = 8
 """Bytes of a message's length prefix."""
@@ -94,6 +101,32 @@ def reference_of(thing: Callable[..., Any] | str) -> str:
     return found
 
 
+class _NoReplyError(Exception):
+    """What a process sent is not a reply."""
+
+
+def _decoded(body: bytes) -> tuple[str, Any]:
+    """What `_encoded` wrote: ``"is"`` with the result, ``"invalid"`` with a text, or ``"raised"`` with an error."""
+    try:
+        how, value = json.loads(body)
+        if how == "raised":
+            value = {"message": str(value["message"]), "code": str(value["code"]), "facts": dict(value["facts"])}
+            value["facts"] = {k: v for k, v in value["facts"].items() if k not in ("self", "message", "code")}
+        elif how == "invalid":
+            value = str(value)
+        elif how != "is":
+            raise ValueError(f"it starts with {short(how)}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _NoReplyError(f"{type(error).__name__}: {error}") from error
+    return how, value
+
+
+def reply_of(sent: Any) -> Reply:
+    """The environment's reply that a process sent; raises `EpisodeError` for anything else."""
+    is_reply = isinstance(sent, list) and len(sent) == len(Reply._fields)
+    return check_reply(Reply(*sent) if is_reply else sent)
+
+
 class Process:
     """One forked process, which serves one call at a time."""
 
@@ -123,11 +156,11 @@ class Process:
             raise EpisodeError(
                 f"{short(given)} cannot be sent to the environment's process ({describe_error(error)}). Use values "
                 f"that pickle supports, or pass processes=False.",
-                code="episode.not-picklable",
+                code="episode.not-sendable",
                 found=short(given),
             ) from error
         try:
-            how, value = pickle.loads(await self._exchange(message))
+            how, value = _decoded(await self._exchange(message))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.end()
             raise EpisodeError(
@@ -135,12 +168,12 @@ class Process:
                 "output of the run, or debug it with processes=False.",
                 code="episode.process-died",
             ) from error
-        except (pickle.UnpicklingError, AttributeError, ImportError, EOFError) as error:
+        except _NoReplyError as error:
             self.end()
             raise EpisodeError(
-                f"The result of the environment's process cannot be unpickled here ({describe_error(error)}). Return "
-                f"plain values, or pass processes=False.",
-                code="episode.not-picklable",
+                f"The environment's process sent something that is not a reply ({error}). Find the code that writes to "
+                f"sockets which it has not opened.",
+                code="episode.process-died",
             ) from error
         except asyncio.CancelledError:
             self.end()
@@ -148,8 +181,7 @@ class Process:
         if how == "invalid":
             raise InvalidToolCall(value)
         if how == "raised":
-            message, code, facts = value
-            raise EpisodeError(message, code=code, **facts)
+            raise EpisodeError(value["message"], code=value["code"], **value["facts"])
         return value
 
     async def _exchange(self, message: bytes) -> bytes:
@@ -158,6 +190,8 @@ class Process:
             self._socket = None
         self._writer.write(len(message).to_bytes(_SIZE, "big") + message)
         size = int.from_bytes(await self._reader.readexactly(_SIZE), "big")
+        if size > MAX_REPLY:
+            raise _NoReplyError(f"it announces {size} bytes; expected at most {MAX_REPLY}")
         return await self._reader.readexactly(size)
 
     def end(self) -> None:
@@ -177,11 +211,11 @@ class ProcessEnvironment(Environment):
 
     async def reset(self, row: Row) -> Reply:
         """Create the environment in the process and reset it."""
-        return check_reply(await self._process.ask("make", self._environment, row))
+        return reply_of(await self._process.ask("make", self._environment, row))
 
     async def step(self, answer: Answer) -> Reply:
         """Call the environment's `step` in the process."""
-        return check_reply(await self._process.ask("step", answer))
+        return reply_of(await self._process.ask("step", answer))
 
     async def close(self) -> None:
         """Call the environment's `close`, unless the process has died, and end the process."""
@@ -192,11 +226,11 @@ class ProcessEnvironment(Environment):
             self._process.end()
 
 
-async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """What a tool returns, called in its own process."""
+async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]) -> str:
+    """What a tool returns, as text for the policy, called in its own process."""
     process = Process(server)
     try:
-        return await process.ask("tool", reference_of(tool.function), arguments)
+        return str(await process.ask("tool", reference_of(tool.function), arguments))
     finally:
         process.end()
 
@@ -216,17 +250,38 @@ def serve(channel: socket.socket) -> None:
     stream, owner = channel.makefile("rwb"), os.getpid()
     handler = _Handler()
     while size := stream.read(_SIZE):
-        what, given = pickle.loads(stream.read(int.from_bytes(size, "big")))
+        what, given = pickle.loads(stream.read(int.from_bytes(size, "big")))  # from the program that started this
         how, value = handler.call(what, given)
         if os.getpid() != owner:
             os._exit(0)  # a child that the environment has forked must not serve
-        try:
-            message = pickle.dumps((how, value))
-        except Exception as error:
-            why = f"{short(value)} cannot be sent from the environment's process ({describe_error(error)})"
-            message = pickle.dumps(("raised", (f"{why}. Return plain values.", "episode.not-picklable", {})))
-        stream.write(len(message).to_bytes(_SIZE, "big") + message)
+        body = _encoded(how, value)
+        stream.write(len(body).to_bytes(_SIZE, "big") + body)
         stream.flush()
+
+
+def _encoded(how: str, value: Any) -> bytes:
+    """A reply as JSON; where it cannot be one, or is too long, the error."""
+    try:
+        body = json.dumps([how, value], default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        why = f"A value cannot be sent from the environment's process ({describe_error(error)})"
+        return _encoded("raised", _error(f"{why}. Return text, numbers, lists and dicts.", "episode.not-sendable"))
+    if len(body) <= MAX_REPLY:
+        return body
+    text = f"The reply of the environment's process has {len(body)} bytes as JSON; expected at most {MAX_REPLY}"
+    return _encoded("raised", _error(f"{text}. Shorten it.", "episode.not-sendable", size=len(body), limit=MAX_REPLY))
+
+
+def _plain(value: Any) -> Any:
+    """A mapping as a dict; refuses any other object."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _error(message: str, code: str, **facts: Any) -> dict[str, Any]:
+    """An error, as it is sent; facts that JSON cannot represent are sent by their repr."""
+    return {"message": message, "code": code, "facts": json.loads(json.dumps(facts, default=short))}
 
 
 class _Handler:
@@ -244,8 +299,8 @@ class _Handler:
             return "invalid", str(invalid)
         except BaseException as error:  # SystemExit too: a fault of this call
             if isinstance(error, FlowrlError):
-                return "raised", (error.message, error.code, dict(error.facts))
-            return "raised", (describe_error(error), "", {"error": type(error).__name__})
+                return "raised", _error(error.message, error.code, **error.facts)
+            return "raised", _error(describe_error(error), "", error=type(error).__name__)
 
     def _make(self, environment: str, row: Row) -> Reply:
         seed = f"{row.row_id}/{row.attempt}"  # else all forks would draw the same numbers
@@ -262,8 +317,8 @@ class _Handler:
         if self._environment is not None:
             self._awaited(self._environment.close())
 
-    def _tool(self, reference: str, arguments: Mapping[str, Any]) -> Any:
-        return self._awaited(Tool(references.resolve(reference)).bound(arguments)())
+    def _tool(self, reference: str, arguments: Mapping[str, Any]) -> str:
+        return result_text(self._awaited(Tool(references.resolve(reference)).bound(arguments)()))
 
     def _awaited(self, result: Any) -> Any:
         async def waited() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request
@@ -22,6 +23,21 @@ from tests.episodes.scripted import Scripted, Three, played, say
 
 def raised(error: BaseException) -> Any:
     raise error
+
+
+class Unreadable(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def nested(depth: int) -> Any:
+    """A list in a list, and so on."""
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def fault_of(wrong: Any) -> EpisodeError:
@@ -58,6 +74,17 @@ class TestFaults:
             (lambda: raised(TimeoutError("theirs")), "episode.environment-failed", {"error": "TimeoutError"}),
             (lambda: raised(SystemExit(2)), "episode.environment-failed", {"error": "SystemExit"}),
             (lambda: raised(asyncio.CancelledError()), "episode.environment-failed", {"error": "CancelledError"}),
+            (lambda: raised(KeyboardInterrupt()), "episode.environment-failed", {"error": "KeyboardInterrupt"}),
+            (lambda: raised(GeneratorExit()), "episode.environment-failed", {"error": "GeneratorExit"}),
+            (
+                lambda: raised(BaseExceptionGroup("two", [SystemExit(2), ValueError()])),
+                "episode.environment-failed",
+                {"error": "BaseExceptionGroup"},
+            ),
+            (lambda: raised(Unreadable()), "episode.environment-failed", {"error": "Unreadable"}),
+            (lambda: asyncio.get_running_loop().stop(), "episode.environment-failed", {"error": "RuntimeError"}),
+            (lambda: Reply("x", reward=1e300), "episode.invalid-reward", {"found": "1e+300"}),
+            (lambda: nested(100_000), "episode.invalid-reply", {}),
             (lambda: Reply(5), "episode.invalid-reply", {"field": "messages", "found": "5"}),  # type: ignore[arg-type]
             (lambda: Reply("x", done="no"), "episode.invalid-reply", {"field": "done"}),  # type: ignore[arg-type]
         ],
@@ -243,3 +270,18 @@ class TestFaults:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="planted"):
             patch.setattr(scripted, "Scripted", Breaks)
             played(Three, say, count=3)
+
+
+@pytest.mark.parametrize("reply", ["x" * 50_000_000, [{"role": "user", "content": ""}] * 200_000], ids=["long", "many"])
+def test_a_reply_beyond_the_context_is_not_tokenized(reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the episode as any reply without room does."""
+
+    class Floods(Environment):
+        async def step(self, answer: Answer) -> Reply:
+            return Reply(reply)
+
+    encode, seen = ChatTokenizer.encode, list[int]()
+    monkeypatch.setattr(ChatTokenizer, "encode", lambda self, text: (seen.append(len(text)), encode(self, text))[1])
+    (one,), _ = played(Floods, say)
+    assert one.ended == "context" and len(one.chat.rewards) == 1
+    assert max(seen, default=0) < 10_000

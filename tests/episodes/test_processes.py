@@ -24,7 +24,7 @@ from tests.operators.reward.test_pool import wait_until_ended
 from tests.support.errors import raises
 
 WORLDS = '''
-import asyncio, os, random, signal, subprocess, sys, time
+import asyncio, dataclasses, os, pickle, random, signal, subprocess, sys, time
 import numpy
 from flowrl.episodes import Environment, InvalidToolCall, Reply
 
@@ -97,6 +97,93 @@ class Unsendable(Environment):
     def step(self, answer):
         return Reply([{"role": "user", "content": "x", "by": lambda: 0}])
 
+class Attack:
+    """Runs code where it is unpickled."""
+    def __reduce__(self):
+        return os.system, (f"touch {FOLDER}/attacked",)
+
+class AttackError(Exception):
+    def __reduce__(self):
+        return os.system, (f"touch {FOLDER}/attacked",)
+
+@dataclasses.dataclass
+class AttackReply:
+    messages: object
+    reward: object = None
+    done: bool = False
+
+class AttacksByMessage(Environment):
+    def step(self, answer):
+        return Reply([{"role": "user", "content": Attack()}])
+
+class AttacksByReward(Environment):
+    def step(self, answer):
+        return Reply("x", reward=Attack())
+
+class AttacksByError(Environment):
+    def step(self, answer):
+        raise AttackError(Attack())
+
+class AttacksByDataclass(Environment):
+    def step(self, answer):
+        return AttackReply(Attack())
+
+def sockets():
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) >= 100
+            and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")]
+
+class AttacksBySocket(Environment):
+    """Writes a pickle, with the length of one, to every socket."""
+    def step(self, answer):
+        body = pickle.dumps(("is", Attack()))
+        for fd in sockets():
+            os.write(fd, len(body).to_bytes(8, "big") + body)
+        time.sleep(1000)
+
+class Announces(Environment):
+    """Announces more than fits into memory."""
+    def step(self, answer):
+        for fd in sockets():
+            os.write(fd, (1 << 60).to_bytes(8, "big"))
+        time.sleep(1000)
+
+class Truncates(Environment):
+    """Dies within a reply."""
+    def step(self, answer):
+        for fd in sockets():
+            os.write(fd, (100).to_bytes(8, "big") + b'["is",')
+        os._exit(0)
+
+class Floods(Environment):
+    def step(self, answer):
+        return Reply("x" * 20_000_000)
+
+class Nests(Environment):
+    def step(self, answer):
+        value = []
+        for _ in range(100_000):
+            value = [value]
+        return Reply([{"role": "user", "content": value}])
+
+class Closes(Environment):
+    """Closes all descriptors."""
+    def step(self, answer):
+        os.closerange(3, 4096)
+        return Reply("x", done=True)
+
+class Unreadable(Environment):
+    def step(self, answer):
+        class Broken(Exception):
+            def __str__(self):
+                raise ValueError
+        raise Broken
+
+class Exact(Environment):
+    """Numbers and text that must arrive unchanged."""
+    def step(self, answer):
+        text = "\\u00e4 \\u2028 \\U0001f99c \\x00 <tool_call>"
+        return Reply(({"role": "user", "content": text},), reward=numpy.float64(0.1) + 0.2, done=answer.turn == 1)
+
 class Prints(Counts):
     def misbehave(self):
         print("printed")
@@ -126,6 +213,12 @@ def add(a: int, b: int) -> dict:
 
 def hang(a: int) -> int:
     time.sleep(1000)
+
+def attack(a: int) -> object:
+    return Attack()
+
+def attack_deep(a: int) -> object:
+    return {"result": [1, Attack()]}
 
 def picky(a: int) -> int:
     raise InvalidToolCall("no, not that")
@@ -191,13 +284,41 @@ def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Pat
         ("Leaves", 60.0, "episode.environment-failed", "SystemExit: 3 (at "),
         ("Raises", 60.0, "episode.environment-failed", "KeyError: 'planted' (at "),
         ("Odd", 60.0, "episode.invalid-reply", "'a text'; expected a Reply("),
-        ("Unsendable", 60.0, "episode.not-picklable", "cannot be sent from the environment's process ("),
+        ("Unsendable", 60.0, "episode.not-sendable", "cannot be sent from the environment's process ("),
+        ("Announces", 60.0, "episode.process-died", "announces 1152921504606846976 bytes; expected at most 16777216"),
+        ("Truncates", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
+        ("Floods", 60.0, "episode.not-sendable", "expected at most 16777216. Shorten it."),
+        ("Nests", 60.0, "episode.not-sendable", "RecursionError"),
+        ("Closes", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
+        ("Unreadable", 60.0, "episode.environment-failed", "Broken: (its text cannot be read: ValueError)"),
     ],
 )
 def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: float, code: str, words: str) -> None:
     (one,) = apart(file, name, seconds=seconds)
     assert one.ended == "failed" and one.fault is not None
     assert one.fault.code == code and words in one.fault.message
+
+
+ATTACKS = {
+    "AttacksByMessage": "episode.not-sendable",
+    "AttacksByReward": "episode.invalid-reward",
+    "AttacksByError": "episode.environment-failed",
+    "AttacksByDataclass": "episode.invalid-reply",
+    "AttacksBySocket": "episode.process-died",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_that_a_process_sends_is_unpickled(file: Path, name: str) -> None:
+    (one,) = apart(file, name)
+    assert one.fault is not None and one.fault.code == ATTACKS[name]
+    assert not (file.parent / "attacked").exists()
+
+
+def test_numbers_and_text_of_a_reply_arrive_unchanged(file: Path) -> None:
+    (one,) = apart(file, "Exact")
+    assert one.chat.rewards == [0.1 + 0.2] * 2
+    assert one.chat.messages[2]["content"] == "\u00e4 \u2028 \U0001f99c \x00 <tool_call>"
 
 
 def test_class_attributes_are_not_shared_between_episodes(file: Path) -> None:
@@ -240,6 +361,12 @@ class TestTools:
     ) -> None:
         one = self.called(file, name, arguments)
         assert message in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
+
+    @pytest.mark.parametrize("name", ["attack", "attack_deep"])
+    def test_no_result_of_a_tool_is_unpickled(self, file: Path, name: str) -> None:
+        one = self.called(file, name, '{"a": 1}')
+        assert one.fault is not None and one.fault.code == "tool.invalid-result"
+        assert not (file.parent / "attacked").exists()
 
     def test_a_tool_that_hangs_times_out(self, file: Path) -> None:
         one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
