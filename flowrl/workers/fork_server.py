@@ -46,7 +46,12 @@ class ForkServer:
         self._owner, self._lock, self._supervised = os.getpid(), threading.Lock(), supervised
         self._ready: int | Exception | None = None
         self._process, self._channel = supervisor.start(PROGRAM, supervised)
-        setup = {"path": [*(sys.path if path is None else path)], "calls": calls, "address": self.address}
+        setup: dict[str, Any] = {
+            "path": [*(sys.path if path is None else path)],
+            "calls": calls,
+            "address": self.address,
+        }
+        setup["adopts"] = supervised and sys.platform == "linux"
         send(self._channel, setup)
 
     def wait_until_ready(self) -> int:

@@ -23,6 +23,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 MOST_FDS = 8
@@ -102,16 +103,32 @@ def _module(name: str) -> Any:
 class _Server:
     """Forks workers for requests of its owner, and of other processes of this user that connect."""
 
-    def __init__(self, owner: socket.socket, listener: socket.socket | None) -> None:
-        self._owner, self._listener = owner, listener
+    def __init__(self, owner: socket.socket, listener: socket.socket | None, adopts: bool) -> None:
+        self._owner, self._listener, self._adopts = owner, listener, adopts
         self._layers: dict[str, socket.socket] = {}
+        self._forked: set[int] = set()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
 
     def serve(self) -> NoReturn:
-        """Serve until the owner closes its end. In a worker, `SystemExit` leaves this once the worker is done."""
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
+        """Serve until the owner closes its end. In a worker, `SystemExit` leaves this once the worker is done.
+
+        If the server adopts, its workers have supervisors, whose descendants become its children if user code kills
+        one of them. It kills these.
+        """
+        if self._adopts:
+            self._forked |= {*_supervisor().children()}  # which the imports have started
+            _supervisor().adopt_orphans()
+            signal.set_wakeup_fd(self._wake)
+            signal.signal(signal.SIGCHLD, lambda *_: None)
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
         while True:
-            ready, _, _ = select.select([each for each in (self._owner, self._listener) if each], [], [])
-            if self._owner in ready:
+            ready, _, _ = select.select([each for each in (self._owner, self._listener, self._woken) if each], [], [])
+            if self._woken in ready:
+                os.read(self._woken, 64)
+                self._reap()
+            elif self._owner in ready:
                 if (received := _received(self._owner)) is None:
                     os._exit(0)
                 self._handle(*received)
@@ -120,6 +137,16 @@ class _Server:
                     request, fds = received
                     self._handle(request, [*fds, os.dup(connection.fileno())])
                 connection.close()
+
+    def _reap(self) -> None:
+        """Wait for the workers that have ended; if one was killed, kill the orphans that it left."""
+        killed = False
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                killed |= os.WIFSIGNALED(ended[1]) and ended[0] in self._forked
+                self._forked.discard(ended[0])
+        if killed:
+            _supervisor().kill_all(lambda: set(_supervisor().children()) - self._forked)
 
     def _accept(self) -> socket.socket | None:
         """The next connection; None where it is another user's."""
@@ -136,7 +163,9 @@ class _Server:
         try:
             if layer := request.pop("layer", None):
                 send(self._layer(layer, fds), request, fds)
-            elif os.fork() == 0:
+            elif worker := os.fork():
+                self._forked.add(worker)
+            else:
                 self._work(request, fds)
         except OSError:
             traceback.print_exc()
@@ -148,13 +177,15 @@ class _Server:
         key = json.dumps(layer, sort_keys=True)
         if key not in self._layers:
             ours, theirs = socket.socketpair()
-            if os.fork() == 0:
+            if layered := os.fork():
+                self._forked.add(layered)
+            else:
                 for fd in (ours.detach(), *fds):
                     os.close(fd)
                 self._close()
                 os.environ.update(layer["environment"])
                 prepare(layer["calls"])
-                _Server(theirs, None).serve()
+                _Server(theirs, None, self._adopts).serve()
             theirs.close()
             self._layers[key] = ours
         return self._layers[key]
@@ -162,6 +193,8 @@ class _Server:
     def _work(self, request: Any, fds: list[int]) -> NoReturn:
         """Run the target of a request in the worker, which has none of the server's sockets and settings."""
         self._close()
+        if self._adopts:
+            signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         gc.enable()
         if "numpy.random" in sys.modules:
@@ -174,6 +207,13 @@ class _Server:
         for each in (self._owner, self._listener, *self._layers.values()):
             if each is not None:
                 each.close()
+        for descriptor in (self._woken, self._wake):
+            os.close(descriptor)
+
+
+def _supervisor() -> Any:
+    """`flowrl.workers.supervisor`, without the package around it."""
+    return _module(str(Path(__file__).with_name("supervisor.py")))
 
 
 def main() -> None:
@@ -199,7 +239,7 @@ def main() -> None:
         os._exit(1)
     with contextlib.suppress(OSError):  # the owner has closed its end; `serve` ends then
         send(owner, {"threads": len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1})
-    _Server(owner, listener).serve()
+    _Server(owner, listener, setup["adopts"]).serve()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def supervise(run: Callable[[], None], status: int | None = None) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    control(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -92,7 +92,7 @@ def supervise(run: Callable[[], None], status: int | None = None) -> None:
     while ended is None and 0 not in dict(watch.poll()):
         os.read(woken, 64)
         ended = _reaped(worker)
-    _kill_all(worker)
+    kill_all(lambda: _descendants(worker))
     if status is not None and ended is not None:
         os.write(status, str(ended).encode())
     _exit_like(ended or 0)
@@ -107,17 +107,25 @@ def _reaped(worker: int) -> int | None:
     return None
 
 
-def _kill_all(worker: int) -> None:
-    """Kill all children, and the children that these leave, until there is none."""
-    while mine := [child for child in _children(worker) if _killed(child)]:
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parents end; nothing outside Linux."""
+    control(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_all(processes: Callable[[], Iterable[int]]) -> None:
+    """Kill child processes, and the ones that these leave, until `processes` returns none."""
+    while mine := [child for child in processes() if _killed(child)]:
         with suppress(ChildProcessError):
             os.waitpid(mine[0], 0)
 
 
-def _children(worker: int) -> list[int]:
+def _descendants(worker: int) -> list[int]:
     """The children of this process; without Linux's ``/proc`` the group of the worker, until it was waited for."""
-    if sys.platform != "linux":
-        return [worker] if _killed(-worker) else []
+    return children() if sys.platform == "linux" else [worker] if _killed(-worker) else []
+
+
+def children() -> list[int]:
+    """The children of this process, on Linux."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended

@@ -49,7 +49,7 @@ class Fixed:
 class CoarseFixed(Fixed):
     """One that computes in bfloat16."""
 
-    arithmetic = COARSE
+    compute_dtype = COARSE
 
 
 def compared(found: Tensor, source: Fixed, tolerance: float | None = 0.02, dtype: torch.dtype = FINE) -> Scores:

@@ -30,7 +30,7 @@ from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.group import Interrupted, TransferGroup
-from flowrl.sync.probe import Probe
+from flowrl.sync.probe import Probe, compute_dtype
 from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 from tests import ROOT

@@ -254,6 +254,28 @@ def test_close_pools_ends_all_workers(scores: Callable[[str], str]) -> None:
     assert int(values(reward, *rows(["a"]))[0]) not in pids  # later calls start fresh ones
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
+def test_a_reward_that_kills_its_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    """Neither a child in a session of its own nor a grandchild, while other workers go on."""
+    file = tmp_path / "kills.py"
+    file.write_text(
+        "import os, signal, subprocess, time\n\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'kill':\n"
+        "        child = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $!; wait'], start_new_session=True,\n"
+        "                                 stdout=subprocess.PIPE, text=True)\n"
+        f"        with open({str(tmp_path / 'pids')!r}, 'w') as pids:\n"
+        "            pids.write(f'{child.pid} {child.stdout.readline()} {os.getpid()}')\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "        time.sleep(1000)\n"
+        "    return 1.0\n"
+    )
+    reward = Reward(f"{file}:f", workers=2, timeout=30.0, on_error=0.0)
+    assert values(reward, *rows(["a", "kill", "b"])) == [1.0, 0.0, 1.0]
+    wait_until_ended({int(pid) for pid in (tmp_path / "pids").read_text().split()})
+    assert values(reward, *rows(["a", "b"])) == [1.0, 1.0]
+
+
 SCRIPT = """
 import os, re, signal, sys
 
