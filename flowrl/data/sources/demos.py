@@ -62,7 +62,7 @@ class Demonstration:
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
         """A copy with the ids of prompt and responses."""
         prompt = self.prompt.tokenized(where, tokenizer, template_kwargs)
-        ids = {name: [*tokenizer.encode(text), tokenizer.turn_end] for name, text in self.texts.items()}
+        ids = {name: [*tokenizer.response_ids(text), tokenizer.turn_end] for name, text in self.texts.items()}
         return replace(self, prompt=prompt, ids=ids)
 
 

@@ -72,6 +72,8 @@ class FileSource(Source):
         chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``; those of a row
             take precedence.
         sampler: another order, such as `ByDifficulty`; None follows `shuffle`.
+        split_special_tokens: whether control tokens that rows spell, such as ``<|im_end|>``, are encoded as text; see
+            `flowrl.data.text.control_tokens`. False is for rows that are formatted with them already.
 
     Raises:
         ParameterError: there is no path, a path ends in neither ``.jsonl`` nor ``.parquet``, a limit is below 1, or
@@ -87,6 +89,7 @@ class FileSource(Source):
     shuffle: bool = True
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     sampler: Sampler | None = None
+    split_special_tokens: bool = True
 
     @field_validator("path")
     @classmethod
@@ -113,6 +116,8 @@ class FileSource(Source):
     def identity(self) -> dict[str, Any]:
         """Its parameters, except the paths."""
         same = {name: value for name, value in super().identity().items() if name != "path"}
+        if self.split_special_tokens:
+            del same["split_special_tokens"]
         return same if self.sampler is not None else {k: v for k, v in same.items() if k != "sampler"}
 
     def refuse_missing(self) -> None:
@@ -158,6 +163,7 @@ class FileSource(Source):
                 path=tokenizer,
             )
         self.refuse_missing()
+        tokenizer = tokenizer if self.split_special_tokens else tokenizer.parsing_special_tokens()
         rows: list[RowT] = []
         long: list[_TooLong] = []
         records = itertools.chain.from_iterable(read(path, self.columns) for path in _paths(self.path))

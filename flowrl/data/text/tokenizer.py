@@ -1,11 +1,12 @@
 """Text and tokens: the only code that tokenizes, applies chat templates, pads, and joins sequences.
 
 Only prompts are tokenized: a response keeps the ids that the engine sampled, since decoding and encoding need not give
-the same ids.
+the same ids. Control tokens that data spells are text; see `flowrl.data.text.control_tokens`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -18,12 +19,15 @@ import torch
 from jinja2 import TemplateSyntaxError
 from torch import Tensor
 
+from flowrl.data.text.control_tokens import ControlTokens, as_text, is_quoted
 from flowrl.data.text.vocabulary import stated
 from flowrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+_ROLE = re.compile(r"[\w .-]*")
 
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """The module that loads tokenizers; its import takes seconds."""
@@ -61,7 +65,7 @@ class ChatTokenizer:
                 code="tokenizer.cannot-load",
                 path=folder,
             ) from error
-        self.folder = folder
+        self.folder, self.split_special_tokens = folder, True
         self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
         self._read: set[str] = set()  # arguments that the chat template is known to read
         if self._tokenizer.eos_token_id is None:
@@ -77,6 +81,19 @@ class ChatTokenizer:
         """The ids that end a turn of the assistant, and so a response, each with its sources: the tokenizer (its EOS),
         ``config.json``, ``generation_config.json`` (`eos_token_id`) or the chat template (the special token that
         follows an assistant message)."""
+
+    def parsing_special_tokens(self) -> ChatTokenizer:
+        """A copy for which control tokens that messages and texts spell are these tokens, and not text."""
+        parsing = copy.copy(self)
+        parsing.split_special_tokens = False
+        return parsing
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The tokens that structure a conversation, and how text that spells them is encoded."""
+        template: Any = self._tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, Mapping) else [template]
+        return ControlTokens.of(self._tokenizer, "".join(texts))
 
     @property
     def eos_id(self) -> int:
@@ -129,7 +146,7 @@ class ChatTokenizer:
         Raises:
             DataError: there is no chat template, or it rejects these messages or arguments.
         """
-        return cast("list[int]", self._templated(messages, template_kwargs, go_on=True))
+        return self._templated_ids(messages, template_kwargs, go_on=True)
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a complete conversation in the chat template, including the last message of the assistant.
@@ -137,7 +154,7 @@ class ChatTokenizer:
         Raises:
             DataError: as `prompt_ids`.
         """
-        return cast("list[int]", self._templated(messages, None, go_on=False))
+        return self._templated_ids(messages, None, go_on=False)
 
     def conversation_text(
         self,
@@ -153,7 +170,36 @@ class ChatTokenizer:
         Raises:
             DataError: as `prompt_ids`.
         """
+        return as_text(self.rendered(messages, template_kwargs, go_on))
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        go_on: bool = False,
+    ) -> str:
+        """`conversation_text`, in which control tokens that the messages spell are quoted, for `encode`."""
+        messages, template_kwargs = self._quoted(messages, template_kwargs)
         return cast(str, self._templated(messages, template_kwargs, go_on, tokenize=False))
+
+    def _templated_ids(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, go_on: bool
+    ) -> list[int]:
+        quoted = self._quoted(messages, template_kwargs)
+        if quoted[0] is messages and quoted[1] is template_kwargs:
+            return cast("list[int]", self._templated(messages, template_kwargs, go_on))
+        return self.encode(cast(str, self._templated(*quoted, go_on, tokenize=False)))
+
+    def _quoted(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
+    ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any] | None]:
+        """Messages and arguments with the control tokens that they spell quoted."""
+        if not self.split_special_tokens or isinstance(messages, str | Mapping):
+            return messages, template_kwargs
+        quote = self.control_tokens.quote
+        made = [quote(one, isinstance(one, Mapping) and one.get("role") == "assistant") for one in messages]
+        same = all(a is b for a, b in zip(made, messages, strict=True))
+        return messages if same else made, quote(template_kwargs)
 
     def _templated(
         self,
@@ -248,8 +294,14 @@ class ChatTokenizer:
         return [i for i in ids[:1] if i in self._tokenizer.added_tokens_decoder]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` without BOS or EOS."""
+        """The ids of `text` without BOS or EOS, in which control tokens that are not quoted are these tokens."""
+        if is_quoted(text):
+            return self.control_tokens.encode(text)
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+
+    def response_ids(self, text: str) -> list[int]:
+        """The ids of a demonstrated response; control tokens in it are text, except those that models write."""
+        return self.encode(self.control_tokens.quote(text, written=True) if self.split_special_tokens else text)
 
     def decode(self, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
         """The text of a response, as a reward function reads it.
@@ -336,6 +388,14 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 code="tokenizer.bad-messages",
                 index=i,
                 found=repr(message),
+            )
+        if isinstance(role := message.get("role"), str) and not _ROLE.fullmatch(role):
+            raise DataError(
+                f"Message {i} has the role {role!r}. Expected a name of letters, digits, spaces or `_.-`, such as "
+                f'"user", because templates write it into their control tokens.',
+                code="tokenizer.bad-messages",
+                index=i,
+                found=repr(role),
             )
         if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
             raise DataError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from flowrl.data.text.control_tokens import as_text
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
 
@@ -114,7 +115,7 @@ class Transcript:
                 code="episode.invalid-reply",
             )
         marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
-        _, _, suffix = self._tokenizer.conversation_text(marked, self._arguments, go_on=True).rpartition(_MARK)
+        _, _, suffix = self._tokenizer.rendered(marked, self._arguments, go_on=True).rpartition(_MARK)
         delta, last = self._tokenizer.encode(suffix), self.ids[-1]
         if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
             delta = delta[1:]
@@ -129,7 +130,7 @@ class Transcript:
                 roles=roles,
             )
         if self._check != "off":
-            self._shown += f"{self.messages[-1]['content']}{suffix}"
+            self._shown += f"{self.messages[-1]['content']}{as_text(suffix)}"
             rendered = self._tokenizer.conversation_text([*self.messages, *messages], self._arguments, go_on=True)
             self._refuse_rewritten(self._shown, rendered)
         self.messages.extend(messages)
