@@ -11,6 +11,7 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.protocols.protocols import Synced, Trainer
+from flowrl.rules.inference import effects
 from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
 from flowrl.spec import parameters
 
@@ -22,7 +23,7 @@ from flowrl.spec import parameters
 )
 def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        if Effect.KL_WITHOUT_GRADIENT in node.effects:
+        if Effect.KL_WITHOUT_GRADIENT in effects(graph, node):
             yield (
                 node.name,
                 f"Its KL uses k1, whose gradient in a loss is 0 in expectation, so it adds noise and does not "
@@ -37,8 +38,8 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 )
 def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
-        if Effect.HELD_TO_REFERENCE in node.effects and terms:
+        terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in effects(graph, n)]
+        if Effect.HELD_TO_REFERENCE in effects(graph, node) and terms:
             first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
@@ -68,10 +69,10 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR019", "A loss with one ratio per row needs one advantage per row.", "huggingface/trl#3811")
 def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
+        if Effect.ONE_ADVANTAGE_A_ROW in effects(graph, node):
             for n in own_lineage(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-                if by_values or Effect.WEIGHS_TOKENS in n.effects:
+                if by_values or Effect.WEIGHS_TOKENS in effects(graph, n):
                     source = "values" if by_values else "weights"
                     fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (
