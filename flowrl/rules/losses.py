@@ -66,8 +66,12 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
             )
 
 
-@rule("FR019", "A loss with one ratio per row needs one advantage per row.", "huggingface/trl#3811")
-def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
+@rule(
+    "FR019",
+    "Weights on advantages must be weights on the loss: one per row if it averages them, none if it is not linear.",
+    "huggingface/trl#3811",
+)
+def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         if Effect.ONE_ADVANTAGE_A_ROW in effects(graph, node):
             for n in own_lineage(graph, node.name):
