@@ -96,7 +96,7 @@ def _inferred_of_loss(graph: Graph, node: Node, loss: Loss) -> set[str]:
     ports = {field.name: edge for field, edge in node.inputs.items()}
     names = {*loss.signature.ports}
     kinds = {_kind(graph, edge) for edge in sources(graph, [edge for name, edge in ports.items() if name in names])}
-    held = {Effect.HELD_TO_REFERENCE} if OF_REFERENCE in kinds else set()
+    held = {Effect.REFERENCE_REGULARIZATION} if OF_REFERENCE in kinds else set()
     return held | ({Effect.IMPORTANCE_CORRECTION} if OF_ROLLOUT in kinds else set())
 
 

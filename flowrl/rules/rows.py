@@ -64,7 +64,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
 )
 def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if Effect.SEVERAL_ANSWERS in effects(graph, node):
+        if Effect.SEVERAL_RESPONSES in effects(graph, node):
             for name in sorted(response_makers(graph, node.name)):
                 if Effect.GREEDY in effects(graph, graph[name]):
                     yield (
