@@ -7,6 +7,7 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import line
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.symbols import Edge
+from flowrl.rules.inference import effects, over_batch
 from flowrl.rules.rule import Findings, of_kind, policy_lines, rule, writes
 
 
@@ -17,9 +18,9 @@ from flowrl.rules.rule import Findings, of_kind, policy_lines, rule, writes
 )
 def _kl_keeps_its_weight(graph: Graph, prompts: int | None) -> Findings:
     for node in policy_lines(graph):
-        if {Effect.GROUP_BASELINE, Effect.SCALED} <= node.effects:
+        if {Effect.GROUP_BASELINE, Effect.SCALED} <= effects(graph, node):
             for n in line(graph, node.name):
-                if Effect.KL in n.effects:
+                if Effect.KL in effects(graph, n):
                     yield (
                         node.name,
                         f"It divides by a group's standard deviation after {n.name} added KL, so KL has another "
@@ -35,7 +36,8 @@ def _kl_keeps_its_weight(graph: Graph, prompts: int | None) -> Findings:
 )
 def _baseline_of_others(graph: Graph, prompts: int | None) -> Findings:
     for node in policy_lines(graph):
-        own = {graph.types[edge].axes[1] for _, edge in of_kind(graph, node, "advantage")}
+        read = of_kind(graph, node, "advantage", "reward", "score") if writes(node, "advantage") else []
+        own = {graph.types[edge].axes[1] for _, edge in read}
         for field, edge in of_kind(graph, node, "score of a row"):
             if own & _scored(graph, edge):
                 yield (
@@ -49,9 +51,9 @@ def _baseline_of_others(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR028", "Importance weights must be applied after advantages are scaled.", "verl-project/verl#3245")
 def _weighted_after_scaling(graph: Graph, prompts: int | None) -> Findings:
     for node in policy_lines(graph):
-        for _, edge in of_kind(graph, node, "advantage") if Effect.SCALED in node.effects else ():
+        for _, edge in of_kind(graph, node, "advantage") if Effect.SCALED in effects(graph, node) else ():
             for n in line(graph, edge.node):
-                if Effect.IMPORTANCE_CORRECTION in n.effects and writes(n, "advantage"):
+                if Effect.IMPORTANCE_CORRECTION in effects(graph, n) and writes(n, "advantage"):
                     yield (
                         node.name,
                         f"It normalizes advantages that {n.name} has already weighted, which changes the weights, "
@@ -69,8 +71,8 @@ def _statistics_of_trained_rows(graph: Graph, prompts: int | None) -> Findings:
     nodes = policy_lines(graph)
     for gate in (node for node in nodes if isinstance(node.initial_operator, Gate)):
         for n in nodes:
-            over_batch = n.operator.granularity == "batch" and n.effects & {Effect.SCALED, Effect.GROUP_BASELINE}
-            if over_batch and writes(n, "advantage") and n.name in graph.ancestors(gate.name):
+            statistics = over_batch(graph, n) and effects(graph, n) & {Effect.SCALED, Effect.GROUP_BASELINE}
+            if statistics and writes(n, "advantage") and n.name in graph.ancestors(gate.name):
                 yield (
                     gate.name,
                     f"It removes rows after {n.name} computed batch statistics over all of them, so these are not the "

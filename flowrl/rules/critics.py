@@ -8,6 +8,7 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
+from flowrl.rules.inference import effects
 from flowrl.rules.rule import Findings, of_kind, policy_lines, read_through, rule, writers, writes
 
 
@@ -49,7 +50,7 @@ def _returns_are_not_scaled(graph: Graph, prompts: int | None) -> Findings:
     for node, role in writers(graph, Critic):
         for field, edge in of_kind(graph, node, "return"):
             for n in line(graph, edge.node):
-                if Effect.SCALED in n.effects and writes(n, "advantage"):
+                if Effect.SCALED in effects(graph, n) and writes(n, "advantage"):
                     yield (
                         node.name,
                         f"Its {field} come from {edge}, after {n.name} divided by a standard deviation, so the unit "

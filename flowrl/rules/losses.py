@@ -11,6 +11,7 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.protocols.protocols import Synced, Trainer
+from flowrl.rules.inference import effects
 from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
 from flowrl.spec import parameters
 
@@ -22,7 +23,7 @@ from flowrl.spec import parameters
 )
 def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        if Effect.KL_WITHOUT_GRADIENT in node.effects:
+        if Effect.KL_WITHOUT_GRADIENT in effects(graph, node):
             yield (
                 node.name,
                 f"Its KL uses k1, whose gradient in a loss is 0 in expectation, so it adds noise and does not "
@@ -37,8 +38,8 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 )
 def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
-        if Effect.REFERENCE_REGULARIZATION in node.effects and terms:
+        terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in effects(graph, n)]
+        if Effect.REFERENCE_REGULARIZATION in effects(graph, node) and terms:
             first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
@@ -73,7 +74,7 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
 def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         for n in own_lineage(graph, node.name):
-            if Effect.NONLINEAR in node.effects and n.name != node.name and _corrects(graph, n):
+            if Effect.NONLINEAR in effects(graph, node) and n.name != node.name and _corrects(graph, n):
                 yield (
                     node.name,
                     f"{type(loss).__name__} is not linear in the advantages, so the weights that {n.name} puts on them "
@@ -81,7 +82,9 @@ def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
                     f"UpdateActor(PPOClip()).",
                 )
             by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-            if Effect.ADVANTAGE_PER_ROW in node.effects and (by_values or Effect.TOKEN_WEIGHTS in n.effects):
+            if Effect.ADVANTAGE_PER_ROW in effects(graph, node) and (
+                by_values or Effect.TOKEN_WEIGHTS in effects(graph, n)
+            ):
                 source = "values" if by_values else "weights"
                 fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                 yield (
@@ -95,7 +98,7 @@ def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
 def _corrects(graph: Graph, node: Node) -> bool:
     """Whether a node weights or rejects advantages by the engine's log-probs."""
     by_ratio = of_kind(graph, node, "log-prob of the rollout") and of_kind(graph, node, "advantage")
-    return bool(by_ratio or {Effect.IMPORTANCE_CORRECTION, Effect.TOKEN_WEIGHTS} & node.effects)
+    return bool(by_ratio or {Effect.IMPORTANCE_CORRECTION, Effect.TOKEN_WEIGHTS} & effects(graph, node))
 
 
 @rule(

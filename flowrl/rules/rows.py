@@ -5,6 +5,7 @@ from __future__ import annotations
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
 from flowrl.core.operators.effects import Effect
+from flowrl.rules.inference import effects
 from flowrl.rules.rule import Findings, rule
 from flowrl.spec import parameters
 
@@ -19,7 +20,7 @@ ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
 )
 def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if Effect.GROUP_BASELINE in node.effects and rows_per_prompt(graph, node.name) == 1:
+        if Effect.GROUP_BASELINE in effects(graph, node) and rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
                 "Its groups have 1 row per prompt, so every advantage is 0. Sample at least 2: insert Repeat(8) "
@@ -63,9 +64,9 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
 )
 def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if Effect.SEVERAL_RESPONSES in node.effects:
+        if Effect.SEVERAL_RESPONSES in effects(graph, node):
             for name in sorted(response_makers(graph, node.name)):
-                if Effect.GREEDY in graph[name].effects:
+                if Effect.GREEDY in effects(graph, graph[name]):
                     yield (
                         node.name,
                         f"It compares several responses to a prompt, but {name} samples greedily, so they are "
@@ -82,7 +83,11 @@ def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
 def _several_sets(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
         k = parameters(node.initial_operator).get("k")
-        if Effect.GROUP_BASELINE in node.effects and isinstance(k, int) and rows_per_prompt(graph, node.name) == k > 1:
+        if (
+            Effect.GROUP_BASELINE in effects(graph, node)
+            and isinstance(k, int)
+            and rows_per_prompt(graph, node.name) == k > 1
+        ):
             yield (
                 node.name,
                 f"It compares sets of k={k} responses, but a prompt has {k}, a single set, so every advantage is 0. "

@@ -6,20 +6,23 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import makers, own_lineage, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
+from flowrl.rules.inference import effects, references, sources
 from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, set_role, writers
 
 
 @rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
-        if len(line) > 1:
-            in_loss = ", or remove it from the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
-            yield (
-                node.name,
-                f"KL to the reference counts {len(line)} times on the way to this update: in {', '.join(line)}. Drop "
-                f"one, such as edit(drop=['{line[0]}']){in_loss}.",
-            )
+        nodes = [n for n in own_lineage(graph, node.name) if Effect.KL in effects(graph, n)]
+        for reference in sorted(frozenset().union(*(references(graph, n) for n in nodes))) or [""]:
+            line = [n.name for n in nodes if reference in (references(graph, n) or {reference})]
+            if len(line) > 1:
+                in_loss = ", or remove it from the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
+                yield (
+                    node.name,
+                    f"KL to the reference counts {len(line)} times on the way to this update: in {', '.join(line)}. "
+                    f"Drop one, such as edit(drop=['{line[0]}']){in_loss}.",
+                )
 
 
 @rule(
@@ -31,24 +34,24 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
     if not graph.lag.versions:
         return
     for node, _ in writers(graph, Trainer):
-        if not any(Effect.IMPORTANCE_CORRECTION in n.effects for n in own_lineage(graph, node.name)):
+        if not any(Effect.IMPORTANCE_CORRECTION in effects(graph, n) for n in own_lineage(graph, node.name)):
             ahead = {generate for _, generate in graph.back_edges} & {n.name for n in trained_on(graph, node.name)}
             for generate in sorted(ahead):
                 yield (
                     generate,
                     f"It samples up to {graph.lag.versions} version(s) ahead of {node.name}, and no operator with the "
-                    f"effect 'importance correction' corrects for that. {_correct(node)}.",
+                    f"effect 'importance correction' corrects for that. {_correct(graph, node)}.",
                 )
 
 
-def _correct(update: Node) -> str:
+def _correct(graph: Graph, update: Node) -> str:
     """The edit that inserts a correction; an update that reads no advantages has to run on-policy."""
     source = next((edge.node for place, edge in update.inputs.items() if place.name == "advantages"), None)
     if source is None:
         return f"{update.name} reads no advantages to correct, so run on-policy: edit(lag=0)"
-    if Effect.NONLINEAR in update.effects:  # FR019
+    if Effect.NONLINEAR in effects(graph, update):  # FR019
         return f"{update.name} is not linear in the advantages that it would weight, so run on-policy: edit(lag=0)"
-    level = "geometric" if Effect.ADVANTAGE_PER_ROW in update.effects else "token"  # FR019
+    level = "geometric" if Effect.ADVANTAGE_PER_ROW in effects(graph, update) else "token"  # FR019
     correction = f"RolloutCorrection('{level}', 'truncate', high=2.0)"
     return f"Insert one: edit(insert={{'correction': After('{source}', {correction})}}), or pass lag=0"
 
@@ -61,7 +64,7 @@ def _correct(update: Node) -> str:
 def _samples(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         for n in makers(graph, node.name):
-            if Effect.GREEDY in n.effects:
+            if Effect.GREEDY in effects(graph, n):
                 yield (
                     n.name,
                     f"It samples greedily, but {node.name} trains on its responses. Pass a temperature above 0: "
@@ -76,7 +79,11 @@ def _samples(graph: Graph, prompts: int | None) -> Findings:
 )
 def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
     for node, trained in writers(graph, Trainer):
-        for use in log_probs(own_lineage(graph, node.name), "log-prob of the old policy"):
+        line = own_lineage(graph, node.name)
+        compare = {Effect.KL, Effect.IMPORTANCE_CORRECTION}  # not a reward model that reads its own log-probs
+        in_ratio = [n for n in line if n.name == node.name or compare & effects(graph, n)]
+        read = {edge.node for n in in_ratio for edge in sources(graph, list(n.inputs.values()))}
+        for use in log_probs([n for n in line if n.name in read], "log-prob of the old policy"):
             if use.role != trained:
                 yield (
                     use.node,
@@ -92,7 +99,7 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
 )
 def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
+        line = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in effects(graph, n)]
         if len(line) > 1:
             in_loss = ", or use the trainer's ratio in the loss: PPOClip(ratio_to='old')" if node.name in line else ""
             yield (
@@ -110,9 +117,9 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
 )
 def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        by = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
+        by = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in effects(graph, n)]
         for n in makers(graph, node.name):
-            if by and Effect.TRUNCATED in n.effects:
+            if by and Effect.TRUNCATED in effects(graph, n):
                 yield (
                     n.name,
                     f"It samples from a truncated distribution (top-k or top-p), but {by[0]} compares its log-probs "
@@ -129,7 +136,7 @@ def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
     for node in policy_lines(graph):
         for _, edge in of_kind(graph, node, "advantage"):
-            if Effect.SCALED in node.effects & graph[edge.node].effects:
+            if Effect.SCALED in effects(graph, node) & effects(graph, graph[edge.node]):
                 yield (
                     node.name,
                     f"It divides {edge} by a standard deviation, but {edge.node} has already done so, over other "
@@ -141,10 +148,10 @@ def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR014", "A KL penalty in the reward must reach the policy's advantages.", "THUDM/slime#397")
 def _kl_reaches_policy(graph: Graph, prompts: int | None) -> Findings:
     nodes = policy_lines(graph)
-    if not nodes or any(Effect.KL in node.effects for node in nodes):
+    if not nodes or any(Effect.KL in effects(graph, node) for node in nodes):
         return
     for node in graph.nodes.values():
-        if Effect.KL in node.effects:
+        if Effect.KL in effects(graph, node):
             yield (
                 node.name,
                 f"It adds KL to the reference to rewards that no policy's advantages depend on. Compute the "
