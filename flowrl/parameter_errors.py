@@ -13,7 +13,12 @@ from flowrl.errors import FlowrlError, ParameterError, offer
 
 def by_name(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a spec by the names of its parameters."""
-    return dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
+    return dict(zip(positional(cls), args, strict=False)) | dict(kwargs)
+
+
+def positional(cls: Any) -> list[str]:
+    """The parameters that take arguments by position, in order."""
+    return [f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only]
 
 
 def parts_of(annotation: Any) -> list[Any]:
@@ -41,14 +46,15 @@ def parameter_error(
     if isinstance(raised, FlowrlError) and len(errors) == 1:
         code, facts = raised.code or code, dict(raised.facts)
     elif first["loc"]:
-        facts |= {"parameter": parameter_at(first["loc"][0], names), "given": _brief(first["input"])}
+        facts |= {"parameter": parameter_at(first["loc"][0], cls), "given": _brief(first["input"])}
         if _is_misnamed(first):
             code, facts["known"] = _MISNAMED[first["type"]][0], names
     return ParameterError(_describe(cls, names, error, by_name(cls, args, kwargs)), code=code, **facts)
 
 
-def parameter_at(step: int | str, names: Sequence[str]) -> str:
+def parameter_at(step: int | str, cls: Any) -> str:
     """The parameter of pydantic's first step to a value: an index for arguments by position."""
+    names = positional(cls)
     return names[step] if isinstance(step, int) and step < len(names) else str(step)
 
 
@@ -66,7 +72,7 @@ def _describe(cls: type, names: Sequence[str], error: ValidationError, given: Ma
         # validators and __post_init__ raise sentences
         raised = e.get("ctx", {}).get("error")
         reason = getattr(raised, "message", str(raised)).rstrip(".") if isinstance(raised, Exception) else _reason(e)
-        name = parameter_at(e["loc"][0], names) if e["loc"] else ""
+        name = parameter_at(e["loc"][0], cls) if e["loc"] else ""
         if not e["loc"]:
             sentences[reason] = None
         elif _is_misnamed(e):

@@ -22,7 +22,7 @@ from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flowrl.errors import DefinitionError, FrozenError, ParameterError, refuse_staleness
-from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of
+from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of, positional
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
@@ -37,8 +37,8 @@ class Spec:
         ParameterError: on construction, for parameters that are missing, unknown or out of range.
     """
 
-    timeless: ClassVar[bool] = False
-    """Whether no number in it, or in a spec that it contains, may be a `Schedule`."""
+    schedulable: ClassVar[bool] = True
+    """Whether a number in it, or in a spec that it contains, may be a `Schedule`."""
     references: ClassVar[frozenset[str]] = frozenset()
     """Fields whose strings name functions: files store these with the hash of the function's source."""
 
@@ -78,7 +78,7 @@ class Spec:
 
     def _check(self) -> None:
         """Check an instance whose single parameters are valid; called at the end of its construction."""
-        if self.timeless:
+        if not self.schedulable:
             _refuse_over_time(self)
 
 
@@ -255,7 +255,7 @@ class Schedule(Spec):
     A subclass defines `at`; see `flowrl.schedules`. Integer parameters get the nearest integer.
     """
 
-    timeless = True
+    schedulable = False
 
     def at(self, step: int) -> float:
         """The finite number in step `step`, counted from 0; it depends on `step` and the parameters only."""
@@ -348,8 +348,7 @@ def _begin(
     over_time: Mapping[str, Schedule],
 ) -> None:
     """Construct a spec some of whose numbers have schedules, after checking it at their `sample_steps`."""
-    own = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
-    names = [*own, *([""] * len(args))]  # `init` refuses too many arguments
+    names = [*positional(cls), *([""] * len(args))]  # `init` refuses too many arguments
 
     def begin(made: Any, step: int) -> None:
         numbers = {name: _number_of(cls, name, schedule, step) for name, schedule in over_time.items()}
@@ -359,7 +358,7 @@ def _begin(
             init(made, *values, **named)
         except ValidationError as error:
             wrong = parameter_error(cls, error, values, named)
-            about = {parameter_at(e["loc"][0], names) for e in error.errors() if e["loc"]}
+            about = {parameter_at(e["loc"][0], cls) for e in error.errors() if e["loc"]}
             if about and not about & numbers.keys():
                 raise wrong from None
             shown = ", ".join(f"{name} is {number:g}" for name, number in numbers.items())

@@ -132,6 +132,7 @@ def dppo(
     *,
     divergence: Literal["tv", "kl"] = "tv",
     within: float = 0.2,
+    within_high: float | None = None,
     **settings: Unpack[GRPOSettings],
 ) -> Graph:
     """A trust region by divergence instead of ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
@@ -142,12 +143,13 @@ def dppo(
         reward_fn: scores a response; see `Reward`.
         divergence: total variation or KL of the binary distribution (this token, any other).
         within: radius of the region.
+        within_high: radius for positive advantages, if it differs.
         settings: settings of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
     """
-    return _grpo("dppo", reward_fn, DPPO(divergence, within), "token-mean", settings)
+    return _grpo("dppo", reward_fn, DPPO(divergence, within, within_high=within_high), "token-mean", settings)
 
 
 @edit_of(grpo, without=("clip", "kl_coef"), n=2)

@@ -13,7 +13,7 @@ from flowrl.operators.advantages.groups import (
 )
 from flowrl.operators.advantages.token_baseline import OptimalTokenBaseline
 from flowrl.operators.advantages.turns import TurnGAE, TurnGroupAdvantage
-from flowrl.operators.corrections import Mismatch, RolloutCorrection
+from flowrl.operators.corrections import CorrectLogitNorms, Mismatch, RolloutCorrection
 from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherHiddenStates, TeacherTopK
 from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.engines.interact import Interact
@@ -46,6 +46,7 @@ __all__ = [
     "AdaptiveKL",
     "ClipCov",
     "Collect",
+    "CorrectLogitNorms",
     "DecoupledGAE",
     "Feedback",
     "Filter",

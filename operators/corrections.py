@@ -6,9 +6,10 @@ Training"). `Mismatch` measures this, and `RolloutCorrection` multiplies the adv
 
     ratio = p(trainer) / p(rollout) = exp(old_log_probs - rollout_log_probs).
 
-PPO's own ratio, of the current to the old policy, is a separate factor and does not change. The loss is linear in the
-advantages for nonnegative weights, so weighting the advantages weights the loss. Tokens or rows with weight 0 have no
-gradient but stay on the mask, and so in the counts by which the loss is divided.
+PPO's own ratio, of the current to the old policy, is a separate factor and does not change. Most losses are
+proportional to the advantages for nonnegative weights, so weighting the advantages weights the loss. Rule FR019 refuses
+a correction for the others: `KLCov`, `ClipCov`, `PPOClipNLL` and `DRO`, and token weights for `GMPO`. Tokens or rows
+with weight 0 have no gradient but stay on the mask, and so in the counts by which the loss is divided.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
+from flowrl.columns import Advantages, LogitNorms, OldLogProbs, ResponseMask, RolloutLogProbs
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
@@ -226,9 +227,24 @@ class RolloutCorrection(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"importance correction"`` unless `mode` is ``reject``, and ``"weighs tokens"`` for level ``token``."""
+        """``"importance correction"`` unless `mode` is ``reject``, and ``"token weights"`` for level ``token``."""
         weighs = {Effect.IMPORTANCE_CORRECTION} if self.mode != "reject" else set()
-        return frozenset(weighs | ({Effect.WEIGHS_TOKENS} if self.level == "token" else set()))
+        return frozenset(weighs | ({Effect.TOKEN_WEIGHTS} if self.level == "token" else set()))
+
+    def weights(
+        self, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The ratios, the weights, and whether each ratio is out of bounds: ``[batch response]`` or ``[batch 1]``."""
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, self.level)
+        weights, outside = bound_ratios(ratios, self.mode, self.low, self.high)
+        counted = self._counted(response_mask)
+        if self.normalize and (mean := weights[counted].double().mean()) > 0:  # unless empty, or all weights are 0
+            weights = weights / mean.float()
+        return ratios, weights, outside
+
+    def _counted(self, response_mask: Tensor) -> Tensor:
+        """The tokens or rows that have a weight: bool, of its shape."""
+        return response_mask if self.level == "token" else response_mask.any(-1, keepdim=True)
 
     def __call__(
         self,
@@ -238,11 +254,8 @@ class RolloutCorrection(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> Advantages:
-        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, self.level)
-        weights, outside = bound_ratios(ratios, self.mode, self.low, self.high)
-        counted = response_mask if self.level == "token" else response_mask.any(-1, keepdim=True)
-        if self.normalize and (mean := weights[counted].double().mean()) > 0:  # unless empty, or all weights are 0
-            weights = weights / mean.float()
+        ratios, weights, outside = self.weights(old_log_probs, rollout_log_probs, response_mask)
+        counted = self._counted(response_mask)
         if counted.any():
             r, w, count = ratios[counted].double(), weights[counted].double(), int(counted.sum())
             quantity = self.level if self.level in ("k2", "k3") else "ratio"
@@ -254,6 +267,35 @@ class RolloutCorrection(Operator):
             squares = float(w.square().sum())
             metrics.mean("rollout_corr/ess", float(w.sum()) ** 2 / squares if squares else 0.0, count)
         return select(advantages, response_mask) * weights
+
+
+class CorrectLogitNorms(Operator):
+    """Multiply logit norms by the squared weights of a correction, for an `OptimalTokenBaseline`.
+
+    The variance of a weighted gradient grows with the square of its weights, so the minimum-variance baseline weights
+    token t by ``sum_{j <= t} rho_j**2 w_j`` (verl's optimal token baseline with rollout correction). Insert it after
+    the `LogitNorm`: ``edit(insert={"norms": After("logit_norm", CorrectLogitNorms())})``.
+
+    Args:
+        correction: the correction that weights the advantages.
+
+    Raises:
+        DataError: a log-prob on the mask is NaN.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+
+    correction: RolloutCorrection = RolloutCorrection()
+
+    def __call__(
+        self,
+        logit_norms: LogitNorms,
+        old_log_probs: OldLogProbs,
+        rollout_log_probs: RolloutLogProbs,
+        response_mask: ResponseMask,
+    ) -> LogitNorms:
+        _, weights, _ = self.correction.weights(old_log_probs, rollout_log_probs, response_mask)
+        return select(logit_norms, response_mask) * weights.square()
 
 
 _NO_WEIGHT = {

@@ -85,7 +85,7 @@ class KLShape(Operator):
 
     Args:
         coef: coefficient of the KL penalty, or an `AdaptiveKL`, which is updated once per call.
-        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``; see `flowrl.operators.advantages.per_token`.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"``, ...; see `flowrl.operators.advantages.per_token`.
     """
 
     coef: Annotated[float, Field(ge=0)] | AdaptiveKL = 0.001

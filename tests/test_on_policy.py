@@ -54,7 +54,7 @@ def update(actor: Any, version: Any, ahead: int = 0, metrics: Metrics | None = N
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     rollout = rollout._replace(policy_version=torch.as_tensor(version).expand(4).contiguous())
     zeros = torch.zeros(rollout.response_mask.shape)
-    return UpdateActor(actor=actor)(rollout, zeros, zeros + 1, key=KEY, now=Now(0, ahead=ahead), metrics=metrics)
+    return UpdateActor(actor=actor)(rollout, zeros, zeros + 1, key=KEY, now=Now(0, lag=ahead), metrics=metrics)
 
 
 def update_of_tokens(actor: Any, versions: list[list[int]], ahead: int, metrics: Metrics | None = None) -> Any:
@@ -63,7 +63,7 @@ def update_of_tokens(actor: Any, versions: list[list[int]], ahead: int, metrics:
     zeros, found = torch.zeros(rollout.response_mask.shape), torch.tensor(versions)
     rollout = rollout._replace(policy_version=found.amin(1), token_version=found)
     operator = UpdateActor(actor=actor)
-    return operator(rollout, zeros, zeros + 1, token_version=found, key=KEY, now=Now(0, ahead=ahead), metrics=metrics)
+    return operator(rollout, zeros, zeros + 1, token_version=found, key=KEY, now=Now(0, lag=ahead), metrics=metrics)
 
 
 def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) -> None:

@@ -259,7 +259,7 @@ def test_what_an_operator_says_of_itself_is_asked_with_numbers() -> None:
         def effects(self) -> frozenset[str]:
             return frozenset({"kl"} if self.coef > 0.5 else ())
 
-        def wants(self) -> dict[str, bool]:
+        def optional_ports(self) -> dict[str, bool]:
             return {"response_mask": self.coef >= 0}
 
         def __call__(self, advantages: c.Advantages, response_mask: c.ResponseMask | None = None) -> c.Advantages:

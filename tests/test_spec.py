@@ -266,6 +266,20 @@ class Numbers(Spec):
     switches: Mapping[str, bool | int] = Field(default_factory=dict)
 
 
+class KeywordOnlyFirst(Spec):
+    reads: str = Field("", kw_only=True)
+    count: int = Field(1, ge=1)
+    ratio: float = Field(0.5, ge=0)
+
+
+@pytest.mark.parametrize(("arguments", "parameter"), [((0,), "count"), ((1, -1.0), "ratio"), ((True,), "count")])
+def test_an_argument_by_position_is_named_without_counting_keyword_only_parameters(
+    arguments: tuple[Any, ...], parameter: str
+) -> None:
+    with raises("parameter.invalid", parameter=parameter):
+        KeywordOnlyFirst(*arguments)
+
+
 @pytest.mark.parametrize("value", [True, False, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("field", ["count", "ratio", "pair"])
 def test_neither_bools_nor_infinities_are_numbers(field: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import (
     Probe,
     Scores,
-    arithmetic,
+    compute_dtype,
     questions,
     refuse_old_weights,
     refuse_other_weights,
@@ -97,7 +97,7 @@ class HostedRollout(RequestEngine):
         return self._probe
 
     @property
-    def arithmetic(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The engine's compute dtype, as it reported at its first start."""
         assert self._arithmetic is not None
         return self._arithmetic
@@ -225,7 +225,7 @@ class HostedRollout(RequestEngine):
         start = time.perf_counter()
         if not self._lives:
             self._start()
-        arrival = IncomingWeights(source, self._adapter_of, self._due, self.arithmetic, self._spec.model)
+        arrival = IncomingWeights(source, self._adapter_of, self._due, self.compute_dtype, self._spec.model)
         # Weights from another process arrive with the trainer's scores of the first replica's probe.
         probe = source.probe if isinstance(source, ReceivedWeights) and source.probe else self.probe
         with self._stopping_on_error():
@@ -255,8 +255,8 @@ class HostedRollout(RequestEngine):
                     version=source.version,
                     error=type(error).__name__,
                 ) from error
-            scores = refuse_other_weights(self.name, log_probs, self.arithmetic, probe, source, self._spec.tolerance)
-            shown = resolution(self.arithmetic, arithmetic(source), self._spec.tolerance)
+            scores = refuse_other_weights(self.name, log_probs, self.compute_dtype, probe, source, self._spec.tolerance)
+            shown = resolution(self.compute_dtype, compute_dtype(source), self._spec.tolerance)
             scores = scores._replace(concurrent=caches is not None)
             self._scores = refuse_old_weights(self.name, scores, self._scores, shown)
         for pending in self._begun.values():

@@ -105,10 +105,8 @@ def _cause(found: Audit) -> str:
     from flowrl.auditing.gradient_error import EXACT, percent
 
     if not found.causes:
-        return ""
+        return "none of these" if found.parts["loss"].biased else ""
     best = min(found.causes, key=lambda cause: cause.bias.value)
-    if best.bias.value > 0.9 * found.parts["loss"].bias.value:
-        return "none of these"
     return best.name if best.bias.high < EXACT else f"{best.name} (leaves {percent(best.bias)})"
 
 

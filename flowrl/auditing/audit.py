@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from flowrl.auditing.causes import Without, possible
+from flowrl.auditing.causes import Explanation
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.gradient_error import Interval, Judged, judge, radius_of
-from flowrl.auditing.objective import StatedObjective, stated
-from flowrl.auditing.record import Audit, Cause
-from flowrl.auditing.task import AuditTask, Policy
+from flowrl.auditing.objective import stated
+from flowrl.auditing.record import Audit
+from flowrl.auditing.task import AuditTask
 from flowrl.auditing.trial import Runs, Trial, Values
 from flowrl.auditing.truth import gradient
 from flowrl.core.graphs.graph import Graph, refuse_non_graph
+from flowrl.core.operators.effects import Effect
 from flowrl.errors import ParameterError
-
-
-@dataclass(frozen=True)
-class _Size:
-    """The limit of exact runs, the number of sampled ones, and the values of critics."""
-
-    limit: int
-    samples: int
-    critic: Values
 
 
 def audit(
@@ -63,27 +54,22 @@ def audit(
         GraphError: `graph` is not a graph.
     """
     refuse_non_graph(graph)
-    for name, number in (("n", n), ("limit", limit), ("samples", samples)):
-        if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
-            least = 1 + (name == "samples")
-            raise ParameterError(
-                f"audit({name}={number!r}): expected an integer of at least {least}.",
-                code="audit.bad-argument",
-                parameter=name,
-                found=number,
-                expected=least,
-            )
+    _refuse_counts(n=n, limit=limit, samples=samples)
     fitting, task, notes = fitted(graph, AuditTask() if task is None else task, n)
     states = stated(fitting, role)
-    size = _Size(limit, samples, critic)
-    trial = Trial(fitting, states, task, critic)
-    runs = trial.run(limit, samples)
+
+    def audited(graph: Graph, task: AuditTask) -> tuple[Trial, Runs]:
+        trial = Trial(graph, states, task, critic)
+        return trial, trial.run(limit, samples)
+
+    trial, runs = audited(fitting, task)
     true = {name: gradient(part, trial.now) for name, part in trial.truth.parts(trial.now).items()}
     both = torch.stack([*true.values()]).sum(0)
     whole = _judged(runs, runs.whole, both, task)
     parts = {name: _judged(runs, runs.parts[name], target, task) for name, target in true.items()}
     biased = explain and parts["loss"].biased
-    causes = _causes(fitting, states, task, size, parts["loss"].bias) if biased else ()
+    explanation = Explanation(trial, runs, audited, lambda runs, each: _radius(runs, each, task))
+    causes = explanation.causes() if biased else ()
     return Audit(
         graph=graph.name,
         objective=str(states),
@@ -99,52 +85,53 @@ def audit(
         causes=causes,
         lengthens=_lengthens(trial, runs, true["loss"], parts["loss"]) if biased else None,
         variance=_variance(trial, runs, whole),
-        notes=(*notes, *states.notes),
+        notes=(*notes, *states.notes, *_limits(fitting, task), *explanation.notes),
     )
 
 
+def _refuse_counts(**counts: int | None) -> None:
+    """Refuse numbers of runs and responses that are not allowed."""
+    for name, number in counts.items():
+        if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
+            least = 1 + (name == "samples")
+            raise ParameterError(
+                f"audit({name}={number!r}): expected an integer of at least {least}.",
+                code="audit.bad-argument",
+                parameter=name,
+                found=number,
+                expected=least,
+            )
+
+
+def _radius(runs: Runs, each: Tensor, task: AuditTask) -> float:
+    """The bound on the error of a mean over runs."""
+    return 0.0 if runs.exact else radius_of(each, task.seed)
+
+
 def _judged(runs: Runs, each: Tensor, true: Tensor, task: AuditTask) -> Judged:
-    return judge(runs.mean(each), true, 0.0 if runs.exact else radius_of(each, task.seed))
+    return judge(runs.mean(each), true, _radius(runs, each, task))
 
 
-def _causes(graph: Graph, states: StatedObjective, task: AuditTask, size: _Size, own: Interval) -> tuple[Cause, ...]:
-    """The remaining bias of the loss without each possible cause of `own`, and without several."""
-
-    def remaining(without: Sequence[Without]) -> Interval:
-        there, then = task, graph
-        for one in without:
-            there, then = one.task(there), one.graph(then)
-        trial = Trial(then, states, there, size.critic)
-        runs = trial.run(size.limit, size.samples)
-        each = runs.parts["loss"]
-        if any(one.by_spread for one in without):
-            each = each * runs.spread[..., None, None]
-        return _judged(runs, each, gradient(trial.truth.parts(trial.now)["loss"], trial.now), there).bias
-
-    found = {one: remaining([one]) for one in possible(graph, task)}
-    helping = [one for one, bias in found.items() if bias.value < 0.9 * own.value]
-    several = {tuple(some): remaining(some) for some in (helping, list(found)) if len(some) > 1}  # biases may cancel
-    causes = [Cause(one.name, bias) for one, bias in found.items()]
-    best = min(several, key=lambda some: several[some].value, default=())
-    if best and several[best].value < 0.9 * min(bias.value for bias in found.values()):
-        causes.append(Cause(" and ".join(one.name for one in best), several[best]))
-    return tuple(causes)
+def _limits(graph: Graph, task: AuditTask) -> Iterator[str]:
+    """What an audit in this task cannot show about this graph."""
+    losses = [loss for node in graph.nodes.values() if (loss := getattr(node.operator, "loss", None)) is not None]
+    ratio = any("old_log_probs" in loss.signature.ports for loss in losses)
+    corrected = any(Effect.IMPORTANCE_CORRECTION in node.effects for node in graph.nodes.values())
+    if ratio and not task.age and not (corrected and task.mismatch):
+        yield "On-policy all ratios of the loss are 1, so a wrong clip or ratio does not show. Audit with age=0.5, too."
+    if corrected and not task.mismatch:
+        yield "All ratios to the engine are 1, so a wrong correction does not show. Audit with mismatch=0.5, too."
+    if (ratio and task.age) or (corrected and task.mismatch):
+        yield "Clips are biased by design, and a wrong clip may be less biased than the right one. Do not rank by bias."
 
 
 def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
     """The cosines of a KL term in the loss with the negative gradients of divergences."""
     terms = [one for one in trial.stated.kl if one.in_loss]
-    if not terms:
-        return {}
-    role, ref = trial.stated.role, terms[0].role
-    truth = trial.truth
-    candidates: dict[str, Callable[[Policy], Tensor]] = {
-        f"KL({role} || {ref})": lambda policy: -truth.divergence(policy, ref),
-        f"KL({role} || {ref}) token by token": lambda policy: -truth.divergence_by_state(policy, ref, forward=False),
-        f"KL({ref} || {role}) token by token": lambda policy: -truth.divergence_by_state(policy, ref, forward=True),
+    return {
+        name: _judged(runs, runs.parts["kl"], -gradient(divergence, trial.now), trial.task).cosine
+        for name, divergence in (trial.truth.divergences(terms[0].role).items() if terms else ())
     }
-    each = runs.parts["kl"]
-    return {name: _judged(runs, each, gradient(of, trial.now), trial.task).cosine for name, of in candidates.items()}
 
 
 def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: Judged) -> float:

@@ -114,7 +114,7 @@ class TabularTrainer(TabularScorer):
         logits = self.now.logits.clone().requires_grad_()
         log_probs = _log_softmax(rows.of(logits), part)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        seen = part if mini_batch.whole is None else mini_batch.whole.batch
+        seen = part if mini_batch.replicated is None else mini_batch.replicated.batch
         loss = objective(rows.sampled_log_probs(log_probs), entropy, seen, mini_batch.weights, Metrics())
         return -torch.autograd.grad(loss, logits)[0]
 

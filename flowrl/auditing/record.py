@@ -21,8 +21,9 @@ class Cause:
     """A cause of a bias.
 
     Args:
-        name: ``"length"``, ``"group spread"``, ``"off-policy age"``, ``"engine mismatch"`` or ``"clip"``; or several,
-            joined by ``" and "``: those without which the least bias remains.
+        name: ``"length"``, ``"group spread"``, ``"off-policy age"``, ``"engine mismatch"``, ``"clip"``,
+            ``"selection"`` or ``"distance to the reference"``; several of them, joined by ``" and "``, if together they
+            leave the least bias; or ``"unstated 0.5 · KL(actor || ref)"``, KL that the objective does not state.
         bias: the remaining bias without it.
     """
 
@@ -46,11 +47,12 @@ class Audit:
         whole: the comparison of these two.
         parts: the same for each part of the update: ``"loss"`` (with KL in the reward), ``"kl"`` and ``"entropy"``.
         kl_follows: the cosines of a KL term in the loss with possible targets, by name; empty without one.
-        causes: of the bias of the loss, each with the remaining bias without it; empty without a bias.
+        causes: of the bias of the loss, each with the remaining bias without it, which is at least 10 % smaller; empty
+            if there is no bias, or none explains it.
         lengthens: the cosine of that bias with the gradient of the expected length: above 0 it lengthens responses.
         variance: of the update, at the scale of the true gradient, in units of the variance of plain REINFORCE from as
             many rows; None if the update follows nothing.
-        notes: changes that fit the graph to the task, and uncertainties.
+        notes: changes that fit the graph to the task, uncertainties, and what this audit cannot show.
     """
 
     graph: str
@@ -89,9 +91,10 @@ class Audit:
         found = []
         if self.variance is not None:
             found.append(f"variance: {self.variance:.3g} times that of plain REINFORCE from as many rows")
-        if self.causes:
+        if self.lengthens is not None:
+            own = percent(self.parts["loss"].bias)
             remaining = ", ".join(f"{percent(one.bias)} without {one.name}" for one in self.causes)
-            found.append(f"remaining bias of the loss, of {percent(self.parts['loss'].bias)}: {remaining}")
+            found.append(f"remaining bias of the loss, of {own}: {remaining or own + ' without any possible cause'}")
         if self.lengthens is not None and abs(self.lengthens) > 0.1:
             way = "longer" if self.lengthens > 0 else "shorter"
             found.append(

@@ -38,13 +38,15 @@ class AuditTask(Spec):
         ends: whether a token ends a response. Without it all responses have length `steps`.
         even: forced tokens extend ended responses, so that all have length `steps`; all else is unchanged.
         right_or_wrong: rewards are 0 or 1; otherwise any number between them.
+        reference: the distance between the logits of frozen policies, such as a reference, and the trainer's (standard
+            deviation).
         mismatch: the distance between the logits of the rollout engine and the trainer's (standard deviation).
         age: how far the policy has moved since the rows were sampled and their old log-probs computed (standard
             deviation of its logits), as in the later mini-batches of a step.
         seed: of all tables.
     """
 
-    timeless = True
+    schedulable = False
 
     tokens: int = Field(default=1, ge=1, le=8)
     steps: int = Field(default=3, ge=1, le=8)
@@ -52,6 +54,7 @@ class AuditTask(Spec):
     ends: bool = True
     even: bool = False
     right_or_wrong: bool = False
+    reference: float = Field(default=1.0, ge=0)
     mismatch: float = Field(default=0.0, ge=0)
     age: float = Field(default=0.0, ge=0)
     seed: int = Field(default=0, ge=0)
@@ -84,13 +87,14 @@ class AuditTask(Spec):
         """The number of tokens, with the one that ends a response."""
         return self.tokens + self.ends
 
-    def batch(self, rows: int | None = None, draw: int = 0) -> DataProto:
+    def batch(self, rows: int | None = None, draw: int = 0, start: int = 0) -> DataProto:
         """Prompts: each once, or `rows` of them in turn. A prompt is one token, numbered after those of responses.
 
-        `draw` is the number of the draw in the step; the groups of each draw have separate ids.
+        `draw` is the number of the draw in the step; the groups of each draw have separate ids. `start` is the position
+        in the stream of prompts, which repeats all prompts in order.
         """
         rows = self.prompts if rows is None else rows
-        tokens = torch.arange(rows)[:, None] % self.prompts + self.vocabulary
+        tokens = torch.arange(start, start + rows)[:, None] % self.prompts + self.vocabulary
 
         def column(values: Iterable[object]) -> np.ndarray:
             array = np.empty(rows, dtype=object)

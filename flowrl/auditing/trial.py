@@ -21,6 +21,7 @@ from flowrl.auditing.task import AuditTask
 from flowrl.auditing.truth import TrueGradient
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
+from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import AuditError, NodeError
 from flowrl.protocols.backend import members
 from flowrl.protocols.protocols import Critic, Rollout, Scorer
@@ -63,10 +64,11 @@ class Trial:
         self.graph, self.stated, self.task, self._critic = graph, stated, task, critic
         self.draws = Draws(task.seed)
         self.tables = Tables(task)
+        self._position = 0  # in the stream of prompts, which continues from run to run, as it does from step to step
         self.policy, self.now = task.policy, task.near("age", task.age)
         self.trainer = TabularTrainer(task, self.policy, self.now)
         self.engines = {role: self._engine(role) for role in graph.roles()}
-        references = {one.role: self.engines[one.role].policy for one in stated.kl}
+        references = {role: engine.policy for role, engine in self.engines.items() if type(engine) is TabularScorer}
         self.truth = TrueGradient(stated, self._rewards(), references)
         for engine in self.engines.values():
             if isinstance(engine, TabularCritic):
@@ -91,7 +93,7 @@ class Trial:
         elif any(use.goes_through(Critic) for use in uses):
             found = TabularCritic(task, self._zeros)
         else:
-            found = TabularScorer(task, task.near(f"scorer {role}"))
+            found = TabularScorer(task, task.near(f"scorer {role}", task.reference))
         for use in uses:
             if missing := sorted(name for name in members(use.protocol) if not hasattr(found, name)):
                 raise AuditError(
@@ -187,12 +189,15 @@ class Trial:
         self.trainer.taken = []
         self._steps.state, self._steps.timeline, self._steps.seed = {}, Timeline(), self.task.seed + number
         self.draws.begin(script)
-        draw = itertools.count(1)
+        draw = itertools.count()
+
+        def sample(rows: int) -> DataProto:
+            start, self._position = self._position, self._position + rows
+            return self.task.batch(rows, next(draw), start)
+
         try:
             steps = range(self.stated.step, self.stated.step + 1)
-            [_] = self._steps.run(
-                lambda _: self.task.batch(), steps, more=lambda rows: self.task.batch(rows, next(draw))
-            )
+            [_] = self._steps.run(lambda _: sample(self.task.prompts), steps, more=sample)
         except NodeError as error:
             raise AuditError(
                 f"{self.graph.name} cannot be run on the rows of this task: {error.message}",

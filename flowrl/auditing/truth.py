@@ -26,7 +26,7 @@ class TrueGradient:
     """The stated objective, over the responses of a task.
 
     `rewards` are float64 ``[prompts responses steps]``, the scores of the tokens of each response; `references` are the
-    reference policies of all KL terms, by role.
+    frozen policies, by role.
     """
 
     stated: StatedObjective
@@ -87,6 +87,15 @@ class TrueGradient:
         in_rows = torch.where(policy.responses.mask, each[:, policy.responses.states], 0.0).sum(-1)
         visited = policy.by_response(temperature).exp().detach()
         return (visited * in_rows).sum(-1).mean()
+
+    def divergences(self, role: str) -> dict[str, Callable[[Policy], Tensor]]:
+        """The divergences from a frozen policy that a KL term can follow, by name."""
+        own = self.stated.role
+        return {
+            f"KL({own} || {role})": lambda policy: self.divergence(policy, role),
+            f"KL({own} || {role}) token by token": lambda policy: self.divergence_by_state(policy, role, forward=False),
+            f"KL({role} || {own}) token by token": lambda policy: self.divergence_by_state(policy, role, forward=True),
+        }
 
     def plain_variance(self, policy: Policy, n: int) -> float:
         """The total variance of plain REINFORCE, without a baseline, from `n` responses per prompt."""

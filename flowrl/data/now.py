@@ -14,12 +14,12 @@ class Round(NamedTuple):
     """A round of a step.
 
     Args:
-        wanted: how many groups are still missing; None if nothing counts them, as in a call by hand.
+        missing: how many groups are still missing; None if nothing counts them, as in a call by hand.
         sizes: rows of each collected group, if all rounds are over and groups are missing; else empty.
     """
 
     number: int = 0
-    wanted: int | None = None
+    missing: int | None = None
     sizes: tuple[int, ...] = ()
 
 
@@ -41,14 +41,14 @@ class Now:
         step: number of finished steps: 0 in the first. A validation has that of the step after which it runs.
         round: of the step, if a gate collects in rounds.
         share: the rows of this rank, if several ranks split the batch; else None.
-        ahead: by how many versions generation may be ahead of what the operator trains: 0 on-policy.
+        lag: by how many versions generation may be ahead of what the operator trains: 0 on-policy.
         waits: the operator appends what it waited for outside its process, and the trace shows it.
     """
 
     step: int
     round: Round = ONLY
     share: Share | None = None
-    ahead: int = 0
+    lag: int = 0
     waits: list[Wait] = field(default_factory=list)
 
 

@@ -65,9 +65,9 @@ class Delivery:
         hosts, started = self._hosts, time.time()
         if self.transport == "in process":
             return {}
-        self._wanted = self._ask()
+        self._selection = self._ask()
         if self.transport == "object store":
-            arguments = (self._role, self._wanted, BUCKET_BYTES)
+            arguments = (self._role, self._selection, BUCKET_BYTES)
             sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[0]
             assert isinstance(sent, Export)
             hosts.timeline.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
@@ -85,14 +85,15 @@ class Delivery:
         """The weights that the engine needs, from its first rank."""
         what = f"{self._what}, selecting weights for {self._engine},"
         first = self._receivers[:1]
-        wanted: WeightSelection = self._hosts.ask(first, what, "wanted", self._engine, swapping=self._swapping)[0]
-        return wanted
+        found = self._hosts.ask(first, what, "weight_selection", self._engine, swapping=self._swapping)
+        selection: WeightSelection = found[0]
+        return selection
 
     def start(self) -> dict[Any, ProcessSpec]:
         """Start the senders of a stream; returns them by the references of their results."""
         if self._store is None:
             return {}
-        arguments = (self._role, self._wanted, BUCKET_BYTES, self._ticket, self._what)
+        arguments = (self._role, self._selection, BUCKET_BYTES, self._ticket, self._what)
         return {self._hosts.actors[host].send.remote(*arguments): host for host in self._senders}
 
     def finish(self) -> None:

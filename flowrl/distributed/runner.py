@@ -245,9 +245,9 @@ class RayRunner:
             return rows_of_ranks(task, ranks)
         tokens, groups = task.lengths.tokens if task.lengths is not None else None, None
         if operator.granularity == "group" and (uid := uid_field(task.node)) is not None:
-            wanted = fields[uid]
-            assert isinstance(wanted, ColumnType)
-            groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the only column that the driver reads
+            expected = fields[uid]
+            assert isinstance(expected, ColumnType)
+            groups = list(self._fetch(task.inputs[uid], expected, str(task)))  # the only column that the driver reads
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
         return [*shard(operator.granularity, rows, ranks, tokens, groups)]
 
@@ -302,12 +302,12 @@ class RayRunner:
             max(report.ended for report in reports) - min(report.started for report in reports),
         )
 
-    def _fetch(self, pieces: list[ColumnPart], wanted: ColumnType, what: str) -> Any:
+    def _fetch(self, pieces: list[ColumnPart], expected: ColumnType, what: str) -> Any:
         with naming(what):
             try:
-                column, nbytes = join_pieces(pieces, wanted, seconds=self.hosts.place.deadline)
+                column, nbytes = join_pieces(pieces, expected, seconds=self.hosts.place.deadline)
             except ObjectLostError as error:
-                failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}", task=what)
+                failure = Failure.of(error, f"{what}: the column {expected.name} is lost: {error}", task=what)
                 raise self._blame(failure, None, what, []) from error
         self.traffic.driver += nbytes
         return column
@@ -414,9 +414,9 @@ def _swapping(graph: Graph) -> list[str]:
 
 def column_type(node: Node, output: str) -> ColumnType:
     """The type of a column that a node writes."""
-    wanted = node.signature.outputs[output]
-    assert isinstance(wanted, ColumnType)
-    return wanted
+    expected = node.signature.outputs[output]
+    assert isinstance(expected, ColumnType)
+    return expected
 
 
 def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Share:

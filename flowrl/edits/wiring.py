@@ -45,17 +45,17 @@ def wire_by_type(
         pools: the outputs that it may read; the first pool with a fitting output counts.
         types: the type of every output.
     """
-    wiring, wants = _Wiring(name, types), operator.in_step(0).wants()
+    wiring, required = _Wiring(name, types), operator.in_step(0).optional_ports()
     still_open: list[list[End]] = []
     for port in operator.signature.ports.values():
-        if wants.get(port.name) is False:
+        if required.get(port.name) is False:
             continue
         ends = [End(name, field, expected) for field, expected in port.fields.items() if field not in by_hand]
         fitting = [e for e in ends if e.field in inherited and accepts(e.expected, types[inherited[e.field]].type)]
         for end in fitting:
             wiring.take({end: inherited[end.field]})
         rest = [end for end in ends if end not in fitting]
-        if rest and (fitting or wants.get(port.name) or not port.optional):
+        if rest and (fitting or required.get(port.name) or not port.optional):
             before = {edge.node for field, edge in inherited.items() if field.port == port.name}
             record = wiring.records(rest, types, before) if len(before) == 1 else []
             if record:

@@ -22,7 +22,7 @@ class Backend(Spec):
     property.
     """
 
-    timeless = True
+    schedulable = False
 
     serves: ClassVar[tuple[type, ...]] = ()
     """The Protocols of `flowrl.protocols.protocols` that the engine implements, such as ``(Trainer, Checkpointed)``."""

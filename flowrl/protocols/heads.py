@@ -24,7 +24,7 @@ class Head(Protocol):
         """Log-probs of the whole vocabulary, float32 ``[tokens vocabulary]``, of states ``[tokens hidden]``."""
         ...
 
-    def opened(self, device: torch.device) -> Head:
+    def load(self, device: torch.device) -> Head:
         """The same with its weights loaded on `device`; an `nn.Module` if it must move when the engine sleeps."""
         ...
 

@@ -51,7 +51,7 @@ class MiniBatch(NamedTuple):
 
     rows: Tensor
     weights: Tensor
-    whole: ReplicatedMiniBatch | None = None
+    replicated: ReplicatedMiniBatch | None = None
 
 
 class OfDistribution(NamedTuple):
@@ -175,7 +175,7 @@ class HasComputeDtype(Protocol):
     """A scorer or rollout engine that declares its compute dtype; float32 is assumed for others."""
 
     @property
-    def arithmetic(self) -> dtype:
+    def compute_dtype(self) -> dtype:
         """The dtype of its matrix products, such as `torch.bfloat16`."""
         ...
 

@@ -38,7 +38,7 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         terms = [n.name for n in own_lineage(graph, node.name) if Effect.KL in n.effects]
-        if Effect.HELD_TO_REFERENCE in node.effects and terms:
+        if Effect.REFERENCE_REGULARIZATION in node.effects and terms:
             first = terms[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
@@ -65,21 +65,37 @@ def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
             )
 
 
-@rule("FR019", "A loss with one ratio per row needs one advantage per row.", "huggingface/trl#3811")
-def _one_advantage_per_row(graph: Graph, prompts: int | None) -> Findings:
+@rule(
+    "FR019",
+    "Weights on advantages must be weights on the loss: one per row if it averages them, none if it is not linear.",
+    "huggingface/trl#3811",
+)
+def _advantages_fit_the_loss(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
-            for n in own_lineage(graph, node.name):
-                by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-                if by_values or Effect.WEIGHS_TOKENS in n.effects:
-                    source = "values" if by_values else "weights"
-                    fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
-                    yield (
-                        node.name,
-                        f"{type(loss).__name__} averages the advantages of a row, but {n.name} gives each token its "
-                        f"own, from {source}. Use one advantage per row, {fix}, or a loss per token: "
-                        f"UpdateActor(PPOClip()).",
-                    )
+        for n in own_lineage(graph, node.name):
+            if Effect.NONLINEAR in node.effects and n.name != node.name and _corrects(graph, n):
+                yield (
+                    node.name,
+                    f"{type(loss).__name__} is not linear in the advantages, so the weights that {n.name} puts on them "
+                    f"do not weight the loss. Drop it: edit(drop=['{n.name}']), or use a loss that is linear: "
+                    f"UpdateActor(PPOClip()).",
+                )
+            by_values = of_kind(graph, n, "value") and writes(n, "advantage")
+            if Effect.ADVANTAGE_PER_ROW in node.effects and (by_values or Effect.TOKEN_WEIGHTS in n.effects):
+                source = "values" if by_values else "weights"
+                fix = "such as GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
+                yield (
+                    node.name,
+                    f"{type(loss).__name__} averages the advantages of a row, but {n.name} gives each token its "
+                    f"own, from {source}. Use one advantage per row, {fix}, or a loss per token: "
+                    f"UpdateActor(PPOClip()).",
+                )
+
+
+def _corrects(graph: Graph, node: Node) -> bool:
+    """Whether a node weights or rejects advantages by the engine's log-probs."""
+    by_ratio = of_kind(graph, node, "log-prob of the rollout") and of_kind(graph, node, "advantage")
+    return bool(by_ratio or {Effect.IMPORTANCE_CORRECTION, Effect.TOKEN_WEIGHTS} & node.effects)
 
 
 @rule(

@@ -63,7 +63,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
 )
 def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if Effect.SEVERAL_ANSWERS in node.effects:
+        if Effect.SEVERAL_RESPONSES in node.effects:
             for name in sorted(response_makers(graph, node.name)):
                 if Effect.GREEDY in graph[name].effects:
                     yield (

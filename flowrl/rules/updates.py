@@ -46,7 +46,9 @@ def _correct(update: Node) -> str:
     source = next((edge.node for place, edge in update.inputs.items() if place.name == "advantages"), None)
     if source is None:
         return f"{update.name} reads no advantages to correct, so run on-policy: edit(lag=0)"
-    level = "geometric" if Effect.ONE_ADVANTAGE_A_ROW in update.effects else "token"  # FR019
+    if Effect.NONLINEAR in update.effects:  # FR019
+        return f"{update.name} is not linear in the advantages that it would weight, so run on-policy: edit(lag=0)"
+    level = "geometric" if Effect.ADVANTAGE_PER_ROW in update.effects else "token"  # FR019
     correction = f"RolloutCorrection('{level}', 'truncate', high=2.0)"
     return f"Insert one: edit(insert={{'correction': After('{source}', {correction})}}), or pass lag=0"
 

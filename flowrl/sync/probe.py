@@ -106,9 +106,9 @@ class Scores(NamedTuple):
     concurrent: bool = False
 
 
-def arithmetic(scorer: object) -> torch.dtype:
+def compute_dtype(scorer: object) -> torch.dtype:
     """A trainer's compute dtype; float32 unless it declares another."""
-    return scorer.arithmetic if isinstance(scorer, HasComputeDtype) else torch.float32
+    return scorer.compute_dtype if isinstance(scorer, HasComputeDtype) else torch.float32
 
 
 def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
@@ -136,7 +136,7 @@ def refuse_other_weights(
     found, expected = torch.tensor(scores.engine), torch.tensor(scores.trainer)
     difference = (found - expected).abs()
     mean = float((difference / expected.abs().clamp(min=1)).mean())
-    theirs = arithmetic(source)
+    theirs = compute_dtype(source)
     tolerance = tolerance or default_tolerance(dtype, theirs)
     if not mean <= tolerance:  # NaN is refused too
         raise SyncError(

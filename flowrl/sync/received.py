@@ -23,7 +23,7 @@ class Origin:
         adapter_of: see `flowrl.protocols.protocols.Adapted`; None for full weights.
         probe: what the trainer scored before it sent them; None without a probe.
         scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
-        arithmetic: its compute dtype, such as ``"float32"``.
+        compute_dtype: its compute dtype, such as ``"float32"``.
     """
 
     role: str
@@ -31,7 +31,7 @@ class Origin:
     adapter_of: str | None = None
     probe: Probe | None = None
     scores: tuple[float, ...] = ()
-    arithmetic: str = "float32"
+    compute_dtype: str = "float32"
 
     @staticmethod
     def of(message: Mapping[str, Any]) -> Origin:
@@ -111,9 +111,9 @@ class ReceivedWeights:
         return self._shipment.transport
 
     @property
-    def arithmetic(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The trainer's compute dtype."""
-        dtype: torch.dtype = getattr(torch, self._origin.arithmetic)
+        dtype: torch.dtype = getattr(torch, self._origin.compute_dtype)
         return dtype
 
     @property

@@ -9,7 +9,8 @@ from the policy (Schulman 2020, "Approximating KL divergence", http://joschu.net
 - ``k1 = d``: unbiased, of either sign, the largest variance;
 - ``k2 = d**2 / 2``: biased, never negative;
 - ``k3 = exp(-d) - 1 + d``: unbiased, never negative;
-- ``abs = |d|``: a distance, not an estimate of KL.
+- ``abs = |d|``: a distance, not an estimate of KL;
+- ``k1+``, ``k3+``: the value of k1 or k3 with the gradient of k2, as in verl. Without a gradient they are k1 and k3.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from flowrl.errors import DataError
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
+Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 MAX_EXPONENT = 20.0
 """Bound on the exponent of log-ratios, a ratio of 5e8: exp(89) overflows float32."""
@@ -127,7 +128,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> 
     Args:
         log_prob: float, any shape: log-probs of the sampled tokens under the policy.
         ref_log_prob: float, same shape: log-probs under the reference.
-        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"``, ``"abs"``, ``"k1+"`` or ``"k3+"``.
 
     Returns:
         float32, same shape.
@@ -140,6 +141,10 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> 
             expected=tuple(log_prob.shape),
             found=tuple(ref_log_prob.shape),
         )
+    if estimator in ("k1+", "k3+"):
+        value = kl_penalty(log_prob, ref_log_prob, "k1" if estimator == "k1+" else "k3").detach()
+        of_gradient = kl_penalty(log_prob, ref_log_prob, "k2")
+        return value + (of_gradient - of_gradient.detach())
     d = log_prob.float() - ref_log_prob.float()
     if estimator == "k1":
         return d

@@ -17,7 +17,7 @@ _ROWS = 32
 
 @torch.no_grad()
 def optimal_token_baseline(
-    token_level_rewards: Tensor, logit_norms: Tensor, response_mask: Tensor, uid: np.ndarray
+    token_level_rewards: Tensor, logit_norms: Tensor, response_mask: Tensor, uid: np.ndarray, zero_tail: bool = False
 ) -> Tensor:
     """Advantages against the minimum-variance baseline at each token (OTB: Li et al. 2026, arXiv:2602.07078).
 
@@ -25,11 +25,12 @@ def optimal_token_baseline(
     mask. ``G_t`` is the return from the row's t-th token on, and ``W_t = sum_{j <= t} w_j`` sums the squared gradient
     norms of its tokens so far, by the paper's logit-gradient proxy ``w = ||d log p / d logits||**2``. Where all weights
     of a group are 0, the baseline is the plain mean. A row that alone has a t-th token is its own baseline there, so
-    its advantage is 0.
+    its advantage is 0; with `zero_tail` the baseline there is 0, and the advantage the return.
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`.
         logit_norms: float ``[batch response]``, w; see `LogitNorm`.
+        zero_tail: whether the baseline is 0 where a row alone has a t-th token; verl's default (``handle_zero_tail``).
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group whose rows have equal returns at each token.
@@ -40,11 +41,12 @@ def optimal_token_baseline(
     out = torch.empty(response_mask.shape, device=response_mask.device)
     for rows, index in group.blocks(_ROWS):
         on = response_mask[rows]
-        out[rows] = _against_baseline(select(token_level_rewards[rows], on), select(logit_norms[rows], on), on, index)
+        rewards, norms = select(token_level_rewards[rows], on), select(logit_norms[rows], on)
+        out[rows] = _against_baseline(rewards, norms, on, index, zero_tail)
     return out
 
 
-def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tensor) -> Tensor:
+def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tensor, zero_tail: bool) -> Tensor:
     """`optimal_token_baseline` of a block of groups: float32 ``[rows response]``; `group` is int64 ``[rows]``."""
     order = mask.int().argsort(dim=1, descending=True, stable=True) if has_holes(mask) else None  # masked tokens last
     if order is not None:
@@ -61,13 +63,24 @@ def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tenso
     weight = total(weights)
     baseline = torch.where(weight == 0, 0.0, total(centered * weights) / weight.where(weight != 0, 1.0))  # NaN stays
     advantages = ((centered - baseline[group]) * on).float()
+    if zero_tail:
+        advantages = torch.where((total(on) == 1)[group], returns.float(), advantages)
     return advantages if order is None else torch.zeros_like(advantages).scatter_(1, order, advantages)
 
 
 class OptimalTokenBaseline(GroupBaseline, Operator):
-    """Returns minus a minimum-variance baseline for each token, as in OTB; see `optimal_token_baseline`."""
+    """Returns minus a minimum-variance baseline for each token, as in OTB; see `optimal_token_baseline`.
+
+    If a `RolloutCorrection` weights the advantages, its squared weights also weight the norms: insert
+    `CorrectLogitNorms`.
+
+    Args:
+        zero_tail: whether the baseline is 0 where a row alone has a t-th token.
+    """
+
+    zero_tail: bool = False
 
     def __call__(
         self, token_level_rewards: TokenLevelRewards, logit_norms: LogitNorms, response_mask: ResponseMask, uid: Uid
     ) -> Advantages:
-        return optimal_token_baseline(token_level_rewards, logit_norms, response_mask, uid)
+        return optimal_token_baseline(token_level_rewards, logit_norms, response_mask, uid, self.zero_tail)

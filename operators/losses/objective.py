@@ -5,7 +5,8 @@ Only the weights depend on counts, so micro-batches and ranks sum their own rows
 changes a gradient.
 
 Metrics merge in the same way: losses are reported over the share of the mini-batch that the rows are, and the shares of
-a mini-batch sum to 1. The logged value is the loss of the mini-batch, averaged over mini-batches.
+a mini-batch sum to 1. The logged value is the loss of the mini-batch, averaged over mini-batches; with ``token-sum`` it
+is the mean over tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
-from flowrl.operators.advantages.per_token import Estimator, kl_penalty, select
+from flowrl.operators.advantages.per_token import MAX_EXPONENT, Estimator, kl_penalty, select
 from flowrl.operators.updates.mini_batches import record
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.spec import Spec
@@ -32,7 +33,7 @@ _REPORTED: dict[ModelQuantity, str] = {
     "values": "critic/vf_loss",
 }
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def token_weights(response_mask: Tensor, aggregation: Aggregation, norm: float | None = None) -> Tensor:
@@ -41,6 +42,7 @@ def token_weights(response_mask: Tensor, aggregation: Aggregation, norm: float |
     With N tokens on the mask, S rows that have any, and n of them in this row, the weight of a token is
 
     - ``token-mean``: 1 / N (DAPO: Yu et al. 2025, arXiv:2503.14476, eq. 8);
+    - ``token-sum``: 1, as in verl; the gradient grows with the mini-batch;
     - ``seq-mean-token-sum``: 1 / S;
     - ``seq-mean-token-mean``: 1 / (S * n) (GRPO: Shao et al. 2024, arXiv:2402.03300, eq. 3);
     - ``seq-mean-token-sum-norm``: 1 / (S * norm) (Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, §3.2), where `norm` is a
@@ -61,6 +63,8 @@ def token_weights(response_mask: Tensor, aggregation: Aggregation, norm: float |
         count = lengths.sum()
     elif aggregation == "seq-mean-token-mean":
         count = sequences * lengths
+    elif aggregation == "token-sum":
+        count = torch.ones_like(lengths)
     else:
         count = sequences * (1.0 if norm is None else norm)
     return select((1.0 / count).expand(response_mask.shape), response_mask)
@@ -84,15 +88,27 @@ class KLLoss(Spec):
 
     The estimator uses the policy's own samples, so its gradient is not the gradient of the KL that it estimates (Tang &
     Munos 2025, arXiv:2506.09477). On-policy and in expectation, the gradient of k2 is that of KL(policy || reference);
-    of k3, GRPO's choice, that of KL(reference || policy); of k1, zero: it is noise.
+    of k3, GRPO's choice, that of KL(reference || policy); of k1, zero: it is noise. ``k1+`` and ``k3+`` have the
+    gradient of k2. With `ratio`, every unbiased estimator (k1, k3) has the gradient of KL(policy || reference).
 
     Args:
         estimator: see `flowrl.operators.advantages.per_token`.
         coef: coefficient of the KL term, beta.
+        ratio: multiply the estimate of each token by its ratio ``exp(log_prob - old_log_prob)``, which has a gradient
+            (DeepSeek-V3.2: DeepSeek-AI 2025, arXiv:2512.02556; TRL's ``use_bias_correction_kl``). It also corrects for
+            rows of the old policy. The old log-probs are those of the loss; without any, the ratio is 1.
     """
 
     estimator: Estimator = "k3"
     coef: float = Field(default=0.001, gt=0)
+    ratio: bool = False
+
+    def of_tokens(self, log_probs: Tensor, ref_log_prob: Tensor, old_log_probs: Tensor) -> Tensor:
+        """The estimate of each token, before its coefficient: float32, the shape of `log_probs`."""
+        kl = kl_penalty(log_probs, ref_log_prob, self.estimator)
+        if not self.ratio:
+            return kl
+        return kl * (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,9 @@ class TokenObjective:
             loss = loss - self.entropy * (weights * bonus).sum()
         if self.kl is not None:
             ref = select(_needed(batch.ref_log_prob, "ref_log_prob", "a KL term"), on)
-            kl = (weights * kl_penalty(new, ref, self.kl.estimator)).sum()
+            old = getattr(batch, "old_log_probs", None)
+            old = new.detach() if old is None else select(old, on)
+            kl = (weights * self.kl.of_tokens(new, ref, old)).sum()
             metrics.mean("actor/kl_loss", kl.detach(), share)
             loss = loss + self.kl.coef * kl
         return loss
@@ -219,9 +237,9 @@ class TokenObjective:
             )
 
     def _share(self, weights: Tensor) -> Tensor:
-        """The share of these rows in the tokens or sequences of the mini-batch."""
-        if self.aggregation in ("token-mean", "seq-mean-token-mean"):
-            return weights.sum()  # sums to 1 over the mini-batch
+        """The share of these rows in the tokens or sequences of the mini-batch; for ``token-sum`` their tokens."""
+        if self.aggregation in ("token-mean", "token-sum", "seq-mean-token-mean"):
+            return weights.sum()  # sums to 1 over the mini-batch, or to its tokens
         per_row = weights.sum(-1) / (weights != 0).sum(-1).clamp(min=1)  # 1 / (S * norm) in each row with tokens
         return per_row.sum() * (1.0 if self.norm is None else self.norm)
 

@@ -56,9 +56,10 @@ class PPOClip(Loss):
     (Ye et al. 2020, arXiv:1912.09729).
 
     With ``ratio_to="rollout"`` (verl's bypass mode), `OldLogProb` is not needed, which saves a forward pass per step,
-    and the ratio also corrects for the engine: without the clip, the gradient is unbiased for any engine. But r then
-    starts at trainer / engine instead of 1: the clip also clips their mismatch, and r starts below 1 if top-p or top-k
-    renormalized the engine's log-probs.
+    and the ratio also corrects for the engine. It corrects the probability of each token, but not that of the tokens
+    before it: without the clip, the gradient is unbiased for any engine if responses have one token, and biased if they
+    are longer (by 20.2 % in ``AuditTask(steps=2, mismatch=0.5)``). r starts at trainer / engine instead of 1: the clip
+    also clips their mismatch, and r starts below 1 if top-p or top-k renormalized the engine's log-probs.
 
     Reports ``actor/pg_clipfrac`` (share of tokens where clipping increases the loss), ``actor/pg_clipfrac_lower``
     (share of tokens at the dual clip) and ``actor/approx_kl`` (mean of ``old - new``, in nats).
@@ -191,8 +192,8 @@ class GMPO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"one advantage a row"}``, the mean over its tokens."""
-        return frozenset({Effect.ONE_ADVANTAGE_A_ROW})
+        """``{"advantage per row"}``, the mean over its tokens."""
+        return frozenset({Effect.ADVANTAGE_PER_ROW})
 
     def __call__(
         self,
@@ -251,6 +252,11 @@ class KLCov(Loss):
     top: float = Field(default=2e-4, gt=0, le=1)
     coef: float = Field(default=1.0, gt=0)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"nonlinear in advantages"}``, by the penalty and the choice of its tokens."""
+        return frozenset({Effect.NONLINEAR})
+
     def __call__(
         self,
         log_probs: c.LogProbs,
@@ -270,6 +276,9 @@ class ClipCov(Loss):
 
     ``-A * r``, and 0 for a random sample of the tokens whose covariance ``(log_prob - mean) * (A - mean)`` is in
     [`low`, `high`] (means over the mini-batch). The sample has `share` of all tokens of the mini-batch.
+
+    This is the paper's loss, and not that of its authors' code, which verl has as ``clip_cov``: there, the other tokens
+    have the clipped surrogate of `PPOClip`, and clipped ones are not sampled.
 
     Reports ``actor/pg_clipfrac``, the share of tokens in the sample.
 
@@ -296,6 +305,11 @@ class ClipCov(Loss):
                 low=self.low,
                 high=self.high,
             )
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"nonlinear in advantages"}``, by the choice of the tokens."""
+        return frozenset({Effect.NONLINEAR})
 
     def __call__(
         self,
@@ -341,11 +355,14 @@ class DPPO(Loss):
         divergence: ``"tv"`` or ``"kl"``.
         within: radius of the region.
         max_ratio: upper bound of the weights.
+        within_high: radius where ``A > 0``, if it differs; verl's ``clip_ratio_high``, and `within` its
+            ``clip_ratio_low``.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
     within: float = Field(default=0.2, gt=0)
     max_ratio: float = Field(default=20.0, gt=1)
+    within_high: float | None = Field(default=None, gt=0)
 
     def __call__(
         self,
@@ -359,7 +376,8 @@ class DPPO(Loss):
         p, old = log_probs.detach().double().exp(), old_log_probs.double().exp()
         distance = (p - old).abs() if self.divergence == "tv" else _kl_term(old, p) + _kl_term(1.0 - old, 1.0 - p)
         away = torch.where(advantages > 0, p > old, p < old)
-        counts = ~(away & (distance > self.within))
+        high = self.within if self.within_high is None else self.within_high
+        counts = ~(away & torch.where(advantages > 0, distance > high, distance > self.within))
         metrics.mean("actor/pg_clipfrac", (~counts & response_mask).sum(), response_mask.sum())
         return -_exp(log_ratio).clamp(max=self.max_ratio) * advantages * log_probs * counts
 
@@ -376,6 +394,9 @@ class DRO(Loss):
     mean of its tokens' advantages) and log(pi / pi_ref) the sum over its tokens. It reads `ref_log_prob`. Aggregate by
     ``seq-mean-token-mean``: the mean over rows.
 
+    verl's loss ``dro`` is another method: ``-A * log_prob + beta / 2 * (log r)**2`` of each token, with the old policy
+    in place of the reference.
+
     Args:
         tau: coefficient of KL to the reference.
     """
@@ -386,8 +407,8 @@ class DRO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference"}``, by the squared term."""
-        return frozenset({Effect.HELD_TO_REFERENCE})
+        """``{"reference regularization", "nonlinear in advantages"}``, by the squared term."""
+        return frozenset({Effect.REFERENCE_REGULARIZATION, Effect.NONLINEAR})
 
     def __call__(
         self,

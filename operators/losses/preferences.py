@@ -55,8 +55,8 @@ class PPOClipNLL(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """The effects of `clip`."""
-        return self.clip.effects
+        """The effects of `clip`, and ``"nonlinear in advantages"``, since the second term does not depend on them."""
+        return self.clip.effects | {Effect.NONLINEAR}
 
     def __call__(
         self,
@@ -99,8 +99,8 @@ class DPO(Loss):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"held to the reference"}``, by `beta`."""
-        return frozenset({Effect.HELD_TO_REFERENCE})
+        """``{"reference regularization"}``, by `beta`."""
+        return frozenset({Effect.REFERENCE_REGULARIZATION})
 
     def __call__(
         self,

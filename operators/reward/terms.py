@@ -111,6 +111,7 @@ def gdpo_advantage(
     response_mask: Tensor,
     uid: np.ndarray,
     eps: float = 1e-6,
+    normalize_std: bool = True,
 ) -> Tensor:
     """Advantages of several rewards, each normalized separately (GDPO: Liu et al. 2026, arXiv:2601.05242).
 
@@ -124,6 +125,9 @@ def gdpo_advantage(
         weights: weights by name.
         response_mask, uid: see `Groups`.
         eps: added to each standard deviation.
+        normalize_std: divide each term by the standard deviation of its group; the sum is normalized in any case. False
+            is verl's ``norm_adv_by_std_in_grpo=False``. (verl normalizes the sum over tokens, which differs if lengths
+            do.)
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 if the scores of every group are equal.
@@ -134,7 +138,7 @@ def gdpo_advantage(
         group = Groups(terms[name], response_mask, uid)
         centered = live * (group.scores - group.mean(group.scores))
         variance = group.sum(centered.square()) / (group.size - 1).clamp(min=1)
-        total += weight * centered / (variance.sqrt() + eps)
+        total += weight * centered / (variance.sqrt() + eps if normalize_std else 1.0)
     rows = live.sum()
     centered = live * (total - total.sum() / rows.clamp(min=1))
     std = (centered.square().sum() / (rows - 1).clamp(min=1)).sqrt()
@@ -149,6 +153,7 @@ class GDPOAdvantage(_Terms, Operator):
     Args:
         weights: weight of each term, by name.
         eps: added to each standard deviation.
+        normalize_std: divide each term by the standard deviation of its group.
     """
 
     granularity: ClassVar[Granularity] = "batch"
@@ -156,6 +161,7 @@ class GDPOAdvantage(_Terms, Operator):
 
     weights: Mapping[str, float]
     eps: float = Field(default=1e-6, gt=0)
+    normalize_std: bool = True
 
     @property
     def effects(self) -> frozenset[str]:
@@ -163,7 +169,7 @@ class GDPOAdvantage(_Terms, Operator):
         return frozenset({Effect.GROUP_BASELINE, Effect.SCALED})
 
     def __call__(self, response_mask: ResponseMask, uid: Uid, **terms: FromParameters) -> Advantages:
-        return gdpo_advantage(terms, self.weights, response_mask, uid, self.eps)
+        return gdpo_advantage(terms, self.weights, response_mask, uid, self.eps, self.normalize_std)
 
 
 class Matches(Operator):

@@ -31,8 +31,8 @@ class Feedback(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"tells scores"}``."""
-        return frozenset({Effect.TELLS_SCORES})
+        """``{"sampler feedback"}``."""
+        return frozenset({Effect.SAMPLER_FEEDBACK})
 
     def __call__(
         self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid, metrics: Metrics = INJECTED

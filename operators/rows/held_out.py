@@ -98,8 +98,8 @@ class PassAtK(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"several answers"}``, where `k` is more than 1."""
-        return frozenset({Effect.SEVERAL_ANSWERS} if self.k > 1 else ())
+        """``{"several responses"}``, where `k` is more than 1."""
+        return frozenset({Effect.SEVERAL_RESPONSES} if self.k > 1 else ())
 
     def __call__(
         self,
@@ -138,8 +138,8 @@ class MajorityAtK(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"several answers"}``, where `k` is more than 1."""
-        return frozenset({Effect.SEVERAL_ANSWERS} if self.k > 1 else ())
+        """``{"several responses"}``, where `k` is more than 1."""
+        return frozenset({Effect.SEVERAL_RESPONSES} if self.k > 1 else ())
 
     def __post_init__(self) -> None:
         if isinstance(self.parse, str):

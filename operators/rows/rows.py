@@ -142,9 +142,9 @@ class Filter(Gate):
         DataError: no row passes.
     """
 
-    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
+    def select(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that `predicate` selects."""
-        selected = self.kept(metrics, given)
+        selected = self.row_mask(metrics, given)
         if not selected.any():
             refuse_empty(self, len(selected), "rows")
         out = {name: pick(getattr(rows, name), selected) for name in self.columns}
@@ -208,13 +208,13 @@ class Collect(Gate):
         """`rounds`."""
         return self.rounds
 
-    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
+    def select(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The groups of this round that are needed; after the last round, all groups with repetitions."""
         if now.round.sizes:
             return self._filled(rows, now.round.sizes, metrics)
-        selected, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
+        selected, members = self.row_mask(metrics, given).tolist(), rows_of_groups(given["uid"])
         good = [group for group in members.values() if all(selected[row] for row in group)]
-        taken = good[: self.groups if now.round.wanted is None else now.round.wanted]
+        taken = good[: self.groups if now.round.missing is None else now.round.missing]
         index = torch.tensor([row for group in taken for row in group], dtype=torch.int64)
         picked = {name: pick(getattr(rows, name), index) for name in self.columns}
         sizes = tuple(map(len, taken))
@@ -224,7 +224,7 @@ class Collect(Gate):
         metrics.sum(f"{self.name}/rounds", 1)
         report_scores(picked, metrics)
         out = self.record(**picked, collected=Collected(sizes))
-        if now.round.wanted is None and self.underfill_action(sizes) == "repeat":  # called directly: the only round
+        if now.round.missing is None and self.underfill_action(sizes) == "repeat":  # called directly: the only round
             return self._filled(out, sizes, metrics)
         return out
 

@@ -173,13 +173,14 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if its estimator is k1."""
+        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if it is k1 without a
+        ratio."""
         if self.kl is None:
             return self.loss.effects
-        without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" else set()
+        without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" and not self.kl.ratio else set()
         return self.loss.effects | {Effect.KL} | without_gradient
 
-    def wants(self) -> Mapping[str, bool]:
+    def optional_ports(self) -> Mapping[str, bool]:
         by_loss = "ref_log_prob" in self.loss.signature.ports  # then the loss needs it, whatever the KL term
         return {} if by_loss else {"ref_log_prob": self.kl is not None}
 
@@ -194,7 +195,7 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
         now: Now = INJECTED,
         **columns: FromParameters,
     ) -> Updated:
-        self._refuse_stale(rollout, token_version, now.ahead, metrics)
+        self._refuse_stale(rollout, token_version, now.lag, metrics)
         mask = own_rows(rollout.response_mask, now.share)
         settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
         objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import pytest
 
@@ -12,17 +10,17 @@ from flowrl.auditing.gradient_error import EXACT
 from flowrl.auditing.record import Audit
 from flowrl.graphs import grpo, rloo
 from flowrl.operators import KLLoss, KLShape
+from flowrl.operators.advantages.per_token import Estimator
 from tests.auditing.listed import ONE, Array, Listed, listed, unread
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
 COEF = 0.3
 STEP = AuditTask(prompts=1, tokens=2, steps=1)
 
 
-def in_loss(estimator: Estimator, aggregation: str = "seq-mean-token-sum") -> Graph:
+def in_loss(estimator: Estimator, aggregation: str = "seq-mean-token-sum", ratio: bool = False) -> Graph:
     """Dr. GRPO's advantage with a KL term in the loss."""
     changed = {"group_advantage.normalize_std": False, "update_actor.aggregation": aggregation}
-    return grpo(unread).edit(set={**changed, "update_actor.kl": KLLoss(estimator, COEF)})
+    return grpo(unread).edit(set={**changed, "update_actor.kl": KLLoss(estimator, COEF, ratio)})
 
 
 def audited(graph: Graph, task: AuditTask = ONE) -> Audit:
@@ -77,6 +75,23 @@ def test_k2_and_k3_follow_divergences_token_by_token(
     assert f"KL in the loss follows {name}" in str(found).replace("\n  ", " ") or task is STEP
     whole = found.kl_follows["KL(actor || ref)"].value  # of whole responses, which is more than token by token
     assert (whole > 1 - EXACT) is (estimator == "k2" and task is STEP)
+
+
+@pytest.mark.parametrize(("estimator", "ratio"), [("k1+", False), ("k3+", False), ("k1", True), ("k3", True)])
+def test_the_gradient_of_k2_and_the_ratio_follow_kl_to_the_reference(estimator: Estimator, ratio: bool) -> None:
+    """Token by token; k2 follows it, too."""
+    found = audited(in_loss(estimator, ratio=ratio))
+    np.testing.assert_allclose(of_kl(found), by_token(ONE, {"reverse": 1.0, "forward": 0.0}), atol=1e-6)
+    assert found.kl_follows["KL(actor || ref) token by token"].value == pytest.approx(1.0, abs=EXACT)
+
+
+def test_kl_with_the_ratio_also_corrects_for_rows_of_the_old_policy() -> None:
+    task = AuditTask(prompts=1, steps=1, tokens=2, age=0.5)
+    cosines = [
+        audited(in_loss("k3", ratio=ratio), task).kl_follows["KL(actor || ref)"].value for ratio in (True, False)
+    ]
+    assert cosines[0] == pytest.approx(1.0, abs=EXACT)
+    assert cosines[1] < 0.999
 
 
 def test_k1_in_the_loss_divided_by_the_length_is_a_length_bonus() -> None:

@@ -24,7 +24,7 @@ class Moment(Operator):
 
     def __call__(self, values: c.Values, now: Now = INJECTED, metrics: Metrics = INJECTED) -> c.Values:
         metrics.max("round", now.round.number)
-        metrics.max("ahead", now.ahead)
+        metrics.max("ahead", now.lag)
         metrics.max("shared", now.share is not None)
         now.waits.clear()
         return values
@@ -49,7 +49,7 @@ def test_direct_calls_have_no_step() -> None:
 
 
 def test_a_session_injects_its_current_step() -> None:
-    session, now = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), ahead=1)
+    session, now = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), lag=1)
     with session.active():
         session.begin_step(4)
         assert Later()(ONES).tolist() == [[4.0, 4.0]] and session.now.round == ONLY

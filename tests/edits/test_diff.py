@@ -32,7 +32,7 @@ def test_ppo_to_grpo() -> None:
         "- value: Value()  (nothing reads it any more)",
         "- kl_shape: KLShape()  (nothing reads it any more)",
         "~ repeat.n: 1 -> 8",
-        "~ update_actor.kl: None -> KLLoss(estimator='k3', coef=0.001)",
+        "~ update_actor.kl: None -> KLLoss(estimator='k3', coef=0.001, ratio=False)",
         "~ update_actor <- advantages: whiten.advantages -> group_advantage.advantages",
         "~ update_actor <- ref_log_prob: unwired -> ref_log_prob.ref_log_prob",
     ]

@@ -22,7 +22,7 @@ from flowrl.run.engine.build import EngineBuilder
 from tests import ROOT
 from tests.episodes.exact import KEY, Recorded, assert_exact, failures
 from tests.operators.engines.test_interact import prompts_of
-from tests.run.training.interrupted import equal, flat, timeless
+from tests.run.training.interrupted import equal, flat, without_times
 from tests.support.jobs import column, job_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -123,7 +123,7 @@ def test_a_run_killed_during_a_batch_resumes_with_the_same_rows(
     after = (tmp_path / "resumed.txt").read_text().splitlines()
     assert len(after) == len(told) // 3 and set(before) < set(told)
     assert sorted(after) == sorted(told[-len(after) :])
-    ours, theirs = (timeless(run.folder / "metrics.jsonl") for run in (found, whole))
+    ours, theirs = (without_times(run.folder / "metrics.jsonl") for run in (found, whole))
     assert [{k: v for k, v in line.items() if k != "episodes/waiting"} for line in ours] == [
         {k: v for k, v in line.items() if k != "episodes/waiting"} for line in theirs
     ]

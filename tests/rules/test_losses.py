@@ -71,7 +71,7 @@ class TestAnchoredOnce:  # FR017
         class Anchored(Loss):
             @property
             def effects(self) -> frozenset[str]:
-                return frozenset({"held to the reference"})
+                return frozenset({"reference regularization"})
 
             def __call__(self, log_probs: c.LogProbs, ref_log_prob: c.RefLogProbs, old: c.OldLogProbs) -> Tensor: ...
 
@@ -217,5 +217,6 @@ class TestShelf:
         assert found(make(exact, n=4, ppo_epochs=2, mini_batch=4, **kl)) == []
 
     def test_the_effects_of_anchored_losses(self) -> None:
-        assert DPO().effects == DRO().effects == {"held to the reference"}
+        assert DPO().effects == {"reference regularization"}
+        assert DRO().effects == {"reference regularization", "nonlinear in advantages"}
         assert OldLogProb().effects == KLShape(0.0).effects == frozenset()

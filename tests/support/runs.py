@@ -39,7 +39,7 @@ def described(folder: Path) -> dict[str, Any]:
     return found
 
 
-def timeless(records: list[Any]) -> list[dict[str, Any]]:
+def without_times(records: list[Any]) -> list[dict[str, Any]]:
     """Metrics without what the clock decides."""
     return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
 

@@ -16,7 +16,7 @@ from flowrl.sync.probe import (
     QUESTIONS,
     Probe,
     Scores,
-    arithmetic,
+    compute_dtype,
     default_tolerance,
     questions,
     refuse_old_weights,
@@ -122,7 +122,7 @@ class TestOtherWeights:
     def test_the_tolerance_depends_on_both_dtypes(self) -> None:
         expected = torch.full((COUNT,), -0.5)
         fine, coarse = Fixed(expected), CoarseFixed(expected)
-        assert (arithmetic(fine), arithmetic(coarse)) == (FINE, COARSE)
+        assert (compute_dtype(fine), compute_dtype(coarse)) == (FINE, COARSE)
         with raises("sync.scores-differ", expected=0.001):
             compared(expected + 0.01, fine, None)
         for source, dtype in ((fine, COARSE), (coarse, FINE), (coarse, COARSE), (fine, torch.float16)):

@@ -30,7 +30,7 @@ from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.group import Interrupted, TransferGroup
-from flowrl.sync.probe import Probe, arithmetic
+from flowrl.sync.probe import Probe
 from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 from tests import ROOT
@@ -120,7 +120,7 @@ def test_received_weights_implement_the_trainer_interface(meeting: Callable[...,
             with ticket.open(0) as source:
                 assert isinstance(source, Adapted) == (adapter_of is not None)
                 assert isinstance(source, RemoteWeights) and source.transport == "gloo"
-                assert source.probe == probe and arithmetic(source) == torch.bfloat16
+                assert source.probe == probe and compute_dtype(source) == torch.bfloat16
                 assert source.log_probs(probe.batch()).tolist() == [list(scores[:3]), list(scores[3:])]
                 assert source.version == 3
                 part = "weights" if adapter_of is None else "adapter_weights"

@@ -204,7 +204,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
             return Slots(model) if suits(model, probe, bound) else batches
 
     @property
-    def arithmetic(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The dtype of the model's weights."""
         return self.model.dtype
 

@@ -166,7 +166,7 @@ class TorchScorerEngine(Resident):
         return self._scorer.module
 
     @property
-    def arithmetic(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The compute dtype: float32, or bfloat16 over float32 weights."""
         return self._scorer.dtype
 
@@ -177,7 +177,7 @@ class TorchScorerEngine(Resident):
 
     def computing(self) -> AbstractContextManager[None]:
         """The autocast region of this engine, for `model`."""
-        return self._scorer.arithmetic()
+        return self._scorer.autocast()
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
@@ -258,7 +258,7 @@ class FrozenEngine(TorchScorerEngine):
                 architecture=type(self.model).__name__,
             )
         width, digest = found
-        return width, FolderHead(self.folder, digest, after, self.arithmetic)
+        return width, FolderHead(self.folder, digest, after, self.compute_dtype)
 
 
 class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
@@ -292,7 +292,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     def _with_open_heads(self, batch: Rows) -> Rows:
         """`batch` with the heads of other models open, on this engine's device while it is awake."""
         heads = {name: x for name, x in batch._asdict().items() if not isinstance(x, Tensor) and isinstance(x, Head)}
-        self._heads = {head: self._heads.get(head) or head.opened(self._scorer.device) for head in heads.values()}
+        self._heads = {head: self._heads.get(head) or head.load(self._scorer.device) for head in heads.values()}
         self.residence.extra_modules = [head for head in self._heads.values() if isinstance(head, nn.Module)]
         return batch._replace(**{name: self._heads[head] for name, head in heads.items()})
 

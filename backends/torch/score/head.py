@@ -34,9 +34,9 @@ class FolderHead:
 
     def log_probs(self, states: Tensor, temperature: Tensor) -> Tensor:
         """As `Head.log_probs`; reads the folder every time."""
-        return self.opened(states.device).log_probs(states, temperature)
+        return self.load(states.device).log_probs(states, temperature)
 
-    def opened(self, device: torch.device) -> OpenHead:
+    def load(self, device: torch.device) -> LoadedHead:
         """Read its weights."""
         from flowrl.backends.torch.train.shards import read_head  # here, since transformers takes seconds to import
 
@@ -51,10 +51,10 @@ class FolderHead:
                 found=found,
                 expected=self.digest,
             )
-        return OpenHead(self, weights["weight"], weights.get("bias")).to(device)
+        return LoadedHead(self, weights["weight"], weights.get("bias")).to(device)
 
 
-class OpenHead(nn.Module):
+class LoadedHead(nn.Module):
     """A `flowrl.protocols.heads.Head` with its weights: float32 ``[vocabulary hidden]`` and ``[vocabulary]``."""
 
     weight: Tensor
@@ -77,7 +77,7 @@ class OpenHead(nn.Module):
         """As `Head.log_probs`."""
         return log_softmax(self, states, temperature)
 
-    def opened(self, device: torch.device) -> OpenHead:
+    def load(self, device: torch.device) -> LoadedHead:
         """Itself, on `device`."""
         return self.to(device)
 

@@ -112,7 +112,7 @@ class TorchModel:
             self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
 
     @contextmanager
-    def arithmetic(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """The autocast region of the model."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             yield
@@ -192,13 +192,13 @@ class TorchModel:
         It is the last hidden state (or the logits, if they are not a linear head's) at sequence position
         ``sequence - response - 1 + t`` for response token ``t``.
         """
-        with self.arithmetic():
+        with self.autocast():
             return self.gathered.call(self._states, batch, self._run, self._output)
 
     def last_states(self, batch: Tokens) -> Tensor:
         """The last hidden states before the head: float32 ``[batch response hidden]``, 0 off the mask; otherwise as
         `states`."""
-        with self.arithmetic():
+        with self.autocast():
             found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state").float()
         out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
         out[batch.response_mask] = found
@@ -268,7 +268,7 @@ class TorchModel:
         arguments, per token or per row."""
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
-        with self.arithmetic():
+        with self.autocast():
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
             states = self._states(batch, self._run, self._output)

@@ -46,7 +46,7 @@ class _Called:
 
 def _computed(gate: Gate, **given: Any) -> Any:
     """The function of a gate, by its ports."""
-    return gate.passed(**given)
+    return gate.select(**given)
 
 
 _Called.__call__.__wrapped__ = _computed  # type: ignore[attr-defined]
@@ -150,21 +150,21 @@ class Gate(_Called, Operator):
         """
         return ""
 
-    def wants(self) -> Mapping[str, bool]:
-        return self.predicate.wants()
+    def optional_ports(self) -> Mapping[str, bool]:
+        return self.predicate.optional_ports()
 
     def passing(self, columns: Mapping[str, str]) -> Self:
         """The same gate, with these columns by output."""
         return dataclasses.replace(self, columns=columns).in_place_of(self)
 
-    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
+    def select(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that pass, and `values`.
 
         `given` has the column or record of each port of `reads`, and the values injected into `predicate`.
         """
-        raise NotImplementedError(f"{type(self).__name__} is a gate that does not define passed(...).")
+        raise NotImplementedError(f"{type(self).__name__} is a gate that does not define select(...).")
 
-    def kept(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
+    def row_mask(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
         """The output of `predicate`, bool ``[batch]``, on the CPU; `given` has its ports and injected values."""
         inputs: dict[PortField, Any] = {}
         for port in self.predicate.signature.ports.values():
@@ -236,9 +236,9 @@ class Gate(_Called, Operator):
     def _reads(self, given: Mapping[str, tuple[ColumnType, Any]]) -> dict[PortField, str]:
         """The given column that each field of the ports of `predicate` reads."""
         found: dict[PortField, str] = {}
-        wants = self.predicate.in_step(0).wants()
+        required = self.predicate.in_step(0).optional_ports()
         for port in self.reads.values():
-            if wants.get(port.name) is False or (port.optional and not wants.get(port.name)):
+            if required.get(port.name) is False or (port.optional and not required.get(port.name)):
                 continue
             for place, expected in port.fields.items():
                 fitting = [name for name, (type, _) in given.items() if accepts(expected, type)]

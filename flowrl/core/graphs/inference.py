@@ -118,10 +118,10 @@ def _check_open_ports(
     binding: Binding,
     available: Available,
 ) -> None:
-    wants = operator.in_step(0).wants()
+    required = operator.in_step(0).optional_ports()
     for port in operator.signature.ports.values():
         wired = any(field in inputs for field in port.fields)
-        needed = wants.get(port.name)
+        needed = required.get(port.name)
         if wired and needed is False:
             raise PortError(
                 f"{name}.{port.name} is wired, but {operator!r} does not use it. Remove the input, or change the "

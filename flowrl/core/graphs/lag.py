@@ -30,7 +30,7 @@ class Lag(Spec):
         ParameterError: spans with lag 0, or `caches` without spans.
     """
 
-    timeless = True
+    schedulable = False
 
     versions: int = Field(ge=0, strict=True)
     spans: bool = False

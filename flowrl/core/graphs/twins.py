@@ -51,7 +51,7 @@ def _why_not(operator: Operator) -> str | None:
     """Why an operator may compute different numbers in another node with the same inputs."""
     if Key in operator.signature.injected.values():
         return "each samples its own random numbers"
-    if Effect.ASKS_OUTSIDE in operator.effects:
+    if Effect.EXTERNAL in operator.effects:
         return "each calls code outside of the graph"
     return "each has its own state" if operator.states else None
 

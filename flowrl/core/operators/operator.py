@@ -201,7 +201,7 @@ class Operator(HasEffects):
         """
         return None
 
-    def wants(self) -> Mapping[str, bool]:
+    def optional_ports(self) -> Mapping[str, bool]:
         """The optional ports that the parameters require (True) or cannot use (False); others may stay open."""
         return {}
 
@@ -416,10 +416,10 @@ def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
 
 def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None:
     """Check that a call on tensors has all required columns and no unused ones, as a graph does when it is built."""
-    wants = operator.wants()
+    required = operator.optional_ports()
     for port in operator.signature.ports.values():
         passed = any(inputs.get(field) is not None for field in port.fields)
-        if not passed and (wants.get(port.name) or not port.optional):
+        if not passed and (required.get(port.name) or not port.optional):
             expected = ", ".join(map(str, port.fields.values()))
             raise PortError(
                 f"{operator.name}.{port.name} is missing. Pass {expected} as {port.name}=...",
@@ -428,7 +428,7 @@ def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None
                 port=port.name,
                 expected=expected,
             )
-        if passed and wants.get(port.name) is False:
+        if passed and required.get(port.name) is False:
             raise PortError(
                 f"{operator.name}.{port.name} is not used by {operator!r}. Do not pass it, or change the parameters.",
                 code="call.arguments",

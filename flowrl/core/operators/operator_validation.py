@@ -22,7 +22,14 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
     _refuse_misdeclared(name, first)
     for other in others:
         _refuse_misdeclared(name, other)
-        for what in ("rows_factor", "row_divisors", "prior_updates", "target_groups", "rounds_at_most", "wants()"):
+        for what in (
+            "rows_factor",
+            "row_divisors",
+            "prior_updates",
+            "target_groups",
+            "rounds_at_most",
+            "optional_ports",
+        ):
             before, after = (_declared(one, what) for one in (first, other))
             if before != after:
                 over_time = ", ".join(f"{path}={schedule!r}" for path, schedule in schedules(operator).items())
@@ -37,24 +44,30 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
 
 
 def _declared(operator: Operator, what: str) -> Any:
-    return operator.wants() if what == "wants()" else getattr(operator, what, None)  # only gates have groups and rounds
+    value = getattr(operator, what, None)  # only gates have groups and rounds
+    return value() if callable(value) else value
 
 
 def _refuse_misdeclared(name: str, operator: Operator) -> None:
     optional = [port.name for port in operator.signature.ports.values() if port.optional]
-    factor, prior, wants, divisors = (
+    factor, prior, required, divisors = (
         operator.rows_factor,
         operator.prior_updates,
-        operator.wants(),
+        operator.optional_ports(),
         operator.row_divisors,
     )
     are_counts = isinstance(divisors, Mapping) and all(map(_is_count, divisors.values()))
-    are_ports = isinstance(wants, Mapping) and wants.keys() <= set(optional)
+    are_ports = isinstance(required, Mapping) and required.keys() <= set(optional)
     for what, found, valid, expected in (
         ("rows_factor", factor, _is_count(factor), "a count: 1, 2, ..."),
         ("row_divisors", divisors, are_counts, "counts by parameter"),
         ("prior_updates", prior, _is_count(prior) or prior == 0, "a count: 0, 1, 2, ..."),
-        ("wants()", wants, are_ports, f"True or False by optional port, of which it has {optional or 'none'}"),
+        (
+            "optional_ports()",
+            required,
+            are_ports,
+            f"True or False by optional port, of which it has {optional or 'none'}",
+        ),
     ):
         if not valid:
             raise GraphError(

@@ -22,7 +22,7 @@ class When(Spec):
         start: steps before the first run.
     """
 
-    timeless = True
+    schedulable = False
 
     every: int = Field(default=1, ge=1)
     start: int = Field(default=0, ge=0)

@@ -78,7 +78,7 @@ class Sampler(Spec):
         learns: whether the order depends on scores. The graph must then report them with `Feedback`.
     """
 
-    timeless = True
+    schedulable = False
     learns: ClassVar[bool] = False
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:

@@ -90,7 +90,7 @@ class Source(Spec):
     A subclass sets `record` and implements `load`.
     """
 
-    timeless = True
+    schedulable = False
 
     record: ClassVar[type]
     """The record whose columns its batches have, such as `flowrl.PromptBatch`."""

@@ -40,7 +40,7 @@ from flowrl.run.engine.local import failure
 from flowrl.run.engine.nodes import lengths_of
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.placement.place import ProcessSpec
-from flowrl.sync.probe import arithmetic
+from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
@@ -202,24 +202,26 @@ class Host:
             if isinstance(engine, Sleeper):
                 engine.wake()
 
-    def wanted(self, role: str) -> WeightSelection:
+    def weight_selection(self, role: str) -> WeightSelection:
         """The weights that an engine needs from its trainer."""
         assert self._built is not None
         engine, backend = self.engines[role], self._built.bindings[role]
-        return WeightSelection(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
+        return WeightSelection(backend.receives, compute_dtype(engine), engine.probe if backend.probes else None)
 
-    def export(self, role: str, wanted: WeightSelection, bucket_bytes: int) -> Export | None:
+    def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""
         assert self.plan is not None
-        with self._outgoing(role, wanted) as (origin, tensors):
+        with self._outgoing(role, selection) as (origin, tensors):
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
-    def send(self, role: str, wanted: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
+    def send(
+        self, role: str, selection: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str
+    ) -> Sent | Failure:
         """Stream a trainer's weights to the hosts with the same ticket. Gathering is collective, as in `export`."""
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
-            with self._outgoing(role, wanted) as (origin, tensors):
+            with self._outgoing(role, selection) as (origin, tensors):
                 if self.plan.rank in ticket.senders:
                     nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
         except Exception as error:
@@ -229,12 +231,12 @@ class Host:
         return Sent(nbytes, started, time.time())
 
     @contextmanager
-    def _outgoing(self, role: str, wanted: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
+    def _outgoing(self, role: str, selection: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
         """A trainer's weights and their origin. Gathering is collective, so all of them are iterated even if the block
         raises."""
         engine = self.engines[role]
         adapter_of = None
-        if wanted.part == "adapter_weights":
+        if selection.part == "adapter_weights":
             if not isinstance(engine, Adapted):
                 raise SyncError(
                     f"The rollout engine needs an adapter, but {role} trains all weights. Give both the same "
@@ -243,13 +245,13 @@ class Host:
                     role=role,
                 )
             adapter_of = engine.adapter_of
-        probe = wanted.probe
+        probe = selection.probe
         scores = () if probe is None else probe.score(engine)
-        computes_in = str(arithmetic(engine)).removeprefix("torch.")
-        tensors = getattr(engine, wanted.part)()
+        computes_in = str(compute_dtype(engine)).removeprefix("torch.")
+        tensors = getattr(engine, selection.part)()
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
-            yield origin, rounded(tensors, wanted.dtype)
+            yield origin, rounded(tensors, selection.dtype)
         finally:
             for _ in tensors:
                 pass
@@ -312,24 +314,24 @@ class Host:
         # The largest widths, because the same rows may be in pieces of other widths in another column.
         read: dict[Own | None, tuple[int, int]] = {}
         for end, pieces in task.inputs.items():
-            if isinstance(wanted := fields[end], ColumnType):
+            if isinstance(expected := fields[end], ColumnType):
                 widest = (max(piece.prompt for piece in pieces), max(piece.response for piece in pieces))
-                prompt, response = read.get(wanted.own, (0, 0))
-                read[wanted.own] = max(prompt, widest[0]), max(response, widest[1])
+                prompt, response = read.get(expected.own, (0, 0))
+                read[expected.own] = max(prompt, widest[0]), max(response, widest[1])
         for end, source in task.inputs.items():
-            wanted = fields[end]
-            if not isinstance(wanted, ColumnType):
+            expected = fields[end]
+            if not isinstance(expected, ColumnType):
                 inputs[end] = source
                 continue
-            rows = task.rows if wanted.on_batch and end.name not in task.operator.replicated_columns else None
-            inputs[end], nbytes = join_pieces(source, wanted, rows, read[wanted.own])
+            rows = task.rows if expected.on_batch and end.name not in task.operator.replicated_columns else None
+            inputs[end], nbytes = join_pieces(source, expected, rows, read[expected.own])
             received += nbytes
         return received, read
 
 
 def join_pieces(
     pieces: list[ColumnPart],
-    wanted: ColumnType,
+    expected: ColumnType,
     rows: Array | None = None,
     least: tuple[int, int] = (0, 0),
     seconds: float | None = None,
@@ -341,7 +343,7 @@ def join_pieces(
     """
     everything = np.sort(np.concatenate([piece.rows for piece in pieces])) if rows is None else rows
     mine = [np.flatnonzero(np.isin(piece.rows, everything, assume_unique=True)) for piece in pieces]
-    # If no row is wanted, any piece has the dtype and axes.
+    # If no row is selected, any piece has the dtype and axes.
     needed = [(piece, own) for piece, own in zip(pieces, mine, strict=True) if len(own)] or [(pieces[0], mine[0])]
     parts, nbytes = [], 0
     fetched = ray.get([piece.ref for piece, _ in needed], timeout=seconds)
@@ -349,7 +351,7 @@ def join_pieces(
         taken = packed if len(own) == len(piece.rows) else packed.take(own)
         parts.append((piece.rows[own], unpack(taken), piece.prompt, piece.response))
         nbytes += taken.nbytes
-    return join(parts, wanted.axes, wanted.pad, everything, least), nbytes
+    return join(parts, expected.axes, expected.pad, everything, least), nbytes
 
 
 def _put(
@@ -357,7 +359,8 @@ def _put(
 ) -> dict[str, ColumnPart]:
     """Put the columns of an instance into the object store, with the widths for joining them with other pieces."""
     sizes: dict[Own | None, dict[str, int]] = {}
-    types = {name: wanted for name, wanted in task.operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
+    outputs = task.operator.signature.outputs
+    types = {name: type for name, type in outputs.items() if isinstance(type, ColumnType)}
     for name, column in columns.items():
         sizes.setdefault(types[name].own, {}).update(zip(types[name].axes, column.shape, strict=True))
     pieces = {}

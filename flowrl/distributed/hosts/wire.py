@@ -147,17 +147,17 @@ def join(
     parts: Sequence[tuple[Array, Tensor | Array, int, int]],
     axes: Sequence[str],
     pad: Any,
-    wanted: Array,
+    selected: Array,
     least: tuple[int, int] = (0, 0),
 ) -> Tensor | Array:
-    """One column of the `wanted` rows, from pieces of unequal width, padded as by `DataProto.concat`.
+    """One column of the `selected` rows, from pieces of unequal width, padded as by `DataProto.concat`.
 
     Args:
         parts: per piece its rows, its column, and its widths of prompt and response; at least one.
         axes: the column's axes by name; ``prompt`` is padded on the left, ``response`` on the right, and a ``sequence``
             is a prompt followed by its response.
         pad: the pad value.
-        wanted: int64, the rows of the result, in order; each at most once.
+        selected: int64, the rows of the result, in order; each at most once.
         least: minimal widths of prompts and responses, for a batch with wider pieces in other columns.
     """
     *grown, _ = growth([{"prompt": p, "response": r} for p, r in (*((p, r) for *_, p, r in parts), least)])
@@ -171,14 +171,14 @@ def join(
             axes=axes,
             found=sorted(shapes),
         )
-    targets = _targets([rows for rows, *_ in parts], wanted)
+    targets = _targets([rows for rows, *_ in parts], selected)
     first = parts[0][1]
-    if len(parts) == 1 and np.array_equal(parts[0][0], wanted) and {tuple(first.shape[1:])} == shapes:
+    if len(parts) == 1 and np.array_equal(parts[0][0], selected) and {tuple(first.shape[1:])} == shapes:
         return first  # without a copy
     joined: Tensor | Array = (
-        first.new_full((len(wanted), *shapes.pop()), pad)
+        first.new_full((len(selected), *shapes.pop()), pad)
         if isinstance(first, Tensor)
-        else np.empty(len(wanted), dtype=object)
+        else np.empty(len(selected), dtype=object)
     )
     for (_, column, *_), margin, target in zip(parts, margins, targets, strict=True):
         taken = np.flatnonzero(target >= 0)
@@ -186,11 +186,11 @@ def join(
     return joined
 
 
-def _targets(rows: Sequence[Array], wanted: Array) -> list[Array]:
-    """For each row of each piece its position in the result, or -1 if it is not wanted."""
+def _targets(rows: Sequence[Array], selected: Array) -> list[Array]:
+    """For each row of each piece its position in the result, or -1 if it is not selected."""
     given = np.concatenate(rows)
-    size = 1 + max(int(given.max(initial=-1)), int(wanted.max(initial=-1)))
-    times, needed = np.bincount(given, minlength=size), np.bincount(wanted, minlength=size)
+    size = 1 + max(int(given.max(initial=-1)), int(selected.max(initial=-1)))
+    times, needed = np.bincount(given, minlength=size), np.bincount(selected, minlength=size)
     if len(wrong := np.flatnonzero(needed * times != (needed > 0))):
         row = int(wrong[0])
         raise DataError(
@@ -203,5 +203,5 @@ def _targets(rows: Sequence[Array], wanted: Array) -> list[Array]:
             count=len(wrong),
         )
     position = np.full(size, -1, dtype=np.int64)
-    position[wanted] = np.arange(len(wanted))
+    position[selected] = np.arange(len(selected))
     return [position[own] for own in rows]

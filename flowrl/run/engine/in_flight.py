@@ -30,7 +30,7 @@ Batches = DataProto | Mapping[str, DataProto]
 """The batch of each input by its name, or one batch with the columns of all."""
 Draw = Callable[[int], Batches]
 OnNode = Callable[[str], None]
-Wanted = Callable[[int], Mapping[str, Collection[str] | None]]
+RequestedOutputs = Callable[[int], Mapping[str, Collection[str] | None]]
 
 
 @dataclass
@@ -75,8 +75,8 @@ class InFlightSteps:
     """Steps in flight, whose instances run in the graph's order once their dependencies are done.
 
     Args:
-        wanted: by step, the nodes whose outputs the result includes, and which of their columns, over all rounds; None
-            for the final outputs.
+        requested: by step, the nodes whose outputs the result includes, and which of their columns, over all rounds;
+            None for the final outputs.
         on_node: called with the name of each node as it starts.
         now: the step that scheduled parameters use; None for the step itself.
         more: returns batches of so many further prompts for the inputs of the region.
@@ -90,7 +90,7 @@ class InFlightSteps:
         seed: int,
         steps: range,
         state: Mapping[str, Any],
-        wanted: Wanted,
+        requested: RequestedOutputs,
         on_node: OnNode,
         during: str | None,
         now: int | None,
@@ -98,7 +98,7 @@ class InFlightSteps:
         more: Callable[[int], Mapping[str, DataProto]],
     ) -> None:
         self.infos, self.lag, self._runner, self._seed, self._all_steps = infos, lag, runner, seed, steps
-        self._wanted, self._on_node, self._during, self._now = wanted, on_node, during, now
+        self._requested, self._on_node, self._during, self._now = requested, on_node, during, now
         self._region, self._more = region, more
         self._order = list(infos.values())
         self._count = sum(not info.is_input for info in self._order)
@@ -247,10 +247,10 @@ class InFlightSteps:
         self, info: NodeInfo, step: int, inputs: Mapping[PortField, OutputHandle], lengths: Lengths | None, round: Round
     ) -> None:
         """Start an instance, with the scheduled parameters of its step."""
-        now = Now(self._schedule_step(step), round, ahead=info.ahead)
+        now = Now(self._schedule_step(step), round, lag=info.lag)
         node, state = info.node.in_step(now.step) if info.changes else info.node, self.state
         task = Task(node, step, self._seed, inputs, state, lengths, self._during, now)
-        if info.ahead and (one := self._steps[step]).filled is None:
+        if info.lag and (one := self._steps[step]).filled is None:
             one.filled = sum(self._sampling_nodes <= other.sampled.keys() for other in self._steps.values())
         if self._runner.swaps and Effect.SPANS in node.effects:
             self._swapped.add(step)
@@ -294,14 +294,14 @@ class InFlightSteps:
         """Enter the outputs of a node, for its readers."""
         if outputs.lengths is not None and info.written is not None:
             one.lengths[info.written] = outputs.lengths
-        if info.readers or info.node.name in self._wanted(step):
+        if info.readers or info.node.name in self._requested(step):
             one.outputs[info.node.name] = outputs.outputs
 
     def _mark_read(self, step: int, one: _Step, info: NodeInfo) -> None:
         """An instance has read its inputs, or does not run in this step: release those that it was the last to read."""
         for source in info.node.sources:
             one.readers[source] -= 1
-            if not one.readers[source] and source not in self._wanted(step):
+            if not one.readers[source] and source not in self._requested(step):
                 one.outputs.pop(source, None)  # none if it did not run
 
     def _end(self, step: int, info: NodeInfo) -> None:
@@ -377,7 +377,7 @@ class InFlightSteps:
 
     def _start_round(self, step: int, one: _Step, missing: int) -> None:
         """Start another round on so many further prompts; a restarted step has sampled them already."""
-        some = {name for name, columns in self._wanted(step).items() if columns is not None}
+        some = {name for name, columns in self._requested(step).items() if columns is not None}
         one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
         one.round = Round(len(one.round_results), missing)
         if len(one.batches) == one.round.number:
@@ -398,9 +398,9 @@ class InFlightSteps:
     def _result(self, step: int, one: _Step) -> StepResult:
         columns: dict[str, DataProto] = {}
         values: dict[str, dict[str, Any]] = {}
-        wanted = self._wanted(step)
-        for name in (name for name in self.infos if name in wanted and name in one.outputs):
-            info, outputs, some = self.infos[name], one.outputs[name], wanted[name]
+        requested = self._requested(step)
+        for name in (name for name in self.infos if name in requested and name in one.outputs):
+            info, outputs, some = self.infos[name], one.outputs[name], requested[name]
             parts = [*(earlier[name] for earlier in one.earlier_rounds if name in earlier), outputs]
             fetched = [self._fetched(info, part, info.columns if some is None else some) for part in parts]
             columns[name] = fetched[0] if len(fetched) == 1 else DataProto.concat(fetched)

@@ -29,7 +29,7 @@ class NodeInfo:
         slots: that it occupies while it runs.
         inputs: by port field, the node that writes it, and the output.
         read, written: the row axes of its inputs and of its outputs; None if there are no columns.
-        ahead: by how many versions generation may be ahead of what it trains.
+        lag: by how many versions generation may be ahead of what it trains.
     """
 
     node: Node
@@ -45,7 +45,7 @@ class NodeInfo:
     readers: int
     whens: tuple[When, ...]
     changes: bool
-    ahead: int
+    lag: int
 
     def runs(self, step: int) -> bool:
         """Whether it runs in a step; otherwise it keeps its place in the order and has no outputs."""

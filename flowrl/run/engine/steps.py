@@ -98,7 +98,7 @@ class Steps:
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
-        def wanted(step: int) -> Mapping[str, Collection[str] | None]:
+        def requested(step: int) -> Mapping[str, Collection[str] | None]:
             edges = [edge for edge in tell(step) if edge.node not in returned]
             some = {edge.node: [other.output for other in edges if other.node == edge.node] for edge in edges}
             return {**dict.fromkeys(returned), **some}
@@ -110,7 +110,7 @@ class Steps:
         def further(prompts: int) -> Mapping[str, DataProto]:
             return self._complete((more or self._refuse_more)(prompts), infos, again)
 
-        settings = wanted, on_node, self.during, now, region, further
+        settings = requested, on_node, self.during, now, region, further
         in_flight = InFlightSteps(infos, lag, self.runner, self.seed, steps, self.state, *settings)
         self._in_flight = in_flight
         for step in steps:

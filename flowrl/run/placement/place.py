@@ -25,7 +25,7 @@ class Place(Spec):
         memory: GiB per slot, to check the sizes that backends declare; None does not check.
     """
 
-    timeless = True
+    schedulable = False
 
     memory: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True, kw_only=True)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from flowrl.core.graphs.fusing import describe as describe_fusing
 from flowrl.core.graphs.fusing import fused
@@ -62,6 +62,14 @@ class Job(Generic[GraphT]):
                 code="job.no-place",
                 found=self.place,
             )
+
+    if not TYPE_CHECKING:  # else every attribute would pass for one of a job
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "Train it by Training(job, data, steps=..., prompts=...).run()."
+            if hasattr(self.__dict__.get("graph"), name):
+                hint = f"Its graph has: job.graph.{name}."
+            raise AttributeError(f"A Job has no attribute {name!r}. {hint}", name=name, obj=self)
 
     @cached_property
     def runs(self) -> GraphT:

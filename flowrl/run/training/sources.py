@@ -172,7 +172,7 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
 def tellers(graph: Graph, name: str) -> list[str]:
     """The nodes that report the scores of an input's rows."""
     return [
-        n.name for n in graph.nodes.values() if Effect.TELLS_SCORES in n.effects and input_of(graph, n.name) == name
+        n.name for n in graph.nodes.values() if Effect.SAMPLER_FEEDBACK in n.effects and input_of(graph, n.name) == name
     ]
 
 

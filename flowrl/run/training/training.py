@@ -88,7 +88,7 @@ class Training(Spec):
             scores that the graph does not report.
     """
 
-    timeless = True
+    schedulable = False
 
     job: Job[Any]
     data: Data

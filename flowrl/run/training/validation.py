@@ -41,7 +41,7 @@ class Validation(Spec):
             step does not end the run.
     """
 
-    timeless = True
+    schedulable = False
 
     data: Data
     every: int = Field(default=10, ge=1)

@@ -197,6 +197,12 @@ class TestNotFused:
         graph = bound("grpo").edit(when={"update_actor": When(every=2)})
         assert why(graph) == "update_actor does not run in the same steps"
 
+    def test_a_bound_backend_is_asked_even_if_unbound_roles_are_assumed_to_fuse(self) -> None:
+        graph = bound("grpo")
+        [found] = fusings(graph.edit(bind={"actor": FakeTrainer()}), unbound=True)
+        assert found.why_not == "FakeTrainer does not declare that it trains and scores with the same bits"
+        assert fusings(graph.bound({}), unbound=True)[0].why_not is None
+
     def test_what_is_returned(self) -> None:
         graph = bound("grpo")
         returned = graph.build(graph.name, graph.nodes, [*graph.sinks, "old_log_prob"], bindings=graph.bindings)

@@ -58,7 +58,7 @@ class Counted(Operator):
 class Asked(Operator):
     """A mask from elsewhere."""
 
-    effects: ClassVar[frozenset[str]] = frozenset({Effect.ASKS_OUTSIDE})
+    effects: ClassVar[frozenset[str]] = frozenset({Effect.EXTERNAL})
 
     def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
         return prompt_mask

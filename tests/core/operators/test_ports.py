@@ -259,14 +259,16 @@ def test_an_annotation_has_one_column() -> None:
         ("rows_factor", True),
         ("row_divisors", {"n": 0}),
         ("row_divisors", [4]),
-        ("wants", {"value": True}),
-        ("wants", {"values": True}),
-        ("wants", None),
+        ("optional_ports", {"value": True}),
+        ("optional_ports", {"values": True}),
+        ("optional_ports", None),
     ],
 )
 def test_the_declarations_of_an_operator_are_checked(member: str, value: Any) -> None:
-    odd = operator(_fine, **{member: (lambda self: value) if member == "wants" else property(lambda self: value)})
-    attribute = "wants()" if member == "wants" else member
+    odd = operator(
+        _fine, **{member: (lambda self: value) if member == "optional_ports" else property(lambda self: value)}
+    )
+    attribute = "optional_ports()" if member == "optional_ports" else member
     with raises("operator.invalid-attribute", where="x", attribute=attribute, found=repr(value)):
         ppo(exact).edit(insert={"x": After("value", odd())})
 

@@ -171,13 +171,14 @@ def _known(name: str) -> ColumnType:
 class TestJoin:
     @given(batches(), st.data())
     def test_as_concat_does(self, protos: list[DataProto], data: st.DataObject) -> None:
-        """Pieces with any rows, in any order, of which any rows are wanted in any order."""
+        """Pieces with any rows, in any order, of which any rows are selected in any order."""
         whole = DataProto.concat(protos)
         total = len(whole)
         order = np.array(
             data.draw(st.permutations(range(total))), dtype=np.int64
         )  # row of the output by row of `whole`
-        wanted = np.array(data.draw(st.permutations(range(total)))[: data.draw(st.integers(0, total))], dtype=np.int64)
+        chosen = data.draw(st.permutations(range(total)))[: data.draw(st.integers(0, total))]
+        selected = np.array(chosen, dtype=np.int64)
         shuffled = data.draw(st.permutations(range(len(protos))))
         starts = np.cumsum([0, *map(len, protos)])
         position = np.argsort(order)
@@ -187,8 +188,8 @@ class TestJoin:
                 sizes = protos[i]["prompts"].shape[1], protos[i]["responses"].shape[1]
                 parts.append((order[starts[i] : starts[i + 1]], sent(protos[i][name]), *sizes))
             known = _known(name)
-            joined = join(parts, known.axes, known.pad, wanted)
-            expected = whole[position[wanted]][name]
+            joined = join(parts, known.axes, known.pad, selected)
+            expected = whole[position[selected]][name]
             same = same_bits(joined, expected) if isinstance(joined, Tensor) else joined.tolist() == expected.tolist()
             assert same, name
 
@@ -212,7 +213,7 @@ class TestJoin:
         assert join([(np.arange(3), column, 4, 0)], ("batch", "prompt"), 0, np.arange(3)) is column
 
     @pytest.mark.parametrize(
-        ("rows", "wanted", "facts"),
+        ("rows", "selected", "facts"),
         [
             ([[0], [1]], [0, 1, 2], {"row": 2, "found": 0, "read": 1}),
             ([[0, 1], [1]], [0, 1], {"row": 1, "found": 2, "read": 1}),
@@ -221,11 +222,11 @@ class TestJoin:
         ],
     )
     def test_each_row_is_written_and_read_once(
-        self, rows: list[list[int]], wanted: list[int], facts: dict[str, int]
+        self, rows: list[list[int]], selected: list[int], facts: dict[str, int]
     ) -> None:
         parts = [(np.array(r, dtype=np.int64), torch.zeros(len(r)), 0, 0) for r in rows]
         with raises("host.unequal-pieces", **facts):
-            join(parts, ("batch",), 0, np.array(wanted))
+            join(parts, ("batch",), 0, np.array(selected))
 
     def test_an_axis_that_is_not_padded(self) -> None:
         parts = [(np.array([i]), torch.zeros(1, i + 1), 0, 0) for i in range(2)]

@@ -15,7 +15,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from tests.support.other_policies import judged, twice
 from tests.support.rewards import digits
-from tests.support.runs import lines, timeless, train
+from tests.support.runs import lines, train, without_times
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -48,7 +48,7 @@ def test_the_engine_of_a_validation_gets_the_weights(tiny: str, prompts_file: st
     graph = grpo(digits, n=2, max_new_tokens=6)
     here = train(bound(graph, tiny, None), prompts_file, tmp_path / "here", **settings)
     there = train(bound(graph, tiny, Split(train=1, rollout=2)), prompts_file, tmp_path / "there", **settings)
-    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
+    assert close(without_times(list(here.metrics)), without_times(list(there.metrics)))
     assert close(list(here.validations), list(there.validations))
     first, second = (lines(tmp_path / run / "predictions.jsonl") for run in ("here", "there"))
     assert [record["response"] for record in first] == [record["response"] for record in second]
@@ -58,4 +58,4 @@ def test_the_engine_of_a_validation_gets_the_weights(tiny: str, prompts_file: st
 def test_a_judge_and_two_updates(graph: Graph, tiny: str, prompts_file: str, tmp_path: Path) -> None:
     here = train(bound(graph, tiny, None), prompts_file, tmp_path / "here", steps=2)
     there = train(bound(graph, tiny, Colocate(gpus=1)), prompts_file, tmp_path / "there", steps=2)
-    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
+    assert close(without_times(list(here.metrics)), without_times(list(there.metrics)))

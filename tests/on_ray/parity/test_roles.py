@@ -18,7 +18,7 @@ from tests.backends.torch.score.test_reward_model import reward_folder
 from tests.on_ray.parity.test_held_out import close
 from tests.support.models import tiny_folder
 from tests.support.rewards import digits
-from tests.support.runs import timeless, train
+from tests.support.runs import train, without_times
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 
@@ -71,4 +71,4 @@ def test_two_ranks_have_the_numbers_of_one_process(name: str, tiny: str, prompts
 
     here = train(bound(1, None), prompts_file, tmp_path / "here", steps=2, prompts=4)
     there = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "there", steps=2, prompts=4)
-    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
+    assert close(without_times(list(here.metrics)), without_times(list(there.metrics)))

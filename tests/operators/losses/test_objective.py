@@ -45,6 +45,7 @@ class TestWeights:
         mask = torch.tensor([[True, False, True, True], [False] * 4, [True, False, False, False]])
         on = mask.float()
         assert torch.equal(token_weights(mask, "token-mean"), on / 4)
+        assert torch.equal(token_weights(mask, "token-sum"), on)
         assert torch.equal(token_weights(mask, "seq-mean-token-sum"), on / 2)
         assert torch.equal(token_weights(mask, "seq-mean-token-mean"), on / torch.tensor([[6.0], [1.0], [2.0]]))
         assert torch.equal(token_weights(mask, "seq-mean-token-sum-norm", 8), on / 16)
@@ -166,13 +167,15 @@ class TestEveryLoss:
 
 @every_aggregation
 def test_logged_losses_are_means_over_mini_batches(aggregation: Aggregation, norm: float | None) -> None:
-    """Mini-batches of unequal token and row counts, each cut into micro-batches, weigh the same in the log."""
+    """Mini-batches of unequal token and row counts, each cut into micro-batches, weigh the same in the log; sums over
+    tokens are logged as their mean."""
     policy = TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 0.5))
     critic = TokenObjective(ValueClip(0.2), aggregation, norm)
     generator = torch.Generator().manual_seed(0)
-    metrics, expected = Metrics(), dict[str, float]()
+    metrics, expected, tokens = Metrics(), dict[str, float](), 0
     for seed, size in enumerate((4, 7, 5)):
         mask = torch.rand(size, 6, generator=generator) < (0.2 + 0.3 * seed)
+        tokens += int(mask.sum())
         for loss, key in ((policy, "actor/pg_loss"), (critic, "critic/vf_loss")):
             rows, weights = make(type(loss.loss), mask, seed), loss.weights(mask)
             for index in torch.arange(size).split(2):
@@ -183,5 +186,7 @@ def test_logged_losses_are_means_over_mini_batches(aggregation: Aggregation, nor
                 with_kl = by_loops(TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 1.0)), rows)
                 term = with_kl - by_loops(alone, rows)
                 expected["actor/kl_loss"] = expected.get("actor/kl_loss", 0.0) + term / 3
+    if aggregation == "token-sum":
+        expected = {key: 3 * value / tokens for key, value in expected.items()}
     found = metrics.compute()
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4)

@@ -27,7 +27,7 @@ from flowrl.sync.digest import weights_digest
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper
 from tests.support.jobs import PROMPTS, job_of
-from tests.support.runs import described, timeless, train
+from tests.support.runs import described, train, without_times
 
 pytestmark = pytest.mark.runs
 
@@ -62,7 +62,7 @@ def both(made: Job, data: str, folder: Path, **settings: Any) -> tuple[Run, Run]
 
 
 def assert_same(one: Run, two: Run) -> None:
-    assert timeless(list(one.metrics)) == timeless(list(two.metrics))
+    assert without_times(list(one.metrics)) == without_times(list(two.metrics))
     assert digest(one) == digest(two)
     assert all("timing/old_log_prob" not in step for step in one.metrics)
     assert all("timing/old_log_prob" in step for step in two.metrics)
@@ -151,7 +151,7 @@ def test_an_interrupted_run_resumes_with_either_fusing_setting(tiny: str, prompt
         with pytest.raises(Stop):
             train(made, prompts_file, tmp_path / name, [Stopper(2, "mismatch")], **settings)
         run = train(resumed, prompts_file, tmp_path / name, resume=True, **settings)
-        assert timeless(list(run.metrics)) == timeless(list(two.metrics)) and digest(run) == digest(two)
+        assert without_times(list(run.metrics)) == without_times(list(two.metrics)) and digest(run) == digest(two)
         states = [
             json.loads((folder / "checkpoints/step-000004/state.json").read_text())["state"]
             for folder in (run.folder, two.folder)

@@ -17,13 +17,23 @@ from transformers import AutoModelForCausalLM
 from flowrl import INJECTED, After, Colocate, Metrics, Operator, PromptData, Split, State
 from flowrl.backends import TorchRollout
 from flowrl.columns import TokenLevelScores
+from flowrl.core.graphs.plan import Plan
 from flowrl.data.files import parse_json
+from flowrl.data.metrics import GroupScores
+from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.graphs import grpo
 from flowrl.operators import Collect, RolloutCorrection, Spread
+from flowrl.run.engine.execution_graph import ExecutionGraph
+from flowrl.run.engine.local import LocalRunner
+from flowrl.run.engine.nodes import NodeInfo
+from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot, load_snapshots, save_snapshots
 from flowrl.run.training.job import Job
 from tests.nightly import nightly
 from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run
 from tests.support.errors import raises
+from tests.support.jobs import PROMPTS, prompt_batch, rollout_batch
+from tests.support.rewards import digits
 
 pytestmark = pytest.mark.runs
 
@@ -153,6 +163,50 @@ class TestCutOff:
             for folder in (resumed.folder, whole.folder)
         ]
         assert position[0] == position[1]  # no row is skipped or drawn twice
+
+
+class TestSnapshots:
+    """Steps in flight, written to a checkpoint and read again."""
+
+    @staticmethod
+    def written(folder: Path) -> tuple[dict[int, StepSnapshot], dict[str, NodeInfo], LocalRunner]:
+        """A step in flight with a lag of 2, in its second round, with samples."""
+        runner = LocalRunner({})
+        infos = NodeInfo.all(ExecutionGraph(Plan(grpo(digits, n=2)), 2), runner)
+        rollout = rollout_batch(prompt_batch([[10, 11], [12]]), [[5], [6, 7]])._asdict()
+        outputs = NodeOutputs({name: rollout[name] for name in infos["generate"].columns}, None)
+        metrics = Metrics({"groups": GroupScores(scores={"a": (0.5, 1.0), "b": (0.0, 0.0)})})
+        rounds = [{"batch": PROMPTS}, {"batch": PROMPTS[:1]}]
+        steps = {3: StepSnapshot(rounds, {"generate": outputs}, {"generate": metrics}, {"generate": 1.5})}
+        save_snapshots(steps, 2, infos, runner, folder)
+        return steps, infos, runner
+
+    @pytest.mark.parametrize("lag", [2, 3])
+    def test_batches_samples_metrics_and_lengths_are_those_that_were_written(self, lag: int, tmp_path: Path) -> None:
+        steps, infos, runner = self.written(tmp_path)
+        read = load_snapshots(tmp_path, lag, infos, runner)[3]
+        for found, batches in zip(read.batches, steps[3].batches, strict=True):
+            assert found.keys() == batches.keys() and all(found[name].equal(batches[name]) for name in batches)
+        sampled, before = read.sampled["generate"], steps[3].sampled["generate"].outputs
+        assert DataProto(dict(sampled.outputs)).equal(DataProto(dict(before)))
+        assert sampled.lengths is not None and sampled.lengths.response is not None
+        assert (sampled.lengths.tokens.tolist(), sampled.lengths.response.tolist()) == ([3, 3], [1, 2])
+        assert read.metrics["generate"] == steps[3].metrics["generate"] and read.seconds == {"generate": 1.5}
+
+    def test_samples_that_a_smaller_lag_forbids_are_dropped_and_all_their_rows_are_not(self, tmp_path: Path) -> None:
+        _, infos, runner = self.written(tmp_path)
+        read = load_snapshots(tmp_path, 1, infos, runner)[3]
+        assert not read.sampled and not read.metrics
+        assert [len(batches["batch"]) for batches in read.batches] == [3, 1]
+
+    @pytest.mark.parametrize(("lag", "what"), [(1, "sampled again"), (2, None), (3, "trained on unchanged")])
+    def test_another_lag_is_logged_with_what_becomes_of_the_rows(
+        self, lag: int, what: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        _, infos, runner = self.written(tmp_path)
+        load_snapshots(tmp_path, lag, infos, runner)
+        messages = [record.message for record in caplog.records]
+        assert len(messages) == bool(what) and all(f"are {what}." in message for message in messages)
 
 
 class TestRefused:

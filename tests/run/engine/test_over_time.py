@@ -33,7 +33,7 @@ from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.schedules import Cosine, Linear
-from tests.run.training.interrupted import timeless
+from tests.run.training.interrupted import without_times
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
@@ -80,7 +80,7 @@ def test_each_step_has_its_scheduled_parameters_after_a_resume_too(
     resumed = train(changing(tiny), prompts_file, tmp_path / "cut", **data, resume=True)
     assert numbers(resumed.metrics) == numbers(steps)
     # the cut run validated at its end, which is the third step in both
-    assert timeless(tmp_path / "cut" / "metrics.jsonl") == timeless(tmp_path / "whole" / "metrics.jsonl")
+    assert without_times(tmp_path / "cut" / "metrics.jsonl") == without_times(tmp_path / "whole" / "metrics.jsonl")
 
 
 def test_a_step_without_an_update_keeps_the_version(tiny: str) -> None:

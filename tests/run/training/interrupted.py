@@ -44,7 +44,7 @@ def run(job: Job, data: str, folder: Path, reporters: Any = (), **changed: Any) 
     return Training(job, PromptData(data), folder=str(folder), **settings(data, **changed)).run(reporters)
 
 
-def timeless(file: Path) -> list[dict[str, Any]]:
+def without_times(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, less the times."""
     lines = file.read_text(encoding="utf-8").split("\n")
     assert lines.pop() == ""
@@ -61,7 +61,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 def assert_same(found: Run, whole: Run) -> None:
     """Bit-equal metrics, predictions and weights."""
-    assert timeless(found.folder / "metrics.jsonl") == timeless(whole.folder / "metrics.jsonl")
+    assert without_times(found.folder / "metrics.jsonl") == without_times(whole.folder / "metrics.jsonl")
     ours, theirs = ((r.folder / "predictions.jsonl").read_text() for r in (found, whole))
     assert ours == theirs
     assert len(found.metrics) == len(whole.metrics) == STEPS

@@ -23,7 +23,7 @@ from tests.support.jobs import job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import judged
 from tests.support.rewards import digits
-from tests.support.runs import described, lines, timeless, train
+from tests.support.runs import described, lines, train, without_times
 
 pytestmark = pytest.mark.runs
 
@@ -88,7 +88,7 @@ def test_a_validation_engine_gets_the_trained_weights(tiny: str, prompts_file: s
         job_of("grpo", tiny), prompts_file, tmp_path / "a", validation=(of_its_own(prompts_file, tiny), shared)
     )
     plain = train(job_of("grpo", tiny), prompts_file, tmp_path / "b")
-    assert timeless(list(both.metrics)) == timeless(list(plain.metrics))
+    assert without_times(list(both.metrics)) == without_times(list(plain.metrics))
     trained = weights_of(both.engines["actor"])
     assert all(torch.equal(trained[name], weight) for name, weight in plain.engines["actor"].weights())
     answers: dict[str, list[Any]] = {"own": [], "shared": []}

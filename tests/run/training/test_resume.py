@@ -44,7 +44,7 @@ from tests.run.training.interrupted import (
     run,
     settings,
     status,
-    timeless,
+    without_times,
 )
 from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of, write_prompts
@@ -102,7 +102,7 @@ class TestSameNumbers:
 
     def test_interrupted_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
-        assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+        assert [line["step"] for line in without_times(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     def test_interrupted_repeatedly(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
@@ -278,7 +278,7 @@ class TestStart:
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1)
-        assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1]
+        assert [line["step"] for line in without_times(tmp_path / "metrics.jsonl")] == [0, 1]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     def test_only_an_unchanged_run_restarts_without_a_checkpoint(
@@ -435,7 +435,8 @@ class TestFolder:
         cut_off(job, prompts_file, tmp_path, 2)
         found = run(job, prompts_file, tmp_path, resume=True, steps=4)
         assert all(math.isnan(metrics["odd/mean"]) for metrics in found.metrics)
-        assert [line["odd/mean"] for line in timeless(tmp_path / "metrics.jsonl") if "odd/mean" in line] == [None] * 4
+        found_lines = without_times(tmp_path / "metrics.jsonl")
+        assert [line["odd/mean"] for line in found_lines if "odd/mean" in line] == [None] * 4
 
     def test_tensorboard_shows_every_step_once(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

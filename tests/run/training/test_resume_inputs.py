@@ -18,7 +18,7 @@ from flowrl.backends import TorchRollout
 from flowrl.errors import DataError, StorageError
 from flowrl.run.training.checkpoint import MANIFEST, STATE, Checkpoints
 from tests.nightly import nightly
-from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, timeless
+from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, without_times
 from tests.support.errors import raises
 from tests.support.jobs import write_prompts
 from tests.support.runs import described
@@ -179,7 +179,7 @@ class TestLines:
         assert "metrics.jsonl has changed since the checkpoint after step 4 was written" in caplog.text
         assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
         assert [metrics["step"] for metrics in found.metrics] == remaining
-        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == remaining
+        assert [line["step"] for line in without_times(file) if "actor/lr" in line] == remaining
 
     @pytest.mark.parametrize(
         "tail",

@@ -15,7 +15,7 @@ from flowrl.run.training.rollout_log import logged_columns
 from tests.support.jobs import job_of, write_prompts
 from tests.support.kernel import exact
 from tests.support.rewards import digits
-from tests.support.runs import lines, timeless, train
+from tests.support.runs import lines, train, without_times
 
 
 def half(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -32,7 +32,7 @@ def test_rollouts_every_selects_the_logged_steps(tiny: str, data: str, tmp_path:
     job = job_of("grpo", tiny, n=2)
     logged = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
     silent = train(job, data, tmp_path / "silent", steps=5, prompts=3)
-    assert timeless(list(logged.metrics)) == timeless(list(silent.metrics))
+    assert without_times(list(logged.metrics)) == without_times(list(silent.metrics))
     assert not (tmp_path / "silent" / "rollouts.jsonl").exists()
     found = lines(tmp_path / "told" / "rollouts.jsonl")
     assert [row["step"] for row in found] == [2] * 6 + [4] * 6

@@ -42,7 +42,7 @@ from tests.support.jobs import job_of, write_prompts
 from tests.support.models import char_tokenizer
 from tests.support.rewards import digits
 from tests.support.rows.prompt_files import record, write_jsonl
-from tests.support.runs import lines, timeless, train
+from tests.support.runs import lines, train, without_times
 
 pytestmark = pytest.mark.runs
 
@@ -125,7 +125,7 @@ def test_an_additional_input_does_not_change_the_rows_of_the_first(tiny: str, tm
     run(look, sources["batch"], tmp_path / "alone")
     run(look, {"batch": sources["batch"]}, tmp_path / "named")
     assert seen("alone") == mixed_rows * 2
-    with_name, without = (timeless(lines(tmp_path / name / "metrics.jsonl")) for name in ("named", "alone"))
+    with_name, without = (without_times(lines(tmp_path / name / "metrics.jsonl")) for name in ("named", "alone"))
     assert with_name == without
 
 
@@ -220,7 +220,7 @@ def test_an_interrupted_run_resumes_with_the_same_rows(cut: Any, tiny: str, tmp_
     SEEN.clear()
     again = run(job(tiny), sources, tmp_path / "cut", checkpoint_every=1, resume=True)
     assert {what: finished[what] + seen(what) for what in rows} == rows
-    assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
+    assert without_times(list(again.metrics)) == without_times(list(whole.metrics))
 
 
 def test_another_source_is_another_run(tiny: str, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_sampler_state_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str,
     with pytest.raises(Stop):
         run(learning(tiny, gate), sources, tmp_path / "cut", [Stopper(3, "reward")], checkpoint_every=2)
     again = run(learning(tiny, gate), sources, tmp_path / "cut", checkpoint_every=2, resume=True)
-    assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
+    assert without_times(list(again.metrics)) == without_times(list(whole.metrics))
     ends = [Checkpoints(tmp_path / name / "checkpoints", 1).latest() for name in ("whole", "cut")]
     assert ends[0] is not None and ends[1] is not None
     assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["heard"] == 4

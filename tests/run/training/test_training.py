@@ -20,7 +20,7 @@ from flowrl.records import PromptBatch
 from tests.nightly import nightly
 from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
-from tests.support.runs import Recorder, described, fails_at, lines, timeless, train
+from tests.support.runs import Recorder, described, fails_at, lines, train, without_times
 
 COMMON = {
     *("actor/pg_loss", "actor/pg_clipfrac", "actor/entropy", "actor/approx_kl", "actor/grad_norm", "reward/mean"),
@@ -38,7 +38,7 @@ def test_two_runs_with_one_seed_have_the_same_metrics(tiny: str, prompts_file: s
 
     def run(folder: str, seed: int) -> list[dict[str, Any]]:
         train(job_of(name, tiny, mini_batch=4), prompts_file, tmp_path / folder, seed=seed, validation=validation)
-        return timeless(lines(tmp_path / folder / "metrics.jsonl"))
+        return without_times(lines(tmp_path / folder / "metrics.jsonl"))
 
     torch.manual_seed(1)
     first = run("a", seed=5)
@@ -57,7 +57,7 @@ def test_metrics_have_standard_names(tiny: str, prompts_file: str, tmp_path: Pat
         assert keys <= metrics.keys()
         assert all(math.isfinite(metrics[key]) for key in keys)
         assert {f"timing/{node}" for node in job.runs.nodes if node != "batch"} <= metrics.keys()
-    assert timeless(lines(tmp_path / "metrics.jsonl")) == timeless(list(run.metrics))
+    assert without_times(lines(tmp_path / "metrics.jsonl")) == without_times(list(run.metrics))
 
 
 def test_throughput_is_response_tokens_per_step_second(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_swapping_an_engine_changes_nothing_else(tiny: str, prompts_file: str, t
     job = job_of("grpo", tiny)
     shared = train(job, prompts_file, tmp_path / "a")
     copied = train(job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")}), prompts_file, tmp_path / "b")
-    for ours, theirs in zip(timeless(list(shared.metrics)), timeless(list(copied.metrics)), strict=True):
+    for ours, theirs in zip(without_times(list(shared.metrics)), without_times(list(copied.metrics)), strict=True):
         assert (ours.pop("sync/by/alias"), theirs.pop("sync/by/copy")) == (1, 1)
         assert ours.pop("sync/bytes") == 0
         assert theirs.pop("sync/bytes") > 0

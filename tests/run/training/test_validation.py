@@ -22,7 +22,7 @@ from flowrl.run.engine.timeline import Timeline
 from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of
 from tests.support.kernel import exact
-from tests.support.runs import Recorder, described, lines, timeless, train
+from tests.support.runs import Recorder, described, lines, train, without_times
 
 
 class Runs(Operator):
@@ -106,7 +106,7 @@ def test_validation_does_not_change_training(tiny: str, prompts_file: str, tmp_p
     sampled = Validation(PromptData(prompts_file), every=1, name="sampled", changes={"repeat.n": 3})
     without = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "a")
     within = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "b", validation=(greedy, sampled))
-    assert timeless(list(within.metrics)) == timeless(list(without.metrics))
+    assert without_times(list(within.metrics)) == without_times(list(without.metrics))
     trained = weights_of(within.engines["actor"])
     assert all(torch.equal(trained[name], w) for name, w in without.engines["actor"].weights())
     assert len(within.validations) == 8

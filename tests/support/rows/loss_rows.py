@@ -18,6 +18,7 @@ from flowrl.operators.losses.objective import Aggregation, TokenObjective
 NAN = float("nan")
 AGGREGATIONS: list[tuple[Aggregation, float | None]] = [
     ("token-mean", None),
+    ("token-sum", None),
     ("seq-mean-token-sum", None),
     ("seq-mean-token-mean", None),
     ("seq-mean-token-sum-norm", 11.0),
@@ -78,9 +79,11 @@ def aggregate(rows: Sequence[Sequence[float]], aggregation: str, norm: float | N
     live = [row for row in rows if row]
     if not live:
         return 0.0
+    tokens = [x for row in live for x in row]
     if aggregation == "token-mean":
-        tokens = [x for row in live for x in row]
         return sum(tokens) / len(tokens)
+    if aggregation == "token-sum":
+        return sum(tokens)
     reduce: Callable[[Sequence[float]], float] = {
         "seq-mean-token-sum": lambda row: sum(row),
         "seq-mean-token-mean": lambda row: sum(row) / len(row),

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowrl.backends.torch.generate.decoder import Context
+from flowrl.backends.torch.generate.passes import Decode
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import STEP, Slots, suits
 from flowrl.backends.torch.probes import probe_inputs, tolerance
@@ -199,3 +201,15 @@ def test_low_precision_errors_are_no_larger_than_those_of_transformers(actor: Ac
         found = slots.extend(torch.tensor([row[-1] for row in rows])).float()
     off = (torch.stack([whole(model, row) for row in rows]).float() - truth).norm()
     assert (found - truth).norm() <= 1.5 * off + 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("positions", [[6, 6, 6], [2, 6, 4]], ids=["equal lengths", "unequal lengths"])
+def test_decoding_with_grouped_heads_attends_as_torch(positions: list[int]) -> None:
+    """4 query heads over 2 key heads: heads 0 and 1 share keys, as 2 and 3 do, in `torch`'s grouped attention."""
+    generator, at = torch.Generator().manual_seed(0), torch.tensor(positions)
+    query = torch.randn(3, 4, 1, 8, generator=generator)
+    keys, values = torch.randn(2, 3, 2, 7, 8, generator=generator)
+    mask = torch.arange(7) <= at[:, None, None, None]
+    expected = scaled_dot_product_attention(query, keys, values, mask, scale=0.5, enable_gqa=True).transpose(1, 2)
+    found = Decode(at, min(positions), max(positions) + 1).attend(query, keys, values, 0.5)
+    torch.testing.assert_close(found, expected)

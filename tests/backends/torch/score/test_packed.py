@@ -155,9 +155,12 @@ def test_sliding_windows_are_as_wide_in_packed_rows_as_alone(kind: str, tmp_path
 def test_window_mask_worked_example() -> None:
     window = Window(lambda row, head, query, key: (key <= query) & (query - key < 2), 2)
     assert window.mask(2, torch.device("cpu")) is None
-    mask = window.mask(4, torch.device("cpu"))
-    assert mask is not None and mask.shape == (1, 1, 4, 4)
-    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    for tokens, expected in [
+        (3, [[1, 0, 0], [1, 1, 0], [0, 1, 1]]),
+        (4, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]),
+    ]:
+        mask = window.mask(tokens, torch.device("cpu"))
+        assert mask is not None and mask[0, 0].int().tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

@@ -1,0 +1,165 @@
+"""Record what verl's and TRL's own code computes, for `tests/operators/test_peer_numbers.py`.
+
+Each peer's file has its version, the inputs, and the results, so that the tests need neither. ``make race`` installs
+both:
+
+    PYTHONPATH=.venv-race/verl .venv/bin/python benchmarks/peer_numbers.py verl
+    .venv-race/bin/python benchmarks/peer_numbers.py trl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parents[1] / "tests" / "operators" / "peers"
+ROWS, TOKENS = 6, 5
+
+
+def inputs() -> dict[str, Tensor]:
+    """Two groups of three rows of different lengths; one row of the first is longer than the others."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(scale: float, shift: float = 0.0) -> Tensor:
+        return scale * torch.randn(ROWS, TOKENS, generator=generator) + shift
+
+    mask = torch.arange(TOKENS) < torch.tensor([[5], [3], [2], [4], [4], [1]])
+    log_probs = (normal(0.8, -1.2)).clamp(max=-0.01)
+    scores = torch.tensor([1.0, 0.2, 0.5, 0.0, 0.7, 0.3])
+
+    def on_last(mask: Tensor) -> Tensor:
+        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        return torch.where(last, scores[:, None], 0.0)
+
+    found = {
+        "log_probs": log_probs,
+        "old_log_probs": (log_probs + normal(0.6)).clamp(max=-0.01),
+        "ref_log_prob": (log_probs + normal(0.7)).clamp(max=-0.01),
+        "advantages": normal(1.0)[:, :1].expand(ROWS, TOKENS).contiguous(),
+        "sum_of_squares": torch.rand(ROWS, TOKENS, generator=generator),
+        "weights": 2.0 * torch.rand(ROWS, TOKENS, generator=generator),
+        "mask": mask,
+        "holes": torch.rand(ROWS, TOKENS, generator=generator) < 0.7,
+    }
+    return {**found, **{f"rewards of {name}": on_last(found[name]) for name in ("mask", "holes")}}
+
+
+def gradient(of: Callable[[Tensor], Tensor], log_probs: Tensor) -> Tensor:
+    """The gradient of a loss in the log-probs."""
+    leaf = log_probs.clone().requires_grad_()
+    return torch.autograd.grad(of(leaf), leaf)[0]
+
+
+def verl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Estimators of KL, aggregation, advantages and losses of verl."""
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import FSDPActorConfig
+
+    groups = np.array(["a"] * 3 + ["b"] * 3)
+    found: dict[str, Tensor] = {}
+    for estimator in ("k1+", "k3+", "abs", "k1", "k2", "k3"):
+
+        def kl(log_probs: Tensor, estimator: str = estimator) -> Tensor:
+            return core_algos.kl_penalty(log_probs, x["ref_log_prob"], estimator)
+
+        found[f"kl {estimator}"] = kl(x["log_probs"])
+        found[f"gradient of kl {estimator}"] = gradient(lambda log_probs, kl=kl: kl(log_probs).sum(), x["log_probs"])
+    found["token-sum"] = core_algos.agg_loss(x["log_probs"], x["mask"].float(), "token-sum")
+
+    def baseline(function: Callable[..., tuple[Tensor, Tensor]], mask: str, weights: Tensor | None) -> Tensor:
+        given = x[f"rewards of {mask}"], x[mask].float(), groups, x["old_log_probs"], x["sum_of_squares"], weights
+        return function(*given, handle_zero_tail=True)[0]
+
+    by_position = core_algos.compute_optimal_token_baseline_advantage
+    found["otb"] = baseline(by_position, "mask", None)
+    found["otb with weights"] = baseline(by_position, "mask", x["weights"])
+    found["otb of turns"] = baseline(
+        core_algos.compute_multi_turn_optimal_token_baseline_advantage, "holes", x["weights"]
+    )
+    for low, high in ((0.05, 0.2), (0.2, 0.05)):
+        config = FSDPActorConfig(
+            rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=20.0
+        )
+        for divergence in ("tv", "kl"):
+            loss = core_algos.get_policy_loss_fn(f"dppo_{divergence}")
+            found[f"dppo {divergence} {low} {high}"] = gradient(
+                lambda log_probs, loss=loss, config=config: loss(
+                    x["old_log_probs"], log_probs, x["advantages"], x["mask"].float(), "token-mean", config
+                )[0],
+                x["log_probs"],
+            )
+    one_token = torch.ones(ROWS, 1)
+    for std in (True, False):
+        terms = {"first": x["rewards of mask"].sum(-1).numpy(), "second": x["weights"][:, 0].numpy()}
+        found[f"gdpo {'with' if std else 'without'} std"] = core_algos.compute_gdpo_outcome_advantage(
+            torch.zeros(ROWS, 1),
+            one_token,
+            groups,
+            norm_adv_by_std_in_grpo=std,
+            config={"gdpo_reward_keys": [*terms], "gdpo_reward_weights": [1.0, 0.5]},
+            non_tensor_batch=terms,
+            batch={"prompts": torch.ones(ROWS, 2), "attention_mask": torch.ones(ROWS, 3, dtype=torch.int64)},
+        )[0]
+    return found
+
+
+def trl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of GRPO's loss of TRL, with KL in the loss."""
+    from trl import GRPOTrainer
+
+    class OfLogProbs(GRPOTrainer):
+        """TRL's trainer, which gets its log-probs in place of a model."""
+
+        def __init__(self, corrected: bool) -> None:
+            accelerator = SimpleNamespace(num_processes=1, gather=lambda t: t, reduce=lambda t, reduction: t)
+            self.model, self.accelerator = SimpleNamespace(training=False), accelerator
+            self.args = SimpleNamespace(use_bias_correction_kl=corrected, delta=None)
+            self.loss_type, self.importance_sampling_level, self.beta = "bnpo", "token", 0.3
+            self.epsilon_low = self.epsilon_high = 0.2
+            self.aux_loss_enabled = self.use_vllm = self._entropy_bonus_enabled = False
+            self.top_entropy_quantile, self.off_policy_mask_threshold = 1.0, None
+            self._metrics: Any = {"eval": defaultdict(list)}
+
+        def _get_per_token_logps_and_entropies(self, model: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+            return model, torch.zeros_like(model), None
+
+    mask = x["mask"].long()
+    batch = {
+        "prompt_ids": torch.ones(ROWS, 1),
+        "prompt_mask": torch.ones(ROWS, 1),
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": x["advantages"],
+        "old_per_token_logps": x["old_log_probs"],
+        "ref_per_token_logps": x["ref_log_prob"],
+    }
+    return {
+        name: gradient(
+            lambda leaf, corrected=corrected: OfLogProbs(corrected)._compute_loss(leaf, batch), x["log_probs"]
+        )
+        for name, corrected in (("kl", False), ("kl with the ratio", True))
+    }
+
+
+def main(peer: str) -> None:
+    """Write the file of a peer."""
+    x = inputs()
+    numbers = {"verl": verl_numbers, "trl": trl_numbers}[peer](x)
+    lists = {part: {name: tensor.tolist() for name, tensor in of.items()} for part, of in (("in", x), ("out", numbers))}
+    FOLDER.mkdir(exist_ok=True)
+    text = json.dumps({"version": f"{peer} {version(peer)}", **lists})
+    (FOLDER / f"{peer}.json").write_text(text.replace('], "', '],\n"') + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
