@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from flowrl.backends.torch.load import skeleton, stored_tensors
 from flowrl.backends.torch.lora import Adapter, LoRA
+from flowrl.backends.torch.passthrough import stored_names
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, Trainer
 from flowrl.sync.digest import combine, named_weights, tensor_digest
@@ -19,11 +22,9 @@ from flowrl.sync.weight_selection import dtype_mismatch, rounded
 def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
     """The weights of a causal LM as a trainer sends them, on the meta device, tied ones once; with `lora` only those of
     the adapter."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # here, since it takes seconds
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with ExitStack() as files:
+        model = skeleton(folder)
+        stored_names(model, stored_tensors(folder, files))
     return dict(named_weights(model)) if lora is None else Adapter(model, lora, folder).weights()
 
 

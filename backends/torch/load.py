@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -170,19 +173,21 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def stored_files(folder: str, files: ExitStack) -> Iterator[tuple[str, Any]]:
+    """The safetensors files of `folder` that transformers reads, by name, each open as long as `files` is."""
+    names, index = [WEIGHTS], os.path.join(folder, INDEX)
+    if not os.path.isfile(os.path.join(folder, WEIGHTS)):
+        names = []
+        if os.path.isfile(index):
+            with open(index, encoding="utf-8") as lines:
+                names = sorted(set(json.load(lines)["weight_map"].values()))
+    for name in names:
+        yield name, files.enter_context(safe_open(os.path.join(folder, name), framework="pt"))
+
+
 def stored_tensors(folder: str, files: ExitStack) -> dict[str, Any]:
     """Lazy slices of the safetensors of `folder` by name, valid as long as `files` is open."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        with open(index, encoding="utf-8") as lines:
-            names = sorted(set(json.load(lines)["weight_map"].values()))
-    else:
-        names = [name for name in ("model.safetensors",) if os.path.isfile(os.path.join(folder, name))]
-    stored: dict[str, Any] = {}
-    for name in names:
-        file = files.enter_context(safe_open(os.path.join(folder, name), framework="pt"))
-        stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return stored
+    return {key: file.get_slice(key) for _, file in stored_files(folder, files) for key in file.keys()}  # noqa: SIM118
 
 
 @contextmanager

@@ -6,12 +6,13 @@ The model is in this process, or sharded over several ranks that make the same c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.backends.torch.passthrough import Passthrough
 from flowrl.backends.torch.score.head import FolderHead
 from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, check_sequences, fill_rows
@@ -275,6 +276,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     ) -> None:
         super().__init__(folder, scorer, budget, logprob_chunk, residence)
         self.learner, self._tokenizer = learner, tokenizer
+        self._passthrough = Passthrough.of(scorer.module, folder)
         self._heads: dict[Head, Head] = {}
 
     def _checked(self, batch: Rows) -> Rows:
@@ -306,10 +308,16 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
 
-        A collective: rank 0 writes, with all weights in CPU memory.
+        Tensors of the model's folder that training does not load, such as a vision tower, are copied from it, bit for
+        bit; see `flowrl.backends.torch.passthrough`. A collective: rank 0 writes, with all weights in CPU memory.
         """
-        self._scorer.save_pretrained(folder, BUCKET_BYTES)
-        if self._scorer.mesh.rank == 0:
+        mesh = self._scorer.mesh
+        with ExitStack() as rest:
+            with mesh.all_or_none("save_pretrained"):
+                if mesh.rank == 0:
+                    rest.enter_context(self._passthrough.completing(folder))
+            self._scorer.save_pretrained(folder, BUCKET_BYTES)
+        if mesh.rank == 0:
             self._tokenizer.save_pretrained(folder)
 
 

@@ -2,8 +2,8 @@
 
 The model is built without storage and sharded; each rank then reads its rows, tensor by tensor, so no rank ever has the
 whole model. Buffers that are not stored (rotary frequencies) are made as `from_pretrained` makes them. Folders whose
-tensors do not match the model's one to one (experts stored separately, other names, quantized or pickled weights) are
-loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
+tensors do not match the model's one to one (experts stored separately, quantized or pickled weights) are loaded by
+`from_pretrained` into the CPU memory of every rank, and then sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from flowrl.backends.torch.load import (
     load_causal_lm,
@@ -31,6 +30,7 @@ from flowrl.backends.torch.load import (
     without_use,
 )
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
+from flowrl.backends.torch.passthrough import stored_names, untied
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.train.mesh import Gathered, Mesh
 from flowrl.backends.torch.train.sharded import Sharded
@@ -87,11 +87,15 @@ def _without_storage(folder: str, attention: Attention | None) -> PreTrainedMode
 
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The stored tensor of each weight, tied ones once; None if some are not stored as in `lm`, or others are stored,
-    except those that transformers ignores on purpose."""
+    """The stored tensor of each weight, tied ones once; None if some are stored converted or are missing, or others are
+    stored, except those that transformers ignores on purpose."""
+    targets = stored_names(lm, stored)
+    stored = {target: stored[name] for name, target in targets.items() if target is not None}
+    if len(stored) < len(targets):
+        return None
     state, loaded = (model.state_dict(keep_vars=True) for model in (lm, _loaded(lm, with_head)))
     names: dict[int, list[str]] = {id(tensor): [] for tensor in loaded.values()}
-    for name, tensor in (*state.items(), *loaded.items()):  # a critic's folder may name them without the body's prefix
+    for name, tensor in state.items():
         if id(tensor) in names:
             names[id(tensor)].append(name)
     sources = {}
@@ -100,7 +104,7 @@ def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) ->
         if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
             return None
         sources[tied[0]] = source
-    others: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *loaded})
+    others: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - state)
     lm._adjust_missing_and_unexpected_keys(others)  # without those that transformers ignores, such as old buffers
     return None if without_use(others.unexpected_keys, with_head) else sources
 
@@ -150,11 +154,13 @@ def gathered_weights(
     because only gathered weights can be split. An adapter is gathered first and merged into the weights; without
     `adapter`, a model that has one yields its base weights.
     """
-    named = _untied(model)
+    named = untied(model)
     blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
-    split = revert_weight_conversion(model, blank)
-    if split.keys() == blank.keys() and all(split[name] is blank[name] for name in blank):
-        yield from _merged(mesh, dict(sorted(named.items())), bucket_bytes, adapter)
+    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, blank).items()}
+    if len(written) == len(blank) and all(id(tensor) in written for tensor in blank.values()):  # at most renamed
+        names = {name: written[id(tensor)] for name, tensor in blank.items()}
+        ordered = {name: named[name] for name in sorted(named, key=names.__getitem__)}
+        yield from ((names[name], tensor) for name, tensor in _merged(mesh, ordered, bucket_bytes, adapter))
     else:
         yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
 
@@ -165,7 +171,7 @@ def save_gathered(
     """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Rank 0 writes, with all weights in CPU
     memory."""
     first = mesh.rank == 0
-    gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
+    gathered = _merged(mesh, untied(model), bucket_bytes, adapter)
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
     with mesh.all_or_none("save_pretrained"):
         if first:
@@ -179,13 +185,3 @@ def _merged(
     base = mesh.full(named.items(), bucket_bytes)
     return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
 
-
-def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The base weights, still sharded, under the names of the state dict; tied ones once."""
-    state = base_state(model)
-    # Tied weights are detected by their storage, which shards hide: use stand-ins with storage.
-    stand_ins: dict[int, Tensor] = {}
-    names = remove_tied_weights_from_state_dict(
-        {name: stand_ins.setdefault(id(tensor), torch.empty(1)) for name, tensor in state.items()}, model
-    )
-    return {name: state[name].detach() for name in names}
