@@ -68,3 +68,18 @@ def architecture(path: Path, kind: str) -> str:
     model.save_pretrained(path / kind)
     char_tokenizer().save_pretrained(path / kind)
     return str(path / kind)
+
+
+def multimodal(path: Path, seed: int = 0) -> str:
+    """Write a tiny random Qwen3.5 with its vision tower, and its tokenizer; returns the folder."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = GROUPED | LINEAR | dict(vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS)
+    vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)
+    config = Qwen3_5Config(text_config=text, vision_config=vision | dict(num_position_embeddings=16))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3_5ForConditionalGeneration(config).float()
+    model.save_pretrained(path / "qwen3_5")
+    char_tokenizer().save_pretrained(path / "qwen3_5")
+    return str(path / "qwen3_5")
