@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -29,8 +29,8 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 
 def stored_names(lm: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:
-    """The name in the state dict of `lm` of each tensor in a folder, as `from_pretrained` maps it; None if the tensor is
-    converted (experts), not only renamed.
+    """The name in the state dict of `lm` of each tensor in a folder, as `from_pretrained` maps it; None if the tensor
+    is converted (experts), not only renamed.
 
     As after `from_pretrained`, `save_pretrained` and `flowrl.sync.digest.named_weights` then use the folder's names.
     """
@@ -47,7 +47,7 @@ def stored_names(lm: PreTrainedModel, names: Iterable[str]) -> dict[str, str | N
         if target not in state and name in state:
             target, converter = rename_source_key(name, [], [], prefix, state)
         targets[name] = target if converter is None else None
-    lm._weight_conversions = [one for one in conversions if one.was_used()]
+    lm._weight_conversions = cast(Any, [one for one in conversions if one.was_used()])
     return targets
 
 
@@ -114,7 +114,8 @@ class Passthrough:
         path = Path(folder, "config.json")
         dtype = json.loads(path.read_text(encoding="utf-8"))["dtype"]
         parts = {
-            name: part | {"dtype": dtype} if name == "text_config" else part for name, part in (self.config or {}).items()
+            name: part | {"dtype": dtype} if name == "text_config" else part
+            for name, part in (self.config or {}).items()
         }
         path.write_text(json.dumps({**parts, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
         for name in _PROCESSORS:

@@ -141,6 +141,8 @@ def check(
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
             (found.whole if isinstance(found, Training) else found).refuse_missing()
+            if isinstance(found, Training):
+                found.refuse_unfit_data()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:

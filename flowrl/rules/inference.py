@@ -8,6 +8,7 @@ Dividing by a standard deviation shows in no column, so it is inferred from the 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, cast
 
 from flowrl import columns
 from flowrl.core.graphs.graph import Graph, Node
@@ -74,7 +75,7 @@ def _inferred(graph: Graph, node: Node) -> set[str]:
         found.add(Effect.IMPORTANCE_CORRECTION)
     if "advantage" in written and "group" in kinds and kinds & {"advantage", "reward", "score"}:
         found.add(Effect.GROUP_BASELINE)
-    if "advantage" in written and divides_by_deviation(type(node.operator)):
+    if "advantage" in written and divides_by_deviation(cast(Any, type(node.operator))):
         found.add(Effect.SCALED)
     return found
 

@@ -184,4 +184,3 @@ def _merged(
 ) -> Iterator[tuple[str, Tensor]]:
     base = mesh.full(named.items(), bucket_bytes)
     return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
-

@@ -74,6 +74,10 @@ class PromptStream(RowStream[Row]):
             hasher.update(array("q", row.ids))
         return hasher.hexdigest()
 
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """The index in the files and the number of tokens of each row."""
+        return ((row.index, len(row.ids)) for row in self._rows)
+
     def template_arguments(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """The template arguments of rows that have their own, each with the row's index in the files."""
         return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)

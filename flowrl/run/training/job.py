@@ -30,6 +30,7 @@ from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
 from flowrl.run.placement.place import Place, lay_out
+from flowrl.run.training.prompt_lengths import folder_of
 from flowrl.spec import written
 
 logger = logging.getLogger(__name__)
@@ -302,7 +303,5 @@ def ends_of_responses(graph: Graph) -> str | None:
 
 def tokenizer_of(graph: Graph, role: str) -> ChatTokenizer | None:
     """The tokenizer of the model that a role starts from; None if it, or the model, is not on this machine."""
-    backend = graph.bindings.get(role)
-    owner = graph.bindings.get(backend.shares) if backend is not None and backend.shares else backend
-    folder = owner.starts_from if owner is not None else None
+    folder = folder_of(graph, role)
     return ChatTokenizer(folder) if folder and any(Path(folder).glob("tokenizer*")) else None

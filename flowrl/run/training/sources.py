@@ -18,6 +18,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.record_types import record_columns
 from flowrl.records import rows_of_draw
+from flowrl.run.training.prompt_lengths import refuse_long_prompts
 from flowrl.spec import parameters
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,7 @@ class Sources:
             for (name, source), own in zip(sources.items(), seeds, strict=True)
         }
         _refuse_rows_of_other_templates(graph, self.streams)
+        refuse_long_prompts(graph, self.streams)
         self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)
 

@@ -36,7 +36,8 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.held_out import held_out, with_engines
 from flowrl.run.training.identity import identity_of
-from flowrl.run.training.job import Job
+from flowrl.run.training.job import Job, tokenizer_of
+from flowrl.run.training.prompt_lengths import refuse_long_responses
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
@@ -169,6 +170,8 @@ class Training(Spec):
         forks = held_out(graph, self.validations)
         for one in forks:
             one.refuse_unready()
+        for each in (graph, *(one.graph for one in forks)):
+            refuse_long_responses(each)
         if self.whole.graph is not graph:
             self.whole.refuse_unready(self.prompts)
         for sources in (self.sources, *(one.sources for one in forks)):
@@ -180,6 +183,19 @@ class Training(Spec):
             for node in graph.nodes.values():
                 for field, state in node.operator.states.items():
                     check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")
+
+    def refuse_unfit_data(self) -> None:
+        """Read and tokenize all data, as the run does when its models are loaded.
+
+        Raises:
+            DataError: a file or a row cannot be read, or a prompt is too long for its model.
+        """
+        forks = held_out(self.job.graph, self.validations)
+        for graph, sources in ((self.job.graph, self.sources), *((one.graph, one.sources) for one in forks)):
+            found = (tokenizer_of(graph, role) for role in graph.generators)
+            tokenizer = next((one for one in found if one is not None), None)
+            if tokenizer is not None or not any(map(gives_tokens, sources.values())):
+                Sources(sources, tokenizer, self.seed, graph, ())
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
