@@ -19,7 +19,7 @@ from flowrl.core.operators.when import ALWAYS
 from flowrl.data.files import write
 from flowrl.errors import GraphError, ParameterError, offer, type_of
 from flowrl.files import plain
-from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_other_keys
+from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_foreign, refuse_other_keys
 from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
@@ -61,8 +61,14 @@ def fingerprint(graph: Graph) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
-def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) -> GraphT:
-    """The inverse of `graph_to_dict`, as this class; see `decode` for `imports`."""
+def graph_from_dict(
+    kind: type[GraphT],
+    data: Mapping[str, Any],
+    imports: bool | None,
+    source: object = "the data",
+    call: str = "Graph.from_dict(data, imports=True)",
+) -> GraphT:
+    """The inverse of `graph_to_dict`, as this class; see `flowrl.files.values` for `imports`."""
     if not isinstance(data, Mapping):
         raise malformed(
             f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
@@ -79,6 +85,8 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
             expected=FORMAT,
         )
     refuse_other_keys(data, KEYS, "the data")
+    if imports is None:
+        refuse_foreign(data, source, call)
     nodes = {}
     written: Mapping[str, Any] = _part(data, "nodes", Mapping, "the data")
     for name in written:
@@ -156,8 +164,8 @@ def save(graph: Graph, path: str | Path) -> None:
     write(path, text.encode())
 
 
-def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
-    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `decode` for `imports`."""
+def load(kind: type[GraphT], path: str | Path, imports: bool | None) -> GraphT:
+    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `flowrl.files.values` for `imports`."""
     data = plain.read(Path(path))
     if not isinstance(data, Mapping):
         raise malformed(
@@ -165,7 +173,7 @@ def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
             where=path,
             found=type(data).__name__,
         )
-    return graph_from_dict(kind, data, imports)
+    return graph_from_dict(kind, data, imports, path, f"flowrl.load({str(path)!r}, imports=True)")
 
 
 def not_imported(graph: Graph) -> list[str]:

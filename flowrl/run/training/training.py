@@ -205,7 +205,7 @@ class Training(Spec):
         described = self.describe()  # now: the source of a reward function may be edited during the run
         seconds: dict[str, float] = {}
         if self.costs is not None:
-            job, costs = self.job, Costs.of(self.costs)
+            job, costs = self.job, Costs.measured(self.costs)
             seconds["predicted"] = predict(job.graph, job.place, self.prompts, costs, optimize=job.optimize).seconds
             described["step_seconds"] = seconds
         exports = self.policies if self.save_model else ()

@@ -26,6 +26,7 @@ from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
 from tests.run.engine.test_lag import ahead
+from tests.run.training import interrupted
 from tests.run.training.interrupted import Stopper, assert_same, checkpoints, jobs, run
 from tests.support.errors import raises
 from tests.support.jobs import job_of
@@ -232,11 +233,19 @@ class Signaler(Stopper):
     ],
 )
 def test_a_signal_within_a_step_takes_a_checkpoint_after_it(
-    tiny: str, prompts_file: str, tmp_path: Path, name: str, lag: int, place: Any
+    tiny: str,
+    prompts_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    lag: int,
+    place: Any,
 ) -> None:
     """A second signal does not cut the step off. The resumed run equals the uninterrupted one, to the bit; the signal
     comes in the last step before a validation, and after the next one in a step of another epoch."""
     job = dataclasses.replace(ahead(name, tiny, lag) if lag else jobs(name, tiny), place=place)
+    if place:  # there, it is time that decides how many steps are sampled ahead
+        monkeypatch.setattr(interrupted, "TIMES", (*interrupted.TIMES, "queue/filled"))
     whole = run(job, prompts_file, tmp_path / "whole", checkpoint_every=None)
     for step, node in ((2, "generate"), (3, "update_actor")):
         signaled = Signaler(step, node)
