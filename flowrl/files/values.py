@@ -114,7 +114,7 @@ def _reference(ref: str) -> dict[str, str]:
 
 def refuse_foreign(data: Any, source: object, call: str) -> None:
     """Refuse data whose code the program has not imported; `call` is the Python call that would import it."""
-    if foreign := list(dict.fromkeys(_foreign(data))):
+    if foreign := sorted(set(_foreign(data))):
         raise GraphError(
             f"{source} names code that flowrl would have to import, and an import runs its file: {', '.join(foreign)}. "
             f"If you trust it, call {call}.",
