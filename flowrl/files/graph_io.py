@@ -17,7 +17,7 @@ from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import ALWAYS
 from flowrl.data.files import write
-from flowrl.errors import GraphError, ParameterError, offer, type_of
+from flowrl.errors import GraphError, ParameterError, article, offer, type_of
 from flowrl.files import plain
 from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_foreign, refuse_other_keys
 from flowrl.rules.check import refuse_unknown_rules
@@ -76,6 +76,13 @@ def graph_from_dict(
             found=type(data).__name__,
         )
     plain.check(data, "the data")
+    if "flowrl" not in data and isinstance(data.get("graph"), Mapping):
+        raise malformed(
+            f"{source} describes a run, not a graph. Pass the graph in it: "
+            f"Graph.from_dict(json.loads(Path({str(source)!r}).read_text())['graph']).",
+            where=source,
+            key="flowrl",
+        )
     if _part(data, "flowrl", int, "the data") != FORMAT:
         raise GraphError(
             f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
@@ -141,8 +148,8 @@ def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has {type_of(data[key])} under {key!r}" if key in data else f"lacks {key!r}"
         raise malformed(
-            f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected a {kind.__name__.lower()}, as "
-            f"graph.to_dict() returns it.",
+            f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected "
+            f"{article(kind.__name__.lower())}, as graph.to_dict() returns it.",
             where=where,
             key=key,
             expected=kind.__name__.lower(),

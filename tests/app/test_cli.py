@@ -108,7 +108,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
         (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
-        (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
+        (["show", "graphs.py:wants"], "such as `target = wants(n=...)`, and pass graphs.py:target. [cli.wrong-target]"),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),

@@ -6,6 +6,7 @@ Unsafe data and files are refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,20 @@ def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], 
 def test_data_must_be_a_mapping(data: Any) -> None:
     with raises("file.malformed", where="the data", found=type(data).__name__):
         Graph.from_dict(data)
+
+
+def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> None:
+    """The call of the message returns it."""
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"status": "finished", "identity": {}, "graph": PPO.to_dict()}))
+    with raises("file.malformed", where=str(file)) as caught:
+        load(file)
+    call = re.findall(r"Graph\.from_dict\(.*\)", caught.value.message)[0]
+    assert eval(call, {"Graph": Graph, "json": json, "Path": Path}).fingerprint() == PPO.fingerprint()
+    file.write_text("{}")
+    with raises("file.malformed", key="flowrl", expected="int") as caught:
+        load(file)
+    assert "expected an int" in caught.value.message
 
 
 def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
