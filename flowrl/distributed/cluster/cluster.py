@@ -18,8 +18,8 @@ from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.errors import BindError
 
 _ANSWER_SECONDS = 5
-# HTTP/2, which Ray uses: the client's preface (RFC 9113, 3.4), frames (4.1), and the first byte of a response (RFC 7541,
-# appendix A: 0x88 is ":status: 200").
+# HTTP/2, which Ray uses: the client's preface (RFC 9113, 3.4), types of frames (6), and the first byte of a response
+# (RFC 7541, A: 0x88 is ":status: 200").
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
 _OK = b"\x88"
