@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
+from flowrl.app.memory import out_of_memory
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, offer, type_of
 
@@ -65,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in given  # anywhere: users add it to the end of a failed command
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
-    except FlowrlError as error:
-        if debug:
-            raise
-        _complain(str(error))
-        sys.exit(2)
     except Exception as error:
+        found = out_of_memory(error, next((word for word in given if not word.startswith("-")), "")) or error
         if debug:
-            raise
+            raise found from error.__cause__ if found is error else error
+        if isinstance(found, FlowrlError):
+            _complain(str(found))
+            sys.exit(2)
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         _complain(
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
