@@ -69,28 +69,7 @@ def graph_from_dict(
     call: str = "Graph.from_dict(data, imports=True)",
 ) -> GraphT:
     """The inverse of `graph_to_dict`, as this class; see `flowrl.files.values` for `imports`."""
-    if not isinstance(data, Mapping):
-        raise malformed(
-            f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
-            where="the data",
-            found=type(data).__name__,
-        )
-    plain.check(data, "the data")
-    if "flowrl" not in data and isinstance(data.get("graph"), Mapping):
-        raise malformed(
-            f"{source} describes a run, not a graph. Pass the graph in it: "
-            f"Graph.from_dict(json.loads(Path({str(source)!r}).read_text())['graph']).",
-            where=source,
-            key="flowrl",
-        )
-    if _part(data, "flowrl", int, "the data") != FORMAT:
-        raise GraphError(
-            f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
-            f"it again from its Python file.",
-            code="file.wrong-format",
-            found=data["flowrl"],
-            expected=FORMAT,
-        )
+    _refuse_other_data(data, source)
     refuse_other_keys(data, KEYS, "the data")
     if imports is None:
         refuse_foreign(data, source, call)
@@ -117,6 +96,32 @@ def graph_from_dict(
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
+
+
+def _refuse_other_data(data: Mapping[str, Any], source: object) -> None:
+    """Refuse data that is not a graph of this format, such as the description of a run."""
+    if not isinstance(data, Mapping):
+        raise malformed(
+            f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
+            where="the data",
+            found=type(data).__name__,
+        )
+    plain.check(data, "the data")
+    if "flowrl" not in data and isinstance(data.get("graph"), Mapping):
+        raise malformed(
+            f"{source} describes a run, not a graph. Pass the graph in it: "
+            f"Graph.from_dict(json.loads(Path({str(source)!r}).read_text())['graph']).",
+            where=source,
+            key="flowrl",
+        )
+    if _part(data, "flowrl", int, "the data") != FORMAT:
+        raise GraphError(
+            f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
+            f"it again from its Python file.",
+            code="file.wrong-format",
+            found=data["flowrl"],
+            expected=FORMAT,
+        )
 
 
 def _lag(data: Mapping[str, Any]) -> int | Lag:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flowrl.run.training.signals import SIGNALS
 from tests.support.command_line import Command, is_paragraph, write
 from tests.support.runs import lines
 
@@ -70,15 +67,6 @@ def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(command: Comma
     answer = command("run", f"{training}:saved", "--seed", "7")
     again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
     assert (answer.code, answer.err) == (130, f"flowrl: interrupted; resume with: {again}\n")
-
-
-@pytest.fixture
-def unhandled() -> Iterator[None]:
-    """Signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("unhandled")

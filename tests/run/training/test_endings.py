@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +116,6 @@ def test_an_unwritable_trace_is_a_storage_error(tmp_path: Path) -> None:
 
 
 # ---- signals
-
-
-@pytest.fixture
-def unhandled() -> Iterator[None]:
-    """Signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("unhandled")

@@ -275,12 +275,6 @@ class TestStart:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path / "new", 3, resume="or-start")
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path / "new", resume="or-start"), whole("grpo"))
 
-    def test_resume_without_a_run_is_refused_before_a_folder_exists(self, prompts_file: str, tmp_path: Path) -> None:
-        for folder in (tmp_path, tmp_path / "runs" / "tpyo"):
-            with raises("resume.no-run", path=str(folder)):
-                run(jobs("grpo", "no such model"), prompts_file, folder, resume=True)
-        assert list(tmp_path.iterdir()) == []
-
     def test_a_run_without_a_checkpoint_restarts(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:

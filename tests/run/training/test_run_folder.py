@@ -144,6 +144,13 @@ def test_an_export_does_not_overwrite_what_a_link_in_it_points_to(prompts_file: 
         train(job_of("grpo", "no such model"), prompts_file, tmp_path / "run", save_model=True)
 
 
+def test_resuming_without_a_run_is_refused_before_a_folder_exists(prompts_file: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "runs" / "misspelled"):
+        with raises("resume.no-run", path=str(folder)):
+            train(job_of("grpo", "no such model"), prompts_file, folder, resume=True)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
 def test_default_run_folders_are_numbered(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
