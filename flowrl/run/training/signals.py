@@ -20,10 +20,10 @@ class Ended(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self._number = number
+        self.number = number
 
     def __str__(self) -> str:
-        return signal.Signals(self._number).name
+        return signal.Signals(self.number).name
 
 
 class Ending:
