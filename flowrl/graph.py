@@ -119,7 +119,7 @@ class Graph(graph.Graph):
         return graph_io.graph_to_dict(self)
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any], *, imports: bool = True) -> Graph:
+    def from_dict(data: Mapping[str, Any], *, imports: bool | None = None) -> Graph:
         """The graph of the data that `to_dict` returned; see `load` for `imports`.
 
         Raises:
@@ -146,16 +146,17 @@ def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
     return Algorithm(function, sys._getframe(1).f_locals, Graph)
 
 
-def load(path: str | Path, *, imports: bool = True) -> Graph:
+def load(path: str | Path, *, imports: bool | None = None) -> Graph:
     """The graph in a ``.yaml``/``.yml`` or ``.json`` file.
 
     Args:
         path: the file's path.
-        imports: import the classes and functions that the file names, which runs their modules. With False, no code
-            outside flowrl and installed operators runs: functions are names only, so the graph can be shown, checked
-            and compared but not bound; other classes are refused.
+        imports: whether to import the classes and functions that the file names, which runs their modules. By default,
+            those of flowrl, of installed operators, and those that your program has already imported are used, and
+            other references are refused. True imports them. False only names functions, so that the graph can be
+            shown, checked and compared but not bound.
 
     Raises:
-        GraphError: the file is missing, damaged, not a graph, or names a class that is not imported.
+        GraphError: the file is missing, damaged, not a graph, or names code that is not imported.
     """
     return graph_io.load(Graph, path, imports)

@@ -11,6 +11,8 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import gc
 import random
+import signal
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -64,3 +66,14 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.support.jobs import write_prompts
 
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+@pytest.fixture
+def unhandled() -> Iterator[None]:
+    """Termination signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
+    from flowrl.run.training.signals import SIGNALS
+
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
+from flowrl.app.memory import out_of_memory
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, offer, type_of
 
@@ -65,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in given  # anywhere: users add it to the end of a failed command
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
-    except FlowrlError as error:
-        if debug:
-            raise
-        _complain(str(error))
-        sys.exit(2)
     except Exception as error:
+        found = out_of_memory(error, next((word for word in given if not word.startswith("-")), "")) or error
         if debug:
-            raise
+            raise found from error.__cause__ if found is error else error
+        if isinstance(found, FlowrlError):
+            _complain(str(found))
+            sys.exit(2)
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         _complain(
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
@@ -240,12 +240,20 @@ def run(
     folder: Annotated[str | None, typer.Option(help="Output folder. [default: the training's]")] = None,
     costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
+    or_start: Annotated[bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
     """Run a training. TARGET is a Training, or a function that returns one."""
     from flowrl.run.training.report import TensorBoard, Terminal
+    from flowrl.run.training.signals import Ended
     from flowrl.run.training.training import Training
 
+    if resume and or_start:
+        raise ParameterError(
+            "flowrl run got both --resume and --resume-or-start. Pass one of the two.",
+            code="cli.bad-option",
+            option="--resume",
+        )
     training = load_target(target)
     if not isinstance(training, Training):
         raise ParameterError(
@@ -256,18 +264,24 @@ def run(
             found=type(training).__name__,
             expected="Training",
         )
-    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs, "resume": resume or None}
+    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
+    given["resume"] = "or-start" if or_start else resume or None
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out)
     try:
         result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
-    except KeyboardInterrupt:
-        if training.checkpoint_every is None or terminal.folder is None:
-            raise
+    except (KeyboardInterrupt, Ended) as error:
+        what, code = (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
         options = [f"--{name}={value}" for name, value in again.items() if value is not None]
-        _complain(f"interrupted; resume with: {shlex.join(['flowrl', 'run', target, '--resume', *options])}")
-        raise typer.Exit(INTERRUPTED) from None
+        command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]
+        advice = f"resume with: {shlex.join(command)}"
+        if terminal.folder is None:
+            advice = "the run had not started."
+        elif training.checkpoint_every is None:
+            advice = "it has no checkpoint. Pass Training(checkpoint_every=...) to resume such a run."
+        _complain(f"{what}; {advice}")
+        raise typer.Exit(code) from None
     out.print(f"The run is in {result.folder}", markup=False)
 
 

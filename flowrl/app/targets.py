@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,17 @@ def load_target(target: str, imports: bool = True) -> Any:
         return found()
     if not inspect.isfunction(found):
         return found
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
+    if missing := _required(found):
+        call = f"{found.__name__}({', '.join(f'{name}=...' for name in missing)})"
+        file = target.rpartition(":")[0]
         raise GraphError(
-            f"{target} cannot be called without arguments: {error}. Name its result instead: write "
-            f"`graph = {found.__name__}(...)` in your file and pass FILE.py:graph.",
+            f"{target} needs arguments ({', '.join(missing)}), which the command line does not pass. Name its result "
+            f"in {file}, such as `target = {call}`, and pass {file}:target.",
             code="cli.wrong-target",
             target=target,
             found=found.__name__,
-        ) from error
+            missing=missing,
+        )
     return found()
 
 
@@ -65,6 +67,12 @@ def graph_of(found: Any, target: str) -> Any:
             found=type(found).__name__,
         )
     return graph
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a function that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def refuse_namesakes(first: str, second: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node, unknown_node
 from flowrl.core.graphs.inference import Available
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared
 from flowrl.core.operators.ports import PortField
@@ -276,6 +277,7 @@ class Rewiring:
 
     def _refuse_unread_insert(self, name: str, anchor: str, outputs: Mapping[str, FieldType]) -> None:
         """Refuse an inserted node whose columns no node would read."""
+        self._refuse_second_kl(name)
         theirs = self.graph[anchor].signature.outputs
         output = next((new for new, t in outputs.items() if any(same(t, old) for old in theirs.values())), None)
         unread = output or next(iter(outputs))
@@ -296,6 +298,24 @@ class Rewiring:
             code="edit.unread-node",
             node=name,
             anchor=anchor,
+        )
+
+    def _refuse_second_kl(self, name: str) -> None:
+        """Refuse an unread node with the KL that another node counts: to wire it would count KL twice."""
+        new, others = self.operators[name], {n: op for n, op in self.operators.items() if n != name}
+        counting = next((n for n, op in others.items() if Effect.KL in op.effects), None)
+        if Effect.KL not in new.effects or counting is None:
+            return
+        kind, at = type(new).__name__, f"{self.graph.name} counts KL to the reference in {counting}"
+        change = f"set={{'{counting}.kl': None}}, and wire a reader to {name}"
+        if isinstance(others[counting], type(new)):
+            change = f"replace={{{counting!r}: {kind}(...)}}"
+        raise GraphError(
+            f"{at}, so {name} would count it a second time, and no node reads {name}. Leave {name} out, or change the "
+            f"KL that is counted: edit({change}).",
+            code="edit.unread-node",
+            node=name,
+            counted_by=counting,
         )
 
     def _refuse_unread_edits(self, nodes: Mapping[str, Node], sinks: Sequence[str]) -> None:

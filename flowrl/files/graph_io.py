@@ -17,9 +17,9 @@ from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import ALWAYS
 from flowrl.data.files import write
-from flowrl.errors import GraphError, ParameterError, offer, type_of
+from flowrl.errors import GraphError, ParameterError, article, offer, type_of
 from flowrl.files import plain
-from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_other_keys
+from flowrl.files.values import NotImported, at_place, decode, encode, malformed, refuse_foreign, refuse_other_keys
 from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
@@ -61,24 +61,18 @@ def fingerprint(graph: Graph) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
-def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) -> GraphT:
-    """The inverse of `graph_to_dict`, as this class; see `decode` for `imports`."""
-    if not isinstance(data, Mapping):
-        raise malformed(
-            f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
-            where="the data",
-            found=type(data).__name__,
-        )
-    plain.check(data, "the data")
-    if _part(data, "flowrl", int, "the data") != FORMAT:
-        raise GraphError(
-            f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
-            f"it again from its Python file.",
-            code="file.wrong-format",
-            found=data["flowrl"],
-            expected=FORMAT,
-        )
+def graph_from_dict(
+    kind: type[GraphT],
+    data: Mapping[str, Any],
+    imports: bool | None,
+    source: object = "the data",
+    call: str = "Graph.from_dict(data, imports=True)",
+) -> GraphT:
+    """The inverse of `graph_to_dict`, as this class; see `flowrl.files.values` for `imports`."""
+    _refuse_other_data(data, source)
     refuse_other_keys(data, KEYS, "the data")
+    if imports is None:
+        refuse_foreign(data, source, call)
     nodes = {}
     written: Mapping[str, Any] = _part(data, "nodes", Mapping, "the data")
     for name in written:
@@ -102,6 +96,32 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
+
+
+def _refuse_other_data(data: Mapping[str, Any], source: object) -> None:
+    """Refuse data that is not a graph of this format, such as the description of a run."""
+    if not isinstance(data, Mapping):
+        raise malformed(
+            f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
+            where="the data",
+            found=type(data).__name__,
+        )
+    plain.check(data, "the data")
+    if "flowrl" not in data and isinstance(data.get("graph"), Mapping):
+        raise malformed(
+            f"{source} describes a run, not a graph. Pass the graph in it: "
+            f"Graph.from_dict(json.loads(Path({str(source)!r}).read_text())['graph']).",
+            where=source,
+            key="flowrl",
+        )
+    if _part(data, "flowrl", int, "the data") != FORMAT:
+        raise GraphError(
+            f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
+            f"it again from its Python file.",
+            code="file.wrong-format",
+            found=data["flowrl"],
+            expected=FORMAT,
+        )
 
 
 def _lag(data: Mapping[str, Any]) -> int | Lag:
@@ -133,8 +153,8 @@ def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has {type_of(data[key])} under {key!r}" if key in data else f"lacks {key!r}"
         raise malformed(
-            f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected a {kind.__name__.lower()}, as "
-            f"graph.to_dict() returns it.",
+            f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected "
+            f"{article(kind.__name__.lower())}, as graph.to_dict() returns it.",
             where=where,
             key=key,
             expected=kind.__name__.lower(),
@@ -156,8 +176,8 @@ def save(graph: Graph, path: str | Path) -> None:
     write(path, text.encode())
 
 
-def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
-    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `decode` for `imports`."""
+def load(kind: type[GraphT], path: str | Path, imports: bool | None) -> GraphT:
+    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `flowrl.files.values` for `imports`."""
     data = plain.read(Path(path))
     if not isinstance(data, Mapping):
         raise malformed(
@@ -165,7 +185,7 @@ def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
             where=path,
             found=type(data).__name__,
         )
-    return graph_from_dict(kind, data, imports)
+    return graph_from_dict(kind, data, imports, path, f"flowrl.load({str(path)!r}, imports=True)")
 
 
 def not_imported(graph: Graph) -> list[str]:

@@ -1,14 +1,18 @@
 """Parameters as JSON-able data and back.
 
 A spec is written as its class and parameters, a callable as its import path and the hash of its source, a role as its
-name. Nothing is pickled. ``imports=True`` imports the classes and functions that the data names, which runs their files
-as any Python import does; ``imports=False`` imports only those of flowrl and of installed operators.
+name. Nothing is pickled. Importing the classes and functions that the data names runs their files, as any Python import
+does, so `imports` decides:
+
+- None: use those of flowrl, of installed operators, and those that the program has already imported; refuse others.
+- True: import all.
+- False: use only those of flowrl and of installed operators; other functions remain names, other classes are refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +20,16 @@ from typing import Any, Literal
 from flowrl.core.graphs.after import After
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
-from flowrl.core.operators.references import named_source_hash, parse_reference, reference, resolve, source_hash
+from flowrl.core.operators.references import (
+    imported,
+    named_source_hash,
+    parse_reference,
+    reference,
+    resolve,
+    source_hash,
+)
 from flowrl.core.operators.roles import RoleRef
-from flowrl.errors import GraphError, ParameterError, offer, type_of
+from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
 from flowrl.spec import Spec, parameters
 
 
@@ -101,8 +112,51 @@ def _reference(ref: str) -> dict[str, str]:
     return {"$named": f"{source}:{name}", "source": named_source_hash(ref)}
 
 
-def decode(data: Any, where: str, imports: bool) -> Any:
-    """The inverse of `encode`. Without `imports`, functions remain `NotImported`."""
+def refuse_foreign(data: Any, source: object, call: str) -> None:
+    """Refuse data whose code the program has not imported; `call` is the Python call that would import it."""
+    if foreign := sorted(set(_foreign(data))):
+        raise GraphError(
+            f"{source} names code that flowrl would have to import, and an import runs its file: {', '.join(foreign)}. "
+            f"If you trust it, call {call}.",
+            code="file.not-imported",
+            path=source,
+            references=foreign,
+        )
+
+
+def _foreign(data: Any) -> Iterator[str]:
+    """The references in data whose code has not been imported; in the fields of a spec also those written as text."""
+    if isinstance(data, list | tuple):
+        for item in data:
+            yield from _foreign(item)
+    elif isinstance(data, Mapping):
+        forms = [data[key] for key in ("$type", "$class", "$function", "$named") if key in data]
+        named = [path for path in forms if isinstance(path, str)]
+        if isinstance(kind := data.get("$type"), str) and not _is_foreign(kind):
+            named += [path for key, path in data.items() if key in _reference_fields(kind) and isinstance(path, str)]
+        yield from filter(_is_foreign, named)
+        yield from _foreign(list(data.values()))
+
+
+def _reference_fields(kind: str) -> Collection[str]:
+    """The fields of a spec that hold references; none if it is not a spec, which `decode` refuses."""
+    try:
+        spec = entry_points.load(kind) if kind.isidentifier() else _object(kind, kind, None)
+    except FlowrlError:
+        return ()
+    return getattr(spec, "references", ())
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether code has to be imported for a reference that neither flowrl nor an installed operator is."""
+    try:
+        return not path.isidentifier() and not _comes_with_flowrl(path) and imported(path) is None
+    except ParameterError:  # it is malformed, which `decode` refuses
+        return False
+
+
+def decode(data: Any, where: str, imports: bool | None) -> Any:
+    """The inverse of `encode`; see the module's docstring for `imports`."""
     if isinstance(data, list | tuple):
         return tuple(decode(item, where, imports) for item in data)
     if not isinstance(data, Mapping):
@@ -137,7 +191,7 @@ def decode(data: Any, where: str, imports: bool) -> Any:
     return found
 
 
-def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
+def _spec(data: Mapping[str, Any], where: str, imports: bool | None) -> Spec:
     """The spec from its class and parameters."""
     name = data["$type"]
     cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
@@ -152,7 +206,7 @@ def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
             path=name,
         )
     given = {k: decode(v, f"{where}.{k}", imports) for k, v in data.items() if k != "$type"}
-    if not imports:  # checking a function named by a string may import its package
+    if imports is False:  # checking a function named by a string may import its package
         given |= {k: NotImported(v, None, "$named") for k, v in given.items() if k in cls.references and type(v) is str}
     try:
         return cls(**given)
@@ -160,16 +214,16 @@ def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
         raise at_place(where, error) from error
 
 
-def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool) -> Any:
+def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool | None) -> Any:
     """The function of this path, checked against its source; or the path, if it is a string in Python."""
     path, source = data[form], data.get("source")
-    if not imports and not _comes_with_flowrl(path):
+    if imports is False and not _comes_with_flowrl(path):
         return NotImported(path, source, form)
-    found = _import(path, where)
+    found = _object(path, where, imports)
     _refuse_changed(found, source, path, where)
     if form == "$function":
         return found
-    return path if imports else NotImported(path, source, form)
+    return NotImported(path, source, form) if imports is False else path
 
 
 def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where: str) -> None:
@@ -184,9 +238,9 @@ def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where:
         )
 
 
-def _class(path: str, where: str, imports: bool) -> Any:
+def _class(path: str, where: str, imports: bool | None) -> Any:
     """The object at this path: a class, or an operator that is a function."""
-    if not imports and not _comes_with_flowrl(path):
+    if imports is False and not _comes_with_flowrl(path):
         raise GraphError(
             f"{where} is of the class {path}, which flowrl would have to import, and an import runs its file. If you "
             f"trust that file, pass imports=True, or --import on the command line.",
@@ -194,7 +248,7 @@ def _class(path: str, where: str, imports: bool) -> Any:
             where=where,
             path=path,
         )
-    return _import(path, where)
+    return _object(path, where, imports)
 
 
 def _comes_with_flowrl(path: str) -> bool:
@@ -228,9 +282,10 @@ def _path(value: Callable[..., Any], where: str, portable: bool) -> str:
     return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _import(path: str, where: str) -> Any:
+def _object(path: str, where: str, imports: bool | None) -> Any:
+    """The object at this path."""
     try:
-        return resolve(path)
+        return (imported(path) if imports is None else None) or resolve(path)
     except ParameterError as error:
         raise at_place(where, error) from error
 

@@ -142,10 +142,12 @@ class ProcessWorker:
         if self.alive:
             self.end()
         details = f"\n{reply.traceback}\n" if reply.traceback else ""
+        advice = "It must be importable on its own: put code that runs as a script under `if __name__ == '__main__':`."
+        if reply.what.startswith(("raised ModuleNotFoundError", "raised ImportError")):
+            advice = "Install the missing package into the environment of the run, or correct the import."
         raise RewardError(
             f"A worker process for the reward function {self._source.reference!r} could not start: importing it "
-            f"{reply.what}. The module must be importable on its own: put code that runs as a script under "
-            f"`if __name__ == '__main__':`.{details}",
+            f"{reply.what}. {advice}{details}",
             code="reward.worker-start",
             function=self._source.reference,
         )

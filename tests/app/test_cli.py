@@ -49,53 +49,10 @@ GRAPHS = """
         raise RuntimeError("out of luck")
 """
 
-TRAINING = """
-    from dataclasses import replace
-
-    import neighbor
-    from flowrl import After, Operator, PromptData, Training
-    from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
-    from flowrl.columns import TokenLevelScores
-    from flowrl.graphs import grpo
-
-    class Interrupt(Operator):
-        def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
-            raise KeyboardInterrupt
-
-    graph = grpo(neighbor.digits, n=2, max_new_tokens=3)
-    model = {model!r}
-    job = graph.bind(actor=TorchTrainer(model, SGD(lr=0.1)), ref=TorchScorer(model), rollout=TorchRollout())
-    training = Training(job, PromptData({data!r}), steps=3, prompts=2, seed=5, folder="own", save_model=False)
-    interrupted = Training(
-        job.edit(insert={{"interrupt": After("reward", Interrupt())}}), PromptData({data!r}), steps=1, prompts=2
-    )
-    saved = replace(interrupted, checkpoint_every=1)
-    unbound = Training(graph.bind(rollout=TorchRollout()), PromptData({data!r}), steps=1, prompts=1)
-
-    def short():
-        return Training(job, PromptData({data!r}), steps=1, prompts=1, save_model=False)
-"""
-
-NEIGHBOUR = """
-    def digits(data_source, solution_str, ground_truth, extra_info=None):
-        return sum(character.isdigit() for character in solution_str)
-"""
-
 
 @pytest.fixture
 def graphs(tmp_path: Path) -> Path:
     return write(tmp_path / "graphs.py", GRAPHS)
-
-
-@pytest.fixture
-def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
-    """A user's file in its own folder, with a neighboring module."""
-    write(tmp_path / "mine" / "neighbor.py", NEIGHBOUR)
-    return write(tmp_path / "mine" / "training.py", TRAINING.format(model=tiny, data=prompts_file))
-
-
-def lines(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # --------------------------------------------------------------------------------------------------- the whole program
@@ -151,7 +108,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
         (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
-        (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
+        (["show", "graphs.py:wants"], "such as `target = wants(n=...)`, and pass graphs.py:target. [cli.wrong-target]"),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),
@@ -376,65 +333,6 @@ def test_two_files_whose_neighbors_share_a_name_are_not_mixed_up(command: Comman
     assert answer.code == 2 and is_paragraph(answer)
     assert "old/common.py, and" in answer.err and "new/common.py has the same name" in answer.err
     assert command("diff", "old/train.py:graph", "old/train.py:graph").out == "grpo -> grpo: no difference\n"
-
-
-# ----------------------------------------------------------------------------------------------------------------- run
-
-
-def test_run_trains_as_the_training_says(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:training")
-    assert answer.code == 0 and answer.out.endswith("The run is in own\n") and "step    3/3" in answer.out
-    assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
-    described = json.loads(Path("own/run.json").read_text())
-    assert described["status"] == "finished" and described["training"]["seed"] == 5
-    answer = command("run", f"{training}:training")
-    assert answer.code == 2 and is_paragraph(answer) and "own already holds a run. Choose another folder" in answer.err
-    assert len(lines(Path("own/metrics.jsonl"))) == 3
-
-
-def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command, training: Path) -> None:
-    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
-    assert command("run", f"{training}:training", *arguments).code == 0
-    assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
-    assert json.loads(Path("other/run.json").read_text())["training"]["seed"] == 6
-    assert not Path("own").exists()
-
-
-def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
-    source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
-    other = write(training.with_name("resumed.py"), source)
-    assert command("run", f"{other}:training", "--steps", "2").code == 0
-    answer = command("run", f"{other}:training", "--resume")
-    assert answer.code == 0 and "3 steps (2 done), writing to own" in answer.out
-    assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
-    answer = command("run", f"{other}:training", "--resume", "--seed", "6")
-    assert answer.code == 2 and is_paragraph(answer) and "belongs to a run with another seed" in answer.err
-    answer = command("run", f"{other}:short", "--resume")
-    assert answer.code == 2 and is_paragraph(answer) and "resume=True needs the folder" in answer.err
-
-
-def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
-    assert command("run", f"{training}:short").out.endswith("The run is in runs/grpo-001\n")
-
-
-def test_run_refuses_before_anything_is_loaded_or_written(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:unbound")
-    assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
-    answer = command("run", f"{training}:training", "--steps", "0")
-    assert answer.code == 2 and is_paragraph(answer) and "steps=0" in answer.err
-    assert sorted(path.name for path in Path().iterdir()) == ["mine"]
-
-
-def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:interrupted")
-    assert (answer.code, answer.err) == (130, "flowrl: interrupted.\n")
-    assert json.loads(Path("runs/grpo-001/run.json").read_text())["status"] == "interrupted"
-
-
-def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:saved", "--seed", "7")
-    again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
-    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; resume with: {again}\n")
 
 
 def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:

@@ -396,3 +396,19 @@ def test_a_replacement_that_writes_what_was_dropped_is_read_in_its_place() -> No
 def test_a_replacement_that_is_not_upstream_of_a_dropped_node_is_not_read() -> None:
     with raises("edit.lost-source", node="reward"):
         grpo(exact).edit(replace={"old_log_prob": ScoredLater()}, drop=["reward"])
+
+
+def test_a_second_kl_is_answered_with_the_node_that_counts_the_first() -> None:
+    """Wiring it would count KL twice. The offered edits, applied, change the KL that is counted."""
+    shaped = ppo(exact)
+    with raises("edit.unread-node", node="again", counted_by="kl_shape") as caught:
+        shaped.edit(insert={"again": After("kl_shape", KLShape())})
+    assert "edit(replace={'kl_shape': KLShape(...)})" in caught.value.message and "wire" not in caught.value.message
+    assert not shaped.edit(replace={"kl_shape": KLShape(0.1)}).check()
+    in_loss = grpo(exact)
+    with raises("edit.unread-node", node="again", counted_by="update_actor") as caught:
+        in_loss.edit(insert={"again": After("reward", KLShape())})
+    assert "set={'update_actor.kl': None}" in caught.value.message
+    wire = {"group_advantage.token_level_rewards": "again.token_level_rewards"}
+    edited = in_loss.edit(insert={"again": After("reward", KLShape())}, set={"update_actor.kl": None}, wire=wire)
+    assert [finding.rule for finding in edited.check()] == ["FR016"]  # not the rule on KL that counts twice

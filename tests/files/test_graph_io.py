@@ -6,6 +6,7 @@ Unsafe data and files are refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_an_operator_and_a_reward_of_a_users_file(tmp_path: Path, monkeypatch: p
         load("graph.yaml")
     (tmp_path / "mine.py").unlink()
     with raises("reference.missing-source", path=str(tmp_path / "mine.py")) as error:
-        load("graph.yaml")
+        load("graph.yaml", imports=True)
     assert error.value.message.startswith(("reward.fn: 'mine.py:fair'", "brevity: 'mine.py:Brevity'"))
 
 
@@ -211,7 +212,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 )
 def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
     with pytest.raises((GraphError, PortError, BindError), match=said):
-        Graph.from_dict(damaged(change))
+        Graph.from_dict(damaged(change), imports=True)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +296,27 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
 )
 def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
     with pytest.raises((GraphError, ParameterError), match=said):
-        Graph.from_dict(damaged(change))
+        Graph.from_dict(damaged(change), imports=True)
 
 
 @pytest.mark.parametrize("data", [3, None, "text", [], PPO])
 def test_data_must_be_a_mapping(data: Any) -> None:
     with raises("file.malformed", where="the data", found=type(data).__name__):
         Graph.from_dict(data)
+
+
+def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> None:
+    """The call of the message returns it."""
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"status": "finished", "identity": {}, "graph": PPO.to_dict()}))
+    with raises("file.malformed", where=str(file)) as caught:
+        load(file)
+    call = re.findall(r"Graph\.from_dict\(.*\)", caught.value.message)[0]
+    assert eval(call, {"Graph": Graph, "json": json, "Path": Path}).fingerprint() == PPO.fingerprint()
+    file.write_text("{}")
+    with raises("file.malformed", key="flowrl", expected="int") as caught:
+        load(file)
+    assert "expected an int" in caught.value.message
 
 
 def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
@@ -333,10 +348,10 @@ def test_a_reward_named_by_its_path_must_have_its_source(tmp_path: Path, monkeyp
     Path("mine.py").write_text(source)
     graph = ppo("mine.py:score")
     written, fingerprint = graph.to_dict(), graph.fingerprint()
-    assert Graph.from_dict(written)["reward"].operator.fn == "mine.py:score"  # type: ignore[attr-defined]
+    assert Graph.from_dict(written, imports=True)["reward"].operator.fn == "mine.py:score"  # type: ignore[attr-defined]
     Path("mine.py").write_text(source.replace("1.0", "0.0"))
     assert graph.fingerprint() != fingerprint
     with raises("file.source-changed", where="reward.fn", path="mine.py:score"):
-        Graph.from_dict(written)
+        Graph.from_dict(written, imports=True)
     Path("mine.py").write_text("import math\n\n\n" + source + "\n\ndef other():\n    pass\n")
     assert graph.fingerprint() == fingerprint  # what else is in the file does not matter

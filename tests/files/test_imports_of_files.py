@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import flowrl
+from flowrl import Costs
 from flowrl.core.graphs.after import After
-from flowrl.core.operators.references import resolve
+from flowrl.core.operators.references import resolve, source_hash
 from flowrl.demo.verifier import compute_score
+from flowrl.errors import GraphError
 from flowrl.files.graph_io import not_imported, save
 from flowrl.files.values import NotImported, decode
 from flowrl.graph import Graph, load
@@ -18,7 +25,9 @@ from flowrl.graphs import ppo
 from flowrl.operators import Reward
 from tests.support.command_line import Command
 from tests.support.errors import raises
+from tests.support.jobs import job_of
 from tests.support.kernel import BINDINGS, exact
+from tests.support.runs import train
 
 OPERATOR = """
 from flowrl.columns import TokenLevelScores
@@ -90,7 +99,7 @@ def test_a_graph_that_is_not_imported_is_the_same_graph(make: Any) -> None:
     graph: Graph = make()
     save(graph, "g.yaml")
     read = load("g.yaml", imports=False)
-    assert read.fingerprint() == graph.fingerprint() == load("g.yaml").fingerprint()
+    assert read.fingerprint() == graph.fingerprint() == load("g.yaml", imports=True).fingerprint()
     assert read.to_dict() == graph.to_dict()
     assert not graph.diff(read) and not read.diff(graph)
     Path("mine.py").write_text(REWARD.replace("1.0", "0.0"))
@@ -123,8 +132,106 @@ def test_a_users_class_is_refused_by_name() -> None:
     with raises("file.not-imported", where="halved", path="ours.py:Halved"):
         load("g.json", imports=False)
     assert not Path("ran").exists()
-    assert "halved" in load("g.json")
+    assert "halved" in load("g.json", imports=True)
     assert Path("ran").exists()
+
+
+# ---- the default
+
+
+def unimported(module: str) -> None:
+    """Forget what was imported from a file, as in another program."""
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}_")]:
+        del sys.modules[name]
+
+
+def advised(error: GraphError) -> Any:
+    """The result of the call that a message advises, executed as it is."""
+    (call,) = re.findall(r"call ([\w.]+\(.*imports=True\))", error.message)
+    return eval(call, {"flowrl": flowrl, "Graph": Graph, "Costs": Costs})
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["tagged", "plain text"])
+@pytest.mark.parametrize("make", [by_function, by_name])
+def test_by_default_a_file_imports_nothing_and_its_references_are_named(make: Any, text: bool) -> None:
+    """Also where a reference is written by hand as plain text, and in data; the advised call loads the graph."""
+    halved: Any = resolve("ours.py:Halved")
+    graph = make().edit(insert={"halved": After("reward", halved())})
+    save(graph, "g.yaml")
+    if text:
+        data = yaml.safe_load(Path("g.yaml").read_text())
+        data["nodes"]["reward"]["operator"]["fn"] = "mine.py:score"
+        Path("g.yaml").write_text(yaml.safe_dump(data))
+    spring("ours.py")
+    for module in ("mine", "ours"):
+        unimported(module)
+    with raises("file.not-imported", references=("mine.py:score", "ours.py:Halved")) as caught:
+        load("g.yaml")
+    with raises("file.not-imported", references=("mine.py:score", "ours.py:Halved")):
+        Graph.from_dict(yaml.safe_load(Path("g.yaml").read_text()))
+    assert not Path("ran").exists()
+    assert set(advised(caught.value).nodes) == set(graph.nodes)
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("how", ["by file", "by name"])
+def test_what_the_program_has_imported_resolves_without_an_import(how: str) -> None:
+    """By the reference that the file has, also if the program imported the module by its name."""
+    halved: Any = resolve("ours.py:Halved")
+    graph = ppo(resolve("mine.py:score")).edit(insert={"halved": After("reward", halved())})
+    save(graph, "g.yaml")
+    if how == "by name":
+        for module in ("mine", "ours"):
+            unimported(module)
+            importlib.import_module(module)
+        halved = sys.modules["ours"].Halved
+    before = set(sys.modules)
+    read = load("g.yaml")
+    assert type(read["halved"].operator) is halved and set(sys.modules) == before
+    assert read["reward"].operator.fn.__code__.co_filename == str(Path("mine.py").absolute())  # type: ignore[attr-defined]
+    for module in ("mine", "ours"):
+        unimported(module)
+
+
+@pytest.mark.parametrize("path", ["os:system", "subprocess:call", "mine:system", "mine:os.system", "builtins:eval"])
+def test_the_standard_library_is_not_within_reach_of_a_file(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by way of a module that imports it."""
+    Path("mine.py").write_text("import os\nfrom os import system\n")
+    monkeypatch.setitem(sys.modules, "mine", importlib.import_module("mine"))
+    data = ppo(exact).to_dict()
+    for fn in (path, {"$function": path, "source": source_hash(resolve(path))}):
+        data["nodes"]["reward"]["operator"]["fn"] = fn
+        with raises("file.not-imported", references=(path,)):
+            Graph.from_dict(data)
+
+
+PLACE = """
+from flowrl.distributed.place import Colocate
+
+
+class Mine(Colocate):
+    pass
+"""
+
+
+@pytest.mark.runs
+def test_costs_import_the_place_of_a_run_only_if_allowed(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """A training predicts for its own place, so it imports nothing."""
+    train(job_of("grpo", tiny), prompts_file, tmp_path / "run", steps=2)
+    Path("place.py").write_text(TRAP + PLACE)
+    described = json.loads(Path("run/run.json").read_text())
+    Path("run/run.json").write_text(json.dumps({**described, "place": {"$type": "place.py:Mine", "gpus": 2}}))
+    with raises("file.not-imported", references=("place.py:Mine",)) as caught:
+        Costs.of("run")
+    train(job_of("grpo", tiny), prompts_file, tmp_path / "predicted", steps=1, costs="run")
+    assert not Path("ran").exists()
+    costs = advised(caught.value)
+    assert Path("ran").exists() and costs.place.gpus == 2
+    Path("ran").unlink()
+    assert Costs.of("run").place == costs.place and not Path("ran").exists()  # by now it is imported
+
+
+# ---- imports=False
 
 
 @pytest.mark.parametrize(

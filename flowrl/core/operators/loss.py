@@ -23,6 +23,7 @@ from torch import Tensor
 from flowrl.columns import ColumnType
 from flowrl.core.operators.effects import HasEffects
 from flowrl.core.operators.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
+from flowrl.core.operators.session import State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DefinitionError
@@ -63,8 +64,8 @@ class Loss(HasEffects):
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: it reads something other than columns, does
-            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, or has an unknown
-            unit.
+            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, has an unknown
+            unit, or a `State`, which only operators have.
     """
 
     unit: ClassVar[Unit] = "token"
@@ -76,6 +77,7 @@ class Loss(HasEffects):
         super().__init_subclass__(**kwargs)
         definer = defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
+        _refuse_state(cls, where)
         if "__call__" in vars(cls):
             call = vars(cls)["__call__"]
             refuse_no_function(call, f"{where}.__call__", _EXAMPLE)
@@ -110,6 +112,19 @@ class Loss(HasEffects):
         names = (*self.model_ports.values(), *self.signature.ports)
         injected = {name: metrics if cls is Metrics else key for name, cls in self.signature.injected.items()}
         return self(**{name: columns[name] for name in names}, **injected)
+
+
+def _refuse_state(cls: type[Loss], where: str) -> None:
+    """Refuse a `State`: a loss is called for each micro-batch, on each rank, so its calls count no steps."""
+    if found := next((name for base in cls.__mro__ for name, v in vars(base).items() if isinstance(v, State)), None):
+        raise DefinitionError(
+            f"{where}.{found} is a State, which only operators have: a loss is called for each micro-batch, on each "
+            f"rank. Let an operator before the update have the state and write a column that the loss reads, or use a "
+            f"schedule (flowrl.schedules).",
+            code="operator.state",
+            where=where,
+            state=found,
+        )
 
 
 def _model_ports(reads: Signature, where: str) -> dict[ModelQuantity, str]:

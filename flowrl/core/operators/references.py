@@ -89,6 +89,32 @@ def load_object(ref: str) -> Any:
         ) from error
 
 
+def imported(ref: str) -> Any | None:
+    """The object that `ref` names, if a module that this program has imported defines it; else None. Runs no code.
+
+    The standard library is left out: a file that may choose among its functions chooses `os.system`.
+    """
+    source, name = parse_reference(ref)
+    if source.endswith(".py"):
+        file = os.path.abspath(source)
+        modules = [module for module in sys.modules.values() if _file_of(module) == file]
+    else:
+        modules = [sys.modules[source]] if source in sys.modules else []
+    first, *rest = name.split(".")
+    for module in reversed(modules):  # the newest version of a file
+        found = functools.reduce(lambda owner, part: getattr(owner, part, None), rest, vars(module).get(first))
+        top = module.__name__.partition(".")[0]
+        if getattr(found, "__module__", None) == module.__name__ and top not in sys.stdlib_module_names:
+            return found
+    return None
+
+
+def _file_of(module: ModuleType) -> str | None:
+    """The file of an imported module; a lazy one stays so."""
+    file = vars(module).get("__file__")
+    return os.path.abspath(file) if isinstance(file, str) else None
+
+
 def _broken(ref: str, path: str | None, line: int | None, reason: str) -> ParameterError:
     where = f"{path}:{line}" if line else path
     return ParameterError(

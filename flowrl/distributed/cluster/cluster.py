@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import ray
 
@@ -18,9 +18,11 @@ from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.errors import BindError
 
 _ANSWER_SECONDS = 5
-# HTTP/2, which Ray uses: the client's preface and empty settings, to which a server responds with its own (RFC 9113,
-# 3.4).
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+# HTTP/2, which Ray uses: the client's preface (RFC 9113, 3.4), types of frames (6), and the first byte of a response
+# (RFC 7541, A: 0x88 is ":status: 200").
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
+_OK = b"\x88"
 
 
 @contextlib.contextmanager
@@ -122,17 +124,49 @@ def _resolved(address: tuple[str, int]) -> tuple[str, int]:
 
 
 def _refuse_silent(address: str, at: tuple[str, int]) -> None:
-    """Refuse an address that does not respond as Ray does: Ray would wait for minutes and then end this process."""
+    """Refuse an address where no Ray responds: Ray would retry, print a line each time, and then end this process."""
     try:
         with socket.create_connection(at, _ANSWER_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS") == "1":
                 return
-            connection.sendall(_PREFACE)
-            frame = connection.recv(9)
+            connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b"") + _call(address))
+            with connection.makefile("rb") as stream:
+                found = _response(stream)
     except OSError as error:
         raise _no_cluster(address, str(error)) from error
-    if len(frame) < 4 or frame[3] != 4:
+    if found != _OK:
         raise _no_cluster(address, "another service responds there")
+
+
+def _call(address: str) -> bytes:
+    """An empty gRPC call of Ray's head, on stream 1."""
+    fields = b"\x83\x86"  # ":method: POST", ":scheme: http"; then fields by the number or the text of their name
+    for name, value in (
+        (b"\x04", "/ray.rpc.NodeInfoGcsService/GetClusterId"),
+        (b"\x01", address),
+        (b"\x0f\x10", "application/grpc"),
+        (b"\x00\x02te", "trailers"),
+    ):
+        text = value.encode()[:126]  # of one byte for the length
+        fields += name + bytes([len(text)]) + text
+    return _frame(_HEADERS, 4, 1, fields) + _frame(_DATA, 1, 1, bytes(5))
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
+
+
+def _response(stream: BinaryIO) -> bytes | None:
+    """The first byte of the response's header; None if there is none."""
+    kinds = []
+    while len(head := stream.read(9)) == 9:
+        content = stream.read(int.from_bytes(head[:3], "big"))
+        kinds.append(head[3])
+        if kinds[0] != _SETTINGS or head[3] in (_RESET, _GO_AWAY):
+            return None
+        if head[3] == _HEADERS:
+            return content[:1]
+    return None
 
 
 def _no_cluster(address: str, reason: str) -> BindError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError, ParameterError, type_of
-from flowrl.files.values import decode
+from flowrl.files.values import decode, refuse_foreign
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
@@ -53,7 +53,7 @@ class Costs:
     place: Place | None = None
 
     @staticmethod
-    def of(run: str | Path, *, imports: bool = True) -> Costs:
+    def of(run: str | Path, *, imports: bool | None = None) -> Costs:
         """The costs that a run measured.
 
         The first call of each node in a process does not count: it is the warm-up. Validations in the trace count for
@@ -61,14 +61,18 @@ class Costs:
 
         Args:
             run: the run folder.
-            imports: import the class of the run's place if it is neither flowrl's nor an installed package's; see
-                `flowrl.load`.
+            imports: import the class of the run's place if it is not flowrl's; see `flowrl.load`.
 
         Raises:
             DataError: the folder holds no run, or no trace of a step.
             GraphError: the class of its place is missing, or would have to be imported.
         """
-        prompts, place, timeline, steps = _read(Path(run), imports)
+        return replace(Costs.measured(run), place=_place(Path(run), imports))
+
+    @staticmethod
+    def measured(run: str | Path) -> Costs:
+        """The costs that a run measured, without its place, of which nothing is imported."""
+        prompts, timeline, steps = _read(Path(run))
         warm = _warm(timeline.spans)
         trained, nodes = [span for span in warm if "/" not in span.name], _fitted(warm)
         return Costs(
@@ -79,7 +83,6 @@ class Costs:
             *_driver(trained),
             _between(trained, steps),
             prompts,
-            place,
         )
 
     def given(self, **seconds: float) -> Costs:
@@ -168,8 +171,8 @@ def refuse_no_costs(costs: object) -> None:
         )
 
 
-def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dict[int | None, float]]:
-    """Prompts per step, place, trace, and seconds by step."""
+def _described(folder: Path) -> Mapping[str, Any]:
+    """The ``run.json`` of a run."""
     for file in ("run.json", "trace.json", "metrics.jsonl"):
         if not (folder / file).is_file():
             what = "holds no run" if file == "run.json" else f"holds a run without {file}"
@@ -181,16 +184,38 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
             )
     try:
         described = parse_json((folder / "run.json").read_bytes())
-        prompts = described["training"]["prompts"]
-        place = decode(described["place"], f"the place in {folder / 'run.json'}", imports)
-        if not is_count(prompts) or not isinstance(place, Place | None):
-            raise ValueError(f"prompts={prompts!r}, place={place!r}")
+        if not is_count(prompts := described["training"]["prompts"]) or "place" not in described:
+            raise ValueError(f"prompts={prompts!r}")
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"{folder / 'run.json'} was not written by a run, or is damaged ({error!r}). Run it again.",
-            code="run.damaged",
-            path=folder / "run.json",
-        ) from error
+        raise _damaged(folder, error) from error
+    return cast("Mapping[str, Any]", described)
+
+
+def _place(folder: Path, imports: bool | None) -> Place | None:
+    """The place of a run."""
+    data = _described(folder)["place"]
+    if imports is None:
+        refuse_foreign(data, folder / "run.json", f"Costs.of({str(folder)!r}, imports=True)")
+    try:
+        place = decode(data, f"the place in {folder / 'run.json'}", imports)
+        if not isinstance(place, Place | None):
+            raise ValueError(f"place={place!r}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(folder, error) from error
+    return place
+
+
+def _damaged(folder: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{folder / 'run.json'} was not written by a run, or is damaged ({error!r}). Run it again.",
+        code="run.damaged",
+        path=folder / "run.json",
+    )
+
+
+def _read(folder: Path) -> tuple[int, Timeline, dict[int | None, float]]:
+    """Prompts per step, trace, and seconds by step."""
+    prompts = _described(folder)["training"]["prompts"]
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
     if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
@@ -207,7 +232,7 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
             code="predict.no-run",
             path=folder,
         )
-    return prompts, place, timeline, steps
+    return prompts, timeline, steps
 
 
 def _warm(spans: Iterable[Span]) -> list[Span]:

@@ -11,7 +11,7 @@ from flowrl.core.graphs.fusing import fused, scorers
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.graphs.spans import spanned
-from flowrl.errors import BindError
+from flowrl.errors import BindError, ParameterError
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import critical_path
 from flowrl.run.engine.weights import TrainedWeights
@@ -22,6 +22,8 @@ from flowrl.run.prediction.pretend import PretendRunner, blank_batch, place_of
 from flowrl.spec import written
 
 _STEPS = 40
+_ROWS = 100_000
+"""The most rows of a predicted step: it takes some seconds on one slot, and with many ranks a minute."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def predict(
 
     Args:
         place: where it would run; None is one process.
+        prompts: per step, of at most 100,000 rows.
         optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
     """
     refuse_no_costs(costs)
@@ -81,6 +84,7 @@ def predict(
         graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
     costs.refuse_unmeasured(graph)
     plan, processes = Plan(graph), None
+    _refuse_many(plan, prompts)
     if place is not None:
         _refuse_unbound(graph, place)
         processes = lay_out(graph, place)
@@ -110,6 +114,22 @@ def predict(
         lag,
         _unknown(place, costs),
     )
+
+
+def _refuse_many(plan: Plan, prompts: int) -> None:
+    """Refuse a step of so many rows that its prediction would not end."""
+    rows = {name: prompts * plan.graph[name].operator.rows_factor for name in plan.graph.inputs}
+    for node in plan.order:
+        rows[node.name] = max(rows[source] for source in node.sources) * node.operator.rows_factor
+    if (most := max(rows.values(), default=0)) > _ROWS:
+        raise ParameterError(
+            f"A step of {prompts} prompts has {most} rows, and a prediction takes at most {_ROWS}. Predict a step with "
+            f"fewer prompts: its time grows in proportion.",
+            code="predict.too-many-rows",
+            prompts=prompts,
+            rows=most,
+            limit=_ROWS,
+        )
 
 
 def _refuse_unbound(graph: Graph, place: Place) -> None:

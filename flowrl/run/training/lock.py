@@ -30,7 +30,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._path, self._process = folder / LOCK, os.getpid()
         while True:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             _open.add(self._file)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +76,7 @@ class FolderLock:
     def _is_there(self) -> bool:
         """Whether the locked file is still the one at the path."""
         try:
-            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
         except FileNotFoundError:
             return False
 

@@ -7,21 +7,24 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
-from flowrl.run.training.lock import FolderLock
+from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
 
 LINES = ("metrics.jsonl", "predictions.jsonl", "rollouts.jsonl")
+TRACE = "trace.json"
+CHECKPOINTS = "checkpoints"
 Lines = list[Mapping[str, float]]
+Resume = bool | Literal["or-start"]
 
 
 class RunFolder:
@@ -38,17 +41,24 @@ class RunFolder:
         self.path, self.before, self._lock = path, before, lock
 
     @staticmethod
-    def create(folder: str | None, name: str, resume: bool) -> RunFolder:
-        """Create and lock a folder: a new one, or one whose run ended before its first step; with `resume`, any."""
+    def create(folder: str | None, name: str, resume: Resume, exports: Iterable[str] = ()) -> RunFolder:
+        """Create and lock a folder: a new one, or one whose run ended before its first step; with `resume`, any.
+
+        Args:
+            exports: folders in it that the run writes trained weights to.
+        """
         path = Path("runs") / f"{name}-001" if folder is None else Path(folder).expanduser()
         lock = None
         try:
+            if resume is True:
+                _refuse_no_run(path)
             if folder is None:
                 number = 1
                 while path.exists() or not _is_made(path):
                     number += 1
                     path = path.with_name(f"{name}-{number:03d}")
             path.mkdir(parents=True, exist_ok=True)
+            _refuse_links(path, exports)
             with tempfile.TemporaryFile(dir=path):  # finds an unwritable folder before a model loads
                 lock = FolderLock(path)
             found = RunFolder(path, _described(path), lock)
@@ -59,10 +69,7 @@ class RunFolder:
                     code="run.folder-taken",
                     path=path,
                 )
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a path with a NUL, or our own error
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL, or our own error
             if lock is not None:
                 lock.release()
             if isinstance(error, ParameterError):
@@ -183,6 +190,35 @@ def _described(path: Path) -> Mapping[str, Any] | None:
             code="run.damaged",
             path=path,
         ) from error
+
+
+def _refuse_no_run(path: Path) -> None:
+    """Refuse to resume in a folder without a run."""
+    if not any((path / name).exists() for name in ("run.json", CHECKPOINTS)):
+        raise ParameterError(
+            f"{path} holds no run to resume. Pass the folder of the run (Training(folder=...), --folder), or let a job "
+            f"that restarts begin the run if there is none: Training(resume='or-start'), --resume-or-start.",
+            code="resume.no-run",
+            path=path,
+        )
+
+
+def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
+    """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
+    may a checkpoint, which a run reads, or replaces as a link."""
+    inside = folder.resolve()
+    written = [*(folder / name for name in (LOCK, "run.json", *LINES, TRACE, CHECKPOINTS))]
+    for role in exports:
+        written += [folder / role, *(folder / role).rglob("*")]
+    for path in filter(Path.is_symlink, written):
+        if path.name == LOCK or not Path(os.path.realpath(path)).is_relative_to(inside):
+            raise ParameterError(
+                f"{path} is a link to {path.readlink()}, through which the run would write or delete files outside of "
+                f"its folder. Remove the link, or choose another folder (Training(folder=...), --folder).",
+                code="run.link",
+                path=path,
+                target=path.readlink(),
+            )
 
 
 def _is_made(path: Path) -> bool:

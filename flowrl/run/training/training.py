@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -41,8 +41,8 @@ from flowrl.run.training.prompt_lengths import refuse_long_responses
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
-from flowrl.run.training.run_folder import RunFolder, jsonable
-from flowrl.run.training.signals import ended_in_order
+from flowrl.run.training.run_folder import CHECKPOINTS, TRACE, Resume, RunFolder, jsonable
+from flowrl.run.training.signals import Ending, ended_in_order
 from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_feedback, refuse_no_source
 from flowrl.run.training.validating import Validating
 from flowrl.run.training.validation import Validation
@@ -77,7 +77,8 @@ class Training(Spec):
         save_model: write each trained policy to ``<folder>/<role>`` at the end.
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
         max_checkpoints: how many of the newest checkpoints to retain.
-        resume: resume from the newest undamaged checkpoint in `folder`; without one, start from step 0.
+        resume: resume the run in `folder` from its newest undamaged checkpoint, or from step 0 if it has none.
+            ``"or-start"`` starts the run if there is none, for jobs that are restarted; True refuses that.
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
         costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
@@ -101,7 +102,7 @@ class Training(Spec):
     save_model: bool = True
     checkpoint_every: int | None = Field(default=None, ge=1)
     max_checkpoints: int = Field(default=3, ge=1)
-    resume: bool = False
+    resume: Resume = False
     rollouts_every: int | None = Field(default=None, ge=1)
     costs: str | None = None
 
@@ -122,7 +123,8 @@ class Training(Spec):
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
-            raise ValueError("resume=True needs the folder of the run; pass it: Training(..., folder=...), --folder")
+            given = f"resume={self.resume!r}"
+            raise ValueError(f"{given} needs the folder of the run; pass it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; rename one: Validation(..., name=...)")
         refuse_no_feedback(self.job.graph, self.sources)
@@ -137,6 +139,12 @@ class Training(Spec):
     def validations(self) -> tuple[Validation, ...]:
         """`validation` as a tuple."""
         return (self.validation,) if isinstance(self.validation, Validation) else self.validation
+
+    @property
+    def policies(self) -> list[str]:
+        """The roles whose language model is trained."""
+        roles = self.job.graph.roles().items()
+        return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
 
     @property
     def whole(self) -> Job[Any]:
@@ -213,12 +221,13 @@ class Training(Spec):
         described = self.describe()  # now: the source of a reward function may be edited during the run
         seconds: dict[str, float] = {}
         if self.costs is not None:
-            job, costs = self.job, Costs.of(self.costs)
+            job, costs = self.job, Costs.measured(self.costs)
             seconds["predicted"] = predict(job.graph, job.place, self.prompts, costs, optimize=job.optimize).seconds
             described["step_seconds"] = seconds
-        folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
-        with closing(folder), ended_in_order():
-            checkpoints = Checkpoints(folder.path / "checkpoints", self.max_checkpoints)
+        exports = self.policies if self.save_model else ()
+        folder = RunFolder.create(self.folder, self.job.graph.name, self.resume, exports)
+        with closing(folder), ended_in_order() as ending:
+            checkpoints = Checkpoints(folder.path / CHECKPOINTS, self.max_checkpoints)
             found = None
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
@@ -226,7 +235,7 @@ class Training(Spec):
                 folder.describe({"status": "running", **described})
                 with self.whole.open(self.seed) as opened:
                     steps = opened.fork(Plan(self.job.runs), self.seed)
-                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
+                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"], ending).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
                 folder.describe({"status": "finished", **described})
@@ -281,9 +290,10 @@ class _Loop:
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
         identity: Mapping[str, Any],
+        ending: Ending,
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity = checkpoints, identity
+        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
@@ -300,7 +310,7 @@ class _Loop:
         self.summary: Summary | None = None
         self.started = 0.0
         self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
+        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
         """Run all steps, or those after the checkpoint."""
@@ -311,7 +321,8 @@ class _Loop:
                     reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
                     ends.callback(lambda reporter: reporter.end(self.summary), reporter)
                 self._begin(found)
-                self._go(range(done, self.last))
+                with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
+                    self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
@@ -321,7 +332,7 @@ class _Loop:
             raise
         self._trace()
         if self.training.save_model:
-            for role in self._policies():
+            for role in self.training.policies:
                 with writing(self.folder.path / role):
                     self.steps.save_pretrained(role, self.folder.path / role)
         return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
@@ -346,7 +357,7 @@ class _Loop:
 
     def _checkpoint(self, step: int) -> None:
         every = self.training.checkpoint_every
-        if every is None or (step % every and step != self.last):
+        if every is None or (step % every and step != self.last and self.ending.received is None):
             return
         self.steps.still()
         state = {
@@ -363,13 +374,8 @@ class _Loop:
     def _write(self, checkpoint: Path) -> None:
         """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
         self.steps.save(checkpoint)
-        for role in self._policies():
+        for role in self.training.policies:
             self.steps.save_pretrained(role, checkpoint / role / "huggingface")
-
-    def _policies(self) -> list[str]:
-        """The roles whose language model is trained."""
-        roles = self.training.job.graph.roles().items()
-        return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
 
     def _timeline(self) -> Timeline:
         """All spans since this start; those of validations prefixed with their names."""
@@ -380,7 +386,7 @@ class _Loop:
     def _trace(self) -> None:
         timeline = self._timeline()
         timeline.spans[:0] = self.before.spans
-        timeline.save(self.folder.path / "trace.json")
+        timeline.save(self.folder.path / TRACE)
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
@@ -397,6 +403,7 @@ class _Loop:
             self._checkpoint(step + 1)
             if step + 1 == self.last:
                 break
+            self.ending.end_after(step + 1, self.folder.path)
 
     def _draw(self, step: int) -> Batches:
         self.heard[step] = self.sources.heard

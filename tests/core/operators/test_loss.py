@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import INJECTED, Graph, Loss, Metrics, Now, Operator
+from flowrl import INJECTED, Graph, Loss, Metrics, Now, Operator, State
 from flowrl import columns as c
 from flowrl.core.operators.loss import Unit
 from flowrl.core.operators.ports import FromParameters, PortField
@@ -25,6 +25,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts
 from flowrl.protocols.protocols import Trainer
 from flowrl.records import Tokens, Updated
+from flowrl.spec import Spec
 from tests.support.errors import raises
 from tests.support.kernel import exact, wires
 
@@ -256,3 +257,26 @@ def test_a_name_means_one_column() -> None:
 
     with raises("loss.column-clash", column="input_ids"):
         UpdateActor(Clash()).signature  # noqa: B018
+
+
+def test_a_state_is_refused_where_the_class_of_a_loss_is_written() -> None:
+    """It would count micro-batches, continue in the next run, and miss in checkpoints."""
+
+    class Counting:
+        calls = State(lambda self: 0)
+
+    with raises("operator.state", state="calls") as caught:
+
+        class Warm(Counting, Loss):
+            def __call__(self, log_probs: c.LogProbs, advantages: c.Advantages) -> Tensor:
+                return -advantages * log_probs
+
+    assert f"{__file__}:" in caught.value.message
+
+
+def test_a_state_of_what_is_no_operator_is_refused_when_it_is_read() -> None:
+    class Schedule(Spec):
+        steps = State(lambda self: 0)
+
+    with raises("operator.state", owner="Schedule", state="steps"):
+        Schedule().steps.value += 1  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -356,3 +357,32 @@ def test_declared_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
     job = job.edit(bind={"actor": type(actor)(desk=actor.desk, folder=actor.folder, memory=16.0)})
     with raises("place.too-large", slot=0, expected=10.0, found=16.0), job.open():
         raise AssertionError("opened")
+
+
+@pytest.mark.usefixtures("disconnected")
+@pytest.mark.parametrize(
+    "response", [bytes([0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D]), bytes([0, 0, 0, 7, 0, 0, 0, 0, 0]), b""]
+)
+def test_a_proxy_without_ray_is_refused_before_ray_retries(response: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """A gateway accepts connections to hosts that are gone, and responds to HTTP/2 with 404, goes away or hangs up.
+
+    Ray would retry for 20 seconds, with a line each time.
+    """
+    settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(settings + response)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1000)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        place = Colocate(1, address=f"127.0.0.1:{server.getsockname()[1]}")
+        with raises("cluster.address", reason="another service responds there"), connected(place):
+            raise AssertionError("connected")
+        thread.join()
+    assert capfd.readouterr() == ("", "")

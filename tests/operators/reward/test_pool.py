@@ -204,6 +204,7 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
         with raises("reward.worker-start") as error:
             Reward(f"{file}:f", on_error=on_error)(*rows(["a"] * 3))
         assert "importing it raised ModuleNotFoundError: No module named 'no_such_module'" in error.value.message
+        assert "Install" in error.value.message and "__main__" not in error.value.message
     for meaning, found in (("max(1.0, 3.0)", "float, expected"), ("type('Score', (float,), {})", "class, which")):
         file.write_text(f"f = {meaning}\n")  # which the source does not plainly tell
         with raises("reward.invalid-function", function=f"{file}:f") as error:

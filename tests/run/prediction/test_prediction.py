@@ -7,16 +7,32 @@ import pytest
 from flowrl.core.operators.roles import Role
 from flowrl.distributed.place import Colocate, Split
 from flowrl.graph import Graph
+from flowrl.graphs import grpo
 from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from tests.support.errors import raises
+from tests.support.kernel import exact
 from tests.support.paper import BATCH, Answer, Ask, Carry, General, Generating, Nodes, OnSlots, Train, fixed, graph_of
 
 
 def seconds_of(graph: Graph, place: Place | None, costs: Costs, rows: int = 8) -> float:
     return predict(graph, place, rows, costs).seconds
+
+
+class TestRows:
+    def test_a_step_of_a_billion_prompts_is_refused_before_its_rows_are_made(self) -> None:
+        graph = graph_of({"a": (General(), BATCH)})
+        with raises("predict.too-many-rows", prompts=10**9, rows=10**9, limit=100_000):
+            predict(graph, None, 10**9, fixed(a=2.0))
+        assert seconds_of(graph, None, fixed(a=2.0), rows=100_000) == pytest.approx(2.0)
+
+    def test_the_responses_of_a_prompt_count(self) -> None:
+        graph = grpo(exact, n=16)
+        costs = fixed(**{name: 1.0 for name, node in graph.nodes.items() if not node.is_input})
+        with raises("predict.too-many-rows", rows=160_000):
+            predict(graph, None, 10_000, costs)
 
 
 class TestStepTime:

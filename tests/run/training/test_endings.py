@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
@@ -9,13 +10,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowrl import INJECTED, Metrics, Operator, State, Terminal, Training
+from flowrl import INJECTED, Colocate, Metrics, Operator, State, Terminal, Training
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.data.sources.prompts import PromptData
@@ -24,7 +25,9 @@ from flowrl.run.engine.timeline import Timeline
 from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
-from tests.run.training.interrupted import assert_same, jobs, run
+from tests.run.engine.test_lag import ahead
+from tests.run.training import interrupted
+from tests.run.training.interrupted import Stopper, assert_same, checkpoints, jobs, run
 from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import Recorder, described, lines, train
@@ -115,15 +118,6 @@ def test_an_unwritable_trace_is_a_storage_error(tmp_path: Path) -> None:
 # ---- signals
 
 
-@pytest.fixture
-def unhandled() -> Iterator[None]:
-    """Signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_run_cleanly(tiny: str, prompts_file: str, tmp_path: Path, number: signal.Signals) -> None:
@@ -187,6 +181,7 @@ def test_existing_signal_handlers_are_preserved() -> None:
 
 
 def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """Its last words are how to resume."""
     script = """
         import os, signal, sys
         from pathlib import Path
@@ -198,13 +193,85 @@ def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_
                     os.kill(os.getpid(), signal.SIGTERM)
 
         tiny, prompts, folder = sys.argv[1:]
-        run(jobs("grpo", tiny), prompts, Path(folder), [Terminated(1, "reward")])
+        run(jobs("grpo", tiny), prompts, Path(folder), [Terminated(2, "reward")])
     """
     arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
     ended = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr.decode()
-    assert ended.stderr == b""
+    [line] = ended.stderr.decode().splitlines()
+    assert line.startswith("SIGTERM ended the run after step 3, with a checkpoint.")
+    assert line.endswith(f"Training(folder={str(tmp_path)!r}, resume=True).")
     assert described(tmp_path)["status"] == "interrupted"
+
+
+class Signaler(Stopper):
+    """Sends SIGTERM twice when `node` starts in the step after `step`."""
+
+    def node(self, name: str) -> None:
+        if (self.done, name) == (self.at, self.name):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.runs
+@pytest.mark.usefixtures("unhandled")
+@pytest.mark.parametrize(
+    ("name", "lag", "place"),
+    [
+        ("ppo", 0, None),
+        ("grpo", 2, None),
+        pytest.param("grpo", 1, Colocate(gpus=1), marks=pytest.mark.ray),
+    ],
+)
+def test_a_signal_within_a_step_takes_a_checkpoint_after_it(
+    tiny: str,
+    prompts_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    lag: int,
+    place: Any,
+) -> None:
+    """A second signal does not cut the step off. The resumed run equals the uninterrupted one, to the bit; the signal
+    comes in the last step before a validation, and after the next one in a step of another epoch."""
+    job = dataclasses.replace(ahead(name, tiny, lag) if lag else jobs(name, tiny), place=place)
+    if place:  # there, it is time that decides how many steps are sampled ahead
+        monkeypatch.setattr(interrupted, "TIMES", (*interrupted.TIMES, "queue/filled"))
+    whole = run(job, prompts_file, tmp_path / "whole", checkpoint_every=None)
+    for step, node in ((2, "generate"), (3, "update_actor")):
+        signaled = Signaler(step, node)
+        folder = tmp_path / "run"
+        with pytest.raises(Ended) as caught:
+            run(job, prompts_file, folder, [signaled], checkpoint_every=100, resume="or-start")
+        assert caught.value.code == 128 + signal.SIGTERM
+        assert signaled.done == step + 1
+        assert checkpoints(folder)[-1] == f"step-{step + 1:06d}"
+        assert described(folder)["status"] == "interrupted"
+    assert_same(run(job, prompts_file, folder, checkpoint_every=100, resume=True), whole)
+
+
+@pytest.mark.usefixtures("unhandled")
+def test_a_signal_in_the_last_step_finishes_the_run(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    found = train(job_of("grpo", tiny), prompts_file, tmp_path, [Signaler(2, "reward")], steps=3, checkpoint_every=9)
+    assert len(found.metrics) == 3 and described(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.usefixtures("unhandled")
+def test_a_failure_after_a_signal_is_the_signal(
+    tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scheduler may signal all processes of a job, such as those that a node calls."""
+
+    class Lost(Operator):
+        def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ConnectionError("the judge was terminated")
+
+    job = job_of("grpo", tiny).edit(insert={"lost": After("reward", Lost())})
+    with pytest.raises(Ended):
+        train(job, prompts_file, tmp_path, checkpoint_every=1)
+    assert described(tmp_path)["status"] == "interrupted"
+    assert "the judge was terminated" in caplog.text
 
 
 # ---- reporters

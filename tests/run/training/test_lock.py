@@ -99,6 +99,15 @@ def test_a_forked_child_does_not_have_the_lock(tmp_path: Path) -> None:
         os.close(file)
 
 
+def test_a_lock_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("a thesis")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "thesis")
+    with pytest.raises(OSError, match="symbolic links"):
+        FolderLock(tmp_path / "run")
+    assert (tmp_path / "thesis").read_text() == "a thesis"
+
+
 def test_an_unreadable_lock_file_is_still_locked(tmp_path: Path) -> None:
     lock_held = FolderLock(tmp_path)
     for content in (b"", b"{", b"[]", b"{}", b"\xff"):

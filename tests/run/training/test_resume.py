@@ -269,10 +269,11 @@ class TestCheckpoints:
 
 
 class TestStart:
-    def test_resume_in_an_empty_folder_starts_a_run(
+    def test_resume_or_start_starts_a_run_or_resumes_it(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
-        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path / "new", resume=True), whole("grpo"))
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path / "new", 3, resume="or-start")
+        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path / "new", resume="or-start"), whole("grpo"))
 
     def test_a_run_without_a_checkpoint_restarts(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole

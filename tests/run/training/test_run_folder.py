@@ -93,6 +93,64 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts
         train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("link", [".lock", "run.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "actor"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_that_leaves_the_folder_is_refused_and_its_target_unchanged(
+    prompts_file: str, tmp_path: Path, link: str, there: bool
+) -> None:
+    """Also if the folder is refused for another reason, and where the target does not exist yet."""
+    target, folder = tmp_path / "theirs", tmp_path / "run"
+    folder.mkdir()
+    if there:
+        target.write_text("a thesis")
+    (folder / link).symlink_to(target)
+    (folder / "notes").symlink_to(tmp_path)  # a run neither writes nor deletes it
+    for text in (None, '{"status": "finished"}'):
+        if text and link != "run.json":
+            (folder / "run.json").write_text(text)
+        with raises("run.link", path=str(folder / link), target=str(target)):
+            train(job_of("grpo", "no such model"), prompts_file, folder, save_model=True)
+    assert not there or target.read_text() == "a thesis"
+    assert target.exists() == there
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpoints_linked_to_another_run_are_not_pruned(
+    tiny: str, prompts_file: str, tmp_path: Path, inside: bool
+) -> None:
+    """A link to a folder within the run folder is allowed, and so is a run folder that is a link."""
+    disk = tmp_path / "disk" / "runs"
+    theirs = [disk / ("mine" if inside else "theirs") / "stored" / f"step-00000{step}" for step in (7, 8)]
+    for checkpoint in theirs:
+        checkpoint.mkdir(parents=True)
+    (disk / "mine").mkdir(exist_ok=True)
+    (disk / "mine" / "checkpoints").symlink_to(theirs[0].parent)
+    (tmp_path / "runs").symlink_to(disk)
+    job = job_of("grpo", tiny)
+    if inside:
+        train(job, prompts_file, tmp_path / "runs" / "mine", steps=1, checkpoint_every=1)
+        assert [path.name for path in (disk / "mine" / "stored").iterdir()] == ["step-000001"]
+        return
+    with raises("run.link", target=str(theirs[0].parent)):
+        train(job, prompts_file, tmp_path / "runs" / "mine", steps=1, checkpoint_every=1)
+    assert all(checkpoint.exists() for checkpoint in theirs)
+
+
+def test_an_export_does_not_overwrite_what_a_link_in_it_points_to(prompts_file: str, tmp_path: Path) -> None:
+    (tmp_path / "base.safetensors").write_text("weights")
+    (tmp_path / "run" / "actor").mkdir(parents=True)
+    (tmp_path / "run" / "actor" / "model.safetensors").symlink_to(tmp_path / "base.safetensors")
+    with raises("run.link"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path / "run", save_model=True)
+
+
+def test_resuming_without_a_run_is_refused_before_a_folder_exists(prompts_file: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "runs" / "misspelled"):
+        with raises("resume.no-run", path=str(folder)):
+            train(job_of("grpo", "no such model"), prompts_file, folder, resume=True)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
 def test_default_run_folders_are_numbered(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
