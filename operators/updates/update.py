@@ -279,6 +279,15 @@ class ScoringUpdate(UpdateActor):
     scores = True
     scorer: str = "old_log_prob"
 
+    def __repr__(self) -> str:
+        return f"{self.unfused!r}, fused with {self.scorer}"
+
+    @property
+    def unfused(self) -> UpdateActor:
+        """The update of the graph."""
+        own = {name: value for name, value in parameters(self).items() if name != "scorer"}
+        return UpdateActor(**own).in_place_of(self)
+
     @property
     def more_ports(self) -> Signature:
         """The ports of the loss except `old_log_probs`."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from flowrl.columns import ColumnType
 from flowrl.core.operators.effects import HasEffects
 from flowrl.core.operators.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
+from flowrl.core.operators.session import State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DefinitionError
@@ -63,8 +64,8 @@ class Loss(HasEffects):
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: it reads something other than columns, does
-            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, or has an unknown
-            unit.
+            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, has a `State`, or
+            has an unknown unit.
     """
 
     unit: ClassVar[Unit] = "token"
@@ -76,6 +77,7 @@ class Loss(HasEffects):
         super().__init_subclass__(**kwargs)
         definer = defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
+        _refuse_state(cls, where)
         if "__call__" in vars(cls):
             call = vars(cls)["__call__"]
             refuse_no_function(call, f"{where}.__call__", _EXAMPLE)
@@ -154,6 +156,20 @@ def _field(port: Port) -> FieldType:
 def _kind(field: FieldType) -> str:
     """The kind of a column; empty for a value, which all rows share."""
     return field.kind if isinstance(field, ColumnType) else ""
+
+
+def _refuse_state(cls: type[Loss], where: str) -> None:
+    """Refuse state, which would depend on the micro-batches and ranks, for each of which the loss is called."""
+    members = {name: value for base in cls.__mro__ for name, value in vars(base).items()}
+    if state := next((name for name, value in members.items() if isinstance(value, State)), None):
+        raise DefinitionError(
+            f"{where}.{state} is a State, which losses cannot have: each rank calls them once per micro-batch. "
+            f"Define it in an operator that writes a column, and declare that column as a port of the loss; or make it "
+            f"a parameter with a schedule.",
+            code="operator.state",
+            where=where,
+            state=state,
+        )
 
 
 def _refuse_unit(cls: type[Loss], where: str) -> None:

@@ -168,6 +168,14 @@ class State(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> State[T] | Cell[T]:
         if instance is None:
             return self
+        if self.name not in getattr(owner, "states", ()):
+            raise DefinitionError(
+                f"{owner.__name__}.{self.name} is a State, but {owner.__name__} is not an operator, so no session "
+                f"saves its value. Define it in an operator.",
+                code="operator.state",
+                where=owner.__name__,
+                state=self.name,
+            )
         # Outside a session the operator's own instance has the cell (this descriptor does not shadow __dict__).
         return cast(Cell[T], instance.__dict__.setdefault(self.name, Cell(self.initial(instance))))
 
