@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, offer, type_of
+from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer, type_of
 
 INTERRUPTED = 130
 """The exit code in shells of a process that Ctrl-C ended."""
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FlowrlError as error:
         if debug:
             raise
-        _complain(str(error))
+        _complain(f"{error}{_at(error)}")
         sys.exit(2)
     except Exception as error:
         if debug:
@@ -78,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
         )
         sys.exit(1)
+
+
+def _at(error: FlowrlError) -> str:
+    """The user's line that led to an error; empty without one, or if the message names its file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_of_a_user(f.filename)]
+    named = not frames or frames[-1].filename in str(error)
+    return "" if named else f" At {frames[-1].filename}:{frames[-1].lineno}."
 
 
 def _complain(message: str) -> None:

@@ -284,7 +284,7 @@ class InFlightSteps:
         except NodeError as error:
             node, step = error.facts.get("node"), error.facts.get("step")
             one = self._steps.get(step - 1 if isinstance(step, int) else min(self._steps))
-            if one is not None and node in self.infos and not self._runner.can_recover(error):
+            if one is not None and isinstance(node, str) and node in self.infos and not self._runner.can_recover(error):
                 failed, when = self.infos[node].node, self._during or f"in step {step}"
                 with suppress(NodeError):  # a column is lost; the error remains as it is
                     one.not_finite.explain(error, failed, when, self.infos, one.outputs, self._runner.fetch)

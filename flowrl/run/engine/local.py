@@ -6,8 +6,6 @@ It uses neither threads nor Ray, so breakpoints work in every operator. Its numb
 from __future__ import annotations
 
 import inspect
-import os
-import sysconfig
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -17,14 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowrl import errors
 from flowrl.core.graphs.graph import Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.session import Call, Session
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import FlowrlError, NodeError
+from flowrl.errors import FlowrlError, NodeError, is_of_a_user
 from flowrl.run.engine.nodes import lengths_of
 from flowrl.run.engine.not_finite import not_finite
 from flowrl.run.engine.runner import Lengths, Task, TaskResult, code_and_facts, load_of, pairs
@@ -152,7 +149,7 @@ def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[An
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(type(operator).__call__).__code__.co_filename
     # the user's line, in the operator or in a loss passed to an operator of flowrl
-    own = [f for f in frames if _is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
+    own = [f for f in frames if is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
     # flowrl's own errors name the place
     line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
     text = error.message if isinstance(error, FlowrlError) else error
@@ -161,14 +158,6 @@ def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[An
         f"  operator: {operator!r}\n"
         f"  inputs: {shapes(inputs)}"
     )
-
-
-# folders of flowrl, Python and installed packages
-_OTHERS = (str(Path(errors.__file__).parent), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
-
-
-def _is_of_a_user(file: str) -> bool:
-    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in _OTHERS)))
 
 
 def shapes(inputs: Mapping[Any, Any]) -> str:

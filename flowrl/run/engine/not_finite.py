@@ -41,11 +41,11 @@ class _Retained(NamedTuple):
 
 
 class _First(NamedTuple):
-    """The first number of an output that is not finite, and how many there are."""
+    """The first number of an output that is not finite, and how many of its numbers under the mask are not."""
 
     number: float
     place: list[int]
-    count: int
+    wrong: int
     of: int
     mask: str | None
 
@@ -97,7 +97,7 @@ class NotFiniteOutputs:
         at = ", ".join(f"{axis} {index}" for axis, index in place.items())
         under = "" if first.mask is None else f" under {first.mask}"
         error.args = (
-            f"{edge.node} wrote {first.number} {when}: {edge.output} at {at} ({first.count} of {first.of} "
+            f"{edge.node} wrote {first.number} {when}: {edge.output} at {at} ({first.wrong} of {first.of} "
             f"numbers{under} are not finite). Then {error.message}",
         )
         error.facts = {**error.facts, "origin": str(edge), **place}
