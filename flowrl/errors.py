@@ -8,6 +8,8 @@ derives from `FlowrlError` and from the builtin that it refines.
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -56,6 +58,15 @@ def offer(name: object, known: Iterable[str], has: str = "it has") -> str:
     names = list(known)
     near = difflib.get_close_matches(str(name), names, n=1)
     return f"{has} {', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else '.'}"
+
+
+# folders of flowrl, Python and installed packages
+_OTHERS = (os.path.dirname(__file__), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+
+
+def is_of_a_user(file: str) -> bool:
+    """Whether a file of a traceback is neither flowrl's nor Python's nor of an installed package."""
+    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in _OTHERS)))
 
 
 def article(noun: str) -> str:

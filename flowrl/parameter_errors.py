@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
 
 from flowrl.errors import FlowrlError, ParameterError, offer
+from flowrl.peer_names import translated
 
 
 def by_name(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _describe(cls: type, names: Sequence[str], error: ValidationError, given: Ma
     """All that is wrong with the arguments of a spec, each parameter once."""
     sentences: dict[str, None] = {}
     wrong: dict[str, list[str]] = {}  # pydantic reports one error for each member of a union
-    known = ""
+    known, hints = "", dict[str, str]()
     for e in error.errors():
         # validators and __post_init__ raise sentences
         raised = e.get("ctx", {}).get("error")
@@ -76,16 +77,17 @@ def _describe(cls: type, names: Sequence[str], error: ValidationError, given: Ma
         if not e["loc"]:
             sentences[reason] = None
         elif _is_misnamed(e):
-            holder = "" if name in names else _holder(cls, name)
+            holder = "" if name in names else translated([name], names, ": {}") or _holder(cls, name)
             sentences[_MISNAMED[e["type"]][1].format(name=name, value=_brief(e["input"])) + holder] = None
             known = f" {offer('' if name in names or holder else name, names, 'It takes')}"
         else:
             path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
             members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
             members.append(reason.removeprefix("input should be ").removeprefix("expected ") if members else reason)
+            hints |= {name: hint} if (hint := _hint(e, cls, name)) else {}
     reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
     text = "; ".join([*sentences, *reasons])
-    return f"{cls.__name__}(...): {text}{'' if text.endswith('?') else '.'}{known}"
+    return " ".join([f"{cls.__name__}(...): {text}{'' if text.endswith('?') else '.'}{known}", *hints.values()])
 
 
 _MISNAMED = {
@@ -117,6 +119,33 @@ def _reason(error: Mapping[str, Any]) -> str:
             return f"it lacks {'item ' if isinstance(error['loc'][-1], int) else ''}{error['loc'][-1]}"
         case _:
             return f"{error['msg'][0].lower()}{error['msg'][1:]}".rstrip(".")
+
+
+def _hint(error: Mapping[str, Any], cls: Any, name: str) -> str | None:
+    """What to write instead of a value that other libraries take."""
+    value = error["input"]
+    if error["type"] == "callable_type" and isinstance(value, list | tuple | Mapping):
+        return "For several rewards, call one Reward(fn) each, and combine their scores with WeighRewards."
+    if error["type"] == "string_type" and callable(getattr(value, "save_pretrained", None)):
+        return f'Backends load a folder: call .save_pretrained("folder") and pass {name}="folder".'
+    if error["type"] in ("dataclass_type", "dataclass_exact_type") and isinstance(value, str):
+        parts = parts_of(cls.__pydantic_fields__[name].annotation)
+        kinds = [part for part in parts if hasattr(part, "__pydantic_fields__")]
+        found = (made for kind in kinds for made in _subclasses(kind) if made.__name__.lower() == value.lower())
+        if (spec := next(found, None)) is not None:
+            required = [field for field, info in spec.__pydantic_fields__.items() if info.is_required()]
+            return f"Pass {name}={spec.__name__}({', '.join(f'{field}=...' for field in required)})."
+    rows = isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
+    if error["type"] == "string_type" and rows:
+        return "Write the rows to a file, one json.dumps(row) per line, and pass its path."
+    return None
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    """A class and all classes derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _subclasses(derived)
 
 
 def _steps(value: Any, path: Sequence[int | str]) -> list[str]:

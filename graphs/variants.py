@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypedDict
 from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.errors import GraphError, ParameterError, offer, refuse_staleness
 from flowrl.graph import Graph
+from flowrl.peer_names import translated
 
 P = ParamSpec("P")
 RewardFn = str | Callable[..., Any] | None
@@ -77,7 +78,7 @@ def edit_of(
                 refuse_staleness(name, kwargs, signature.parameters)
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
                 raise GraphError(
-                    f"{name}(...) cannot be called like this: {error}; "
+                    f"{name}(...) cannot be called like this: {error}{translated(kwargs, signature.parameters)}; "
                     f"{offer(unknown, signature.parameters, 'it takes')}",
                     code="algorithm.bad-call",
                     algorithm=name,

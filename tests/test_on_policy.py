@@ -197,6 +197,20 @@ def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
         Sync(actor=actor, rollout=rollout)(stale)
 
 
+def test_sync_refuses_an_engine_that_returns_no_receipt(tiny: str) -> None:
+    """A backend of one's own may forget the return, which was an AttributeError of None."""
+
+    class Forgetful(TorchRolloutEngine):
+        def sync(self, trainer: Any) -> Any:
+            super().sync(trainer)
+
+    actor, honest = trainer(tiny), engine(tiny)
+    rollout = Forgetful(honest.model, honest.tokenizer, max_rows=8)
+    with raises("call.return", node="sync", expected="Receipt", found="a NoneType") as error:
+        Sync(actor=actor, rollout=rollout)(update(actor, 0))
+    assert "Forgetful returned a NoneType" in error.value.message
+
+
 @pytest.mark.parametrize("said", ["receipt", "engine"])
 def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) -> None:
     class Liar(TorchRolloutEngine):

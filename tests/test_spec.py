@@ -9,16 +9,20 @@ import copy
 import inspect
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import AfterValidator, Field
 
+from flowrl import PromptData
+from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.core.operators.roles import Role
 from flowrl.errors import DataError, DefinitionError, ParameterError
+from flowrl.operators import PPOClip, Reward, UpdateActor
 from flowrl.spec import Spec, non_default, parameters
 from tests.support.errors import raises
+from tests.support.kernel import exact
 
 
 class Inner(Spec):
@@ -89,6 +93,39 @@ def test_parameters_are_listed_all_or_without_the_defaults() -> None:
     assert parameters(Outer(3)) == {"size": 3, "rate": 0.5, "inner": Inner(), "names": (), "limit": None}
     assert non_default(Outer(3)) == {"size": 3}
     assert non_default(Outer(3, 0.5, Inner(2), limit=5)) == {"size": 3, "inner": Inner(2), "limit": 5}
+
+
+class Saveable:
+    """A model object, as of transformers."""
+
+    def save_pretrained(self, folder: str) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("construct", "parameter", "hint"),
+    [
+        (lambda: Reward([exact, exact]), "fn", "combine their scores with WeighRewards."),
+        (lambda: Reward({"accuracy": exact}), "fn", "combine their scores with WeighRewards."),
+        (lambda: TorchScorer(Saveable()), "model", 'call .save_pretrained("folder") and pass model="folder".'),
+        (
+            lambda: TorchTrainer("m", schedule="cosine"),
+            "schedule",
+            "Pass schedule=Cosine(start=..., end=..., steps=...).",
+        ),
+        (lambda: TorchTrainer("m", optimizer="adamw"), "optimizer", "Pass optimizer=AdamW(lr=...)."),
+        (lambda: UpdateActor("gspo"), "loss", "Pass loss=GSPO()."),
+        (lambda: PromptData([{"prompt": "1 + 1"}]), "path", "one json.dumps(row) per line, and pass its path."),
+        (lambda: PPOClip(epsilon=0.2), "epsilon", "TRL's epsilon is clip_low here."),
+    ],
+)
+def test_errors_about_values_of_other_libraries_say_what_to_write(
+    construct: Callable[[], Any], parameter: str, hint: str
+) -> None:
+    with pytest.raises(ParameterError) as error:
+        construct()
+    assert error.value.facts["parameter"] == parameter and hint in error.value.message
+    assert error.value.message.count(hint) == 1
 
 
 @pytest.mark.parametrize(

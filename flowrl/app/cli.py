@@ -23,7 +23,7 @@ from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, offer, type_of
+from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer, type_of
 
 INTERRUPTED = 130
 """The exit code in shells of a process that Ctrl-C ended."""
@@ -71,13 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise found from error.__cause__ if found is error else error
         if isinstance(found, FlowrlError):
-            _complain(str(found))
+            _complain(f"{found}{_at(found)}")
             sys.exit(2)
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         _complain(
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
         )
         sys.exit(1)
+
+
+def _at(error: FlowrlError) -> str:
+    """The user's line that led to an error; empty without one, or if the message names its file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_of_a_user(f.filename)]
+    named = not frames or frames[-1].filename in str(error)
+    return "" if named else f" At {frames[-1].filename}:{frames[-1].lineno}."
 
 
 def _complain(message: str) -> None:

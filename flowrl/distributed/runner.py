@@ -157,7 +157,7 @@ class RayRunner:
         keep_awake = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), keep_awake)
         running = Running(task, {}, {}, time.monotonic(), delivery)
-        operator, written = task.node.operator, dict(task.node.inputs)
+        operator = task.node.operator
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
             now = task.now if len(hosts) == 1 else replace(task.now, share=_share(rank, len(hosts), rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
@@ -172,7 +172,6 @@ class RayRunner:
                     rows,
                     now,
                     sources,
-                    written,
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows
@@ -300,6 +299,7 @@ class RayRunner:
             reports[0].state,
             joined(parts),
             max(report.ended for report in reports) - min(report.started for report in reports),
+            tuple(dict.fromkeys(name for report in reports for name in report.not_finite)),
         )
 
     def _fetch(self, pieces: list[ColumnPart], expected: ColumnType, what: str) -> Any:

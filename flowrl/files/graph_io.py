@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,12 +153,13 @@ def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     """The value under a key, refused unless it is of `kind`."""
     if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has {type_of(data[key])} under {key!r}" if key in data else f"lacks {key!r}"
+        expected = kind.__name__.lower()
         raise malformed(
             f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected "
             f"{article(kind.__name__.lower())}, as graph.to_dict() returns it.",
             where=where,
             key=key,
-            expected=kind.__name__.lower(),
+            expected=expected,
         )
     return data[key]
 
@@ -170,7 +172,7 @@ def save(graph: Graph, path: str | Path) -> None:
         StorageError: the file cannot be written.
     """
     refuse_non_graph(graph)
-    path = Path(path)
+    path = _path(path, "save", "For the graph as data, call graph.to_dict().")
     is_json, data = plain.is_json(path), graph_to_dict(graph)
     text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)
     write(path, text.encode())
@@ -178,7 +180,7 @@ def save(graph: Graph, path: str | Path) -> None:
 
 def load(kind: type[GraphT], path: str | Path, imports: bool | None) -> GraphT:
     """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `flowrl.files.values` for `imports`."""
-    data = plain.read(Path(path))
+    data = plain.read(_path(path, "load", "To read data as graph.to_dict() returns it, call Graph.from_dict(data)."))
     if not isinstance(data, Mapping):
         raise malformed(
             f"{path} holds {type_of(data)}; expected a graph, as flowrl.save(...) writes it.",
@@ -186,6 +188,17 @@ def load(kind: type[GraphT], path: str | Path, imports: bool | None) -> GraphT:
             found=type(data).__name__,
         )
     return graph_from_dict(kind, data, imports, path, f"flowrl.load({str(path)!r}, imports=True)")
+
+
+def _path(path: Any, call: str, fix: str) -> Path:
+    """The path of a graph's file."""
+    if not isinstance(path, str | os.PathLike):
+        raise malformed(
+            f"flowrl.{call}(...) got {type_of(path)}; expected the path of a .yaml or .json file. {fix}",
+            where=f"flowrl.{call}",
+            found=type(path).__name__,
+        )
+    return Path(path)
 
 
 def not_imported(graph: Graph) -> list[str]:

@@ -22,7 +22,7 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.errors import ParameterError, StalePolicyError, SyncError
+from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import TakesModelInputs
 from flowrl.operators.losses.objective import ROW, Aggregation, FirstPass, KLLoss, TokenObjective, check_norm
@@ -279,6 +279,15 @@ class ScoringUpdate(UpdateActor):
     scores = True
     scorer: str = "old_log_prob"
 
+    def __repr__(self) -> str:
+        return f"{self.unfused!r}, fused with {self.scorer}"
+
+    @property
+    def unfused(self) -> UpdateActor:
+        """The update of the graph."""
+        own = {name: value for name, value in parameters(self).items() if name != "scorer"}
+        return UpdateActor(**own).in_place_of(self)
+
     @property
     def more_ports(self) -> Signature:
         """The ports of the loss except `old_log_probs`."""
@@ -371,6 +380,16 @@ class Sync(Operator):
             receipt = self.rollout.sync(self.actor)
         else:
             receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self._caches)
+        if not isinstance(receipt, Receipt):
+            raise SyncError(
+                f"{self.name}: {type(self.rollout).__name__} returned {type_of(receipt)} from its weight update, "
+                f"expected a Receipt. Return Receipt(version, digest, bytes, seconds, transport) of what it loaded, "
+                f"and store it as `self.receipt`.",
+                code="call.return",
+                node=self.name,
+                expected="Receipt",
+                found=type_of(receipt),
+            )
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
                 f"The update has version {updated.version}, the actor {self.actor.version}, the receipt "

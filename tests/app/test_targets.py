@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -18,7 +19,7 @@ from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.errors import GraphError
 from flowrl.graphs import grpo, gspo, remax, rloo
 from flowrl.graphs.variants import DistillSettings, GRPOSettings, PPOSettings, parent_of, settings_of
-from tests.support.command_line import Command, is_paragraph
+from tests.support.command_line import Command, is_paragraph, write
 from tests.support.errors import raises
 
 
@@ -143,3 +144,10 @@ def test_defaults_of_an_edit_go_before_those_of_its_neighbor() -> None:
 def test_debug_raises_the_error_of_an_unknown_name() -> None:
     with raises("cli.unknown-target", target="nothing"):
         main(["show", "nothing", "--debug"])
+
+
+def test_errors_of_flowrl_in_a_users_function_name_its_line(command: Command) -> None:
+    source = "from flowrl.graphs import sft\n\n\ndef graph():\n    return sft().bind(ref=None)\n"
+    answer = command("show", write(Path("file.py"), source).name + ":graph")
+    assert answer.code == 2 and is_paragraph(answer)
+    assert "sft has no role 'ref' to bind" in answer.err and answer.err.endswith("file.py:5.\n")

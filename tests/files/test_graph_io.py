@@ -317,6 +317,22 @@ def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> Non
     with raises("file.malformed", key="flowrl", expected="int") as caught:
         load(file)
     assert "expected an int" in caught.value.message
+@pytest.mark.parametrize("given", [{"name": "grpo"}, 3, None])
+def test_load_names_from_dict_for_what_is_not_a_path(given: Any) -> None:
+    with raises("file.malformed", where="flowrl.load", found=type(given).__name__) as error:
+        load(given)
+    assert "call Graph.from_dict(data)" in error.value.message
+    with raises("file.malformed", where="flowrl.save", found=type(given).__name__):
+        save(ppo(exact), given)
+
+
+@pytest.mark.parametrize(("key", "expected"), [("lag", "an int"), ("nodes", "a mapping"), ("name", "a str")])
+def test_a_missing_part_has_its_article(key: str, expected: str) -> None:
+    data = ppo(exact).to_dict()
+    del data[key]
+    with raises("file.malformed", key=key) as error:
+        Graph.from_dict(data)
+    assert f"expected {expected}, as" in error.value.message
 
 
 def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:

@@ -144,6 +144,38 @@ def test_an_unknown_setting_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "given", "ours"),
+    [
+        ("grpo", "num_generations", "TRL's num_generations is n here"),
+        ("grpo", "max_completion_length", "TRL's max_completion_length is max_new_tokens here"),
+        ("rloo", "beta", "TRL's beta is kl_coef here"),
+        ("grpo", "epsilon", "TRL's epsilon is clip here"),
+        ("dapo", "epsilon_high", "TRL's epsilon_high is clip_high here"),
+        ("ppo", "num_iterations", "TRL's num_iterations is ppo_epochs here"),
+        ("ppo", "rollout_n", "verl's rollout_n is n here"),
+        ("ppo", "kl_loss_coef", "verl's kl_loss_coef is kl_coef here"),
+        ("grpo", "clip_ratio", "verl's clip_ratio is clip here"),
+        ("grpo", "max_response_length", "verl's max_response_length is max_new_tokens here"),
+        ("grpo", "n_samples_per_prompt", "OpenRLHF's n_samples_per_prompt is n here"),
+        ("ppo", "init_kl_coef", "OpenRLHF's init_kl_coef is kl_coef here"),
+        ("grpo", "eps_clip", "OpenRLHF's eps_clip is clip here"),
+        ("grpo", "generate_max_len", "OpenRLHF's generate_max_len is max_new_tokens here"),
+    ],
+)
+def test_names_of_other_libraries_are_translated(algorithm: str, given: str, ours: str) -> None:
+    with raises("algorithm.bad-call", algorithm=algorithm) as error:
+        getattr(graphs, algorithm)(exact, **{given: 1})
+    assert f"({ours})" in error.value.message
+
+
+def test_a_name_without_a_parameter_here_is_not_translated() -> None:
+    """SFT generates nothing."""
+    with raises("algorithm.bad-call", algorithm="sft") as error:
+        graphs.sft(num_generations=8)
+    assert "TRL" not in error.value.message
+
+
+@pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("rloo", "gamma"),

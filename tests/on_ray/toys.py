@@ -373,6 +373,27 @@ class Both(Operator):
         return 0.5 * (self.ref.log_probs(rollout) + self.judge.log_probs(rollout))
 
 
+class Spoils(Operator):
+    """Writes NaN on the sampled tokens of the prompts that end with a token."""
+
+    granularity: ClassVar[Granularity] = "row"
+    last: int
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, rollout: Sequences, ref_log_prob: c.RefLogProbs) -> c.RefLogProbs:
+        mine = rollout.input_ids[:, -rollout.response_mask.shape[1] - 1] == self.last
+        return ref_log_prob.masked_fill(mine[:, None] & rollout.response_mask, float("nan"))
+
+
+class Picky(Spoils):
+    """Refuses NaN."""
+
+    def __call__(self, rollout: Sequences, ref_log_prob: c.RefLogProbs) -> c.RefLogProbs:
+        if ref_log_prob.isnan().any():
+            raise ValueError("found NaN")
+        return ref_log_prob
+
+
 def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = None, place: Any = None) -> Job:
     """A graph bound to toy backends, with so many ranks per role."""
     desk.mkdir(parents=True, exist_ok=True)

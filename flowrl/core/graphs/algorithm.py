@@ -18,6 +18,7 @@ from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge, EdgeType, Symbol, prefixed
 from flowrl.core.operators.symbols import prefix as before
 from flowrl.errors import DefinitionError, GraphError, ParameterError, refuse_staleness, type_of
+from flowrl.peer_names import translated
 from flowrl.record_types import hints_of, record_columns, with_clear_attribute_errors
 
 P = ParamSpec("P")
@@ -148,8 +149,9 @@ class Algorithm(Generic[P, R, GraphT]):
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:
             refuse_staleness(f"{name}(...)", kwargs, self.parameters.parameters)
+            ours = translated(kwargs, self.parameters.parameters)
             raise GraphError(
-                f"{name}(...) cannot be traced: {error}. Call it as {name}{self.parameters}, without its inputs "
+                f"{name}(...) cannot be traced: {error}{ours}. Call it as {name}{self.parameters}, without its inputs "
                 f"({', '.join(self.inputs)}).",
                 code="algorithm.bad-call",
                 algorithm=name,
@@ -210,9 +212,10 @@ class Algorithm(Generic[P, R, GraphT]):
         try:
             inspect.signature(self.function).bind(*args, **kwargs)
         except TypeError as error:
+            parameters = inspect.signature(self.function)
+            ours = translated(kwargs, parameters.parameters)
             raise GraphError(
-                f"{name}(...) cannot be called on columns: {error}. Call it as "
-                f"{name}{inspect.signature(self.function)}.",
+                f"{name}(...) cannot be called on columns: {error}{ours}. Call it as {name}{parameters}.",
                 code="algorithm.bad-call",
                 algorithm=name,
                 reason=str(error),

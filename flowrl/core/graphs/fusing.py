@@ -19,6 +19,7 @@ from flowrl.core.graphs.lineage import rows_of_step
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.backend import Backend
 
 GraphT = TypeVar("GraphT", bound=Graph)
@@ -41,6 +42,11 @@ class FusedUpdate(Protocol):
     """The operator that `FusableUpdate.fusing` returns: it also writes the output of the node `scorer`."""
 
     scorer: str
+
+    @property
+    def unfused(self) -> Operator:
+        """The operator of the graph before fusing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,13 @@ def scorers(graph: Graph) -> dict[str, str]:
     """In a `fused` graph: the update that writes the output of each removed node, by that node's name."""
     operators = ((name, node.operator) for name, node in graph.nodes.items())
     return {operator.scorer: name for name, operator in operators if isinstance(operator, FusedUpdate)}
+
+
+def as_in_graph(operator: Operator, edge: Edge) -> Edge:
+    """An output of an operator of a `fused` graph, by its name in the graph before fusing."""
+    if isinstance(operator, FusedUpdate) and edge.output not in operator.unfused.signature.outputs:
+        return Edge(operator.scorer, edge.output)
+    return edge
 
 
 def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:

@@ -171,6 +171,20 @@ def _kind(field: FieldType) -> str:
     return field.kind if isinstance(field, ColumnType) else ""
 
 
+def _refuse_state(cls: type[Loss], where: str) -> None:
+    """Refuse state, which would depend on the micro-batches and ranks, for each of which the loss is called."""
+    members = {name: value for base in cls.__mro__ for name, value in vars(base).items()}
+    if state := next((name for name, value in members.items() if isinstance(value, State)), None):
+        raise DefinitionError(
+            f"{where}.{state} is a State, which losses cannot have: each rank calls them once per micro-batch. "
+            f"Define it in an operator that writes a column, and declare that column as a port of the loss; or make it "
+            f"a parameter with a schedule.",
+            code="operator.state",
+            where=where,
+            state=state,
+        )
+
+
 def _refuse_unit(cls: type[Loss], where: str) -> None:
     if problem := _unit_problem(cls):
         raise DefinitionError(f"{where}{problem}", code="loss.unit", where=where, unit=cls.unit)

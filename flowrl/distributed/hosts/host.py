@@ -22,7 +22,6 @@ from flowrl.columns import ColumnType, Own
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Call, Session
-from flowrl.core.operators.symbols import Edge
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.data.waits import Wait
@@ -38,6 +37,7 @@ from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.local import failure
 from flowrl.run.engine.nodes import lengths_of
+from flowrl.run.engine.not_finite import not_finite
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.probe import compute_dtype
@@ -70,7 +70,6 @@ class HostTask:
     rows: Array | None
     now: Now
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
-    written: Mapping[PortField, Edge] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class Report:
 
     Args:
         lengths: of the rows that it wrote, if it wrote tokens.
+        not_finite: the columns with NaN or infinity.
         started, fetched, ended: Unix seconds of the call, of the arrival of its inputs, and of its end.
     """
 
@@ -93,6 +93,7 @@ class Report:
     started: float
     fetched: float
     ended: float
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Host:
             with collect_warnings() as warnings:
                 return self._run(task, inputs, warnings)
         except Exception as error:
-            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs, task.written)
+            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message, **task.task, host=named(self.plan))
 
     def _run(self, task: HostTask, inputs: dict[PortField, Any], warnings: Sequence[Warned]) -> Report:
@@ -305,6 +306,7 @@ class Host:
             started,
             fetched,
             time.time(),
+            not_finite(columns),
         )
 
     def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, Mapping[Own | None, tuple[int, int]]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from flowrl.data.now import ONLY, Collected, Now, Round
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
+from flowrl.run.engine.not_finite import NotFiniteOutputs
 from flowrl.run.engine.result import StepResult, merge_metrics
 from flowrl.run.engine.runner import Lengths, OutputHandle, Runner, Task, TaskResult, code_and_facts
 from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
@@ -45,6 +47,7 @@ class _Step:
         metrics, seconds: of the nodes that have run, over all rounds.
         finished: the nodes that are done, or do not run in this step.
         sampled: by node, the outputs that a restart of the step keeps.
+        not_finite: the outputs with NaN or infinity, which an error names.
     """
 
     batches: list[Mapping[str, DataProto]]
@@ -61,6 +64,7 @@ class _Step:
     sampled: dict[str, NodeOutputs] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     filled: int | None = None
+    not_finite: NotFiniteOutputs = field(default_factory=NotFiniteOutputs)
 
     def report(self, done: TaskResult) -> None:
         """Add the metrics and duration of an instance."""
@@ -254,7 +258,8 @@ class InFlightSteps:
             one.filled = sum(self._sampling_nodes <= other.sampled.keys() for other in self._steps.values())
         if self._runner.swaps and Effect.SPANS in node.effects:
             self._swapped.add(step)
-        self._runner.launch(task)
+        with self._explained():
+            self._runner.launch(task)
         self._running += 1
         self._busy |= info.slots
 
@@ -264,8 +269,26 @@ class InFlightSteps:
 
     def _collect(self) -> None:
         """Wait, and accept what is done; a separate frame, so that no local variable keeps the results alive."""
-        for done in self._runner.wait():
+        for done in self._wait():
             self._accept(done)
+
+    def _wait(self) -> Sequence[TaskResult]:
+        with self._explained():
+            return self._runner.wait()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add to the error of a node the first output that is not finite, unless a process is lost."""
+        try:
+            yield
+        except NodeError as error:
+            node, step = error.facts.get("node"), error.facts.get("step")
+            one = self._steps.get(step - 1 if isinstance(step, int) else min(self._steps))
+            if one is not None and isinstance(node, str) and node in self.infos and not self._runner.can_recover(error):
+                failed, when = self.infos[node].node, self._during or f"in step {step}"
+                with suppress(NodeError):  # a column is lost; the error remains as it is
+                    one.not_finite.explain(error, failed, when, self.infos, one.outputs, self._runner.fetch)
+            raise
 
     def _accept(self, done: TaskResult) -> None:
         """Enter the result of an instance, and release outputs that are no longer needed."""
@@ -284,6 +307,8 @@ class InFlightSteps:
             if collected is None:  # another round has started
                 return
             done = collected
+        if done.not_finite:
+            one.not_finite.add(info, done.not_finite, done.outputs, one.outputs)
         outputs = NodeOutputs(done.outputs, done.lengths)
         self._enter(step, one, info, outputs)
         if name in self._sampling_nodes:
@@ -373,6 +398,7 @@ class InFlightSteps:
             last,
             outputs={**columns, "collected": Collected(sizes)},
             lengths=joined_lengths(lengths) if len(lengths) == len(parts) else None,
+            not_finite=tuple(dict.fromkeys(name for part in parts for name in part.not_finite)),
         )
 
     def _start_round(self, step: int, one: _Step, missing: int) -> None:

@@ -6,8 +6,6 @@ It uses neither threads nor Ray, so breakpoints work in every operator. Its numb
 from __future__ import annotations
 
 import inspect
-import os
-import sysconfig
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -17,15 +15,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowrl import errors
 from flowrl.core.graphs.graph import Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.session import Call, Session
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import FlowrlError, NodeError
+from flowrl.errors import FlowrlError, NodeError, is_of_a_user
 from flowrl.run.engine.nodes import lengths_of
+from flowrl.run.engine.not_finite import not_finite
 from flowrl.run.engine.runner import Lengths, Task, TaskResult, code_and_facts, load_of, pairs
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
@@ -70,13 +68,14 @@ class LocalRunner:
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
             code, facts = code_and_facts(error, **task.facts)
-            message = failure(operator, task.when, error, task.inputs, task.node.inputs)
+            message = failure(operator, task.when, error, task.inputs)
             raise NodeError(message, code=code, **facts) from error
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
         self.timeline.add_waits(name, "this process", task.step, task.now.waits)
-        self._done.append(TaskResult(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
+        reported = session.all_metrics(), session.changed()
+        self._done.append(TaskResult(task, outputs, *reported, lengths, end - start, not_finite(outputs)))
 
     def wait(self) -> Sequence[TaskResult]:
         """The results of `launch`."""
@@ -145,30 +144,20 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
     return Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
 
 
-def failure(
-    operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any], sources: Mapping[Any, Any]
-) -> str:
+def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any]) -> str:
     """The message of a `NodeError`: what an operator raised, in which step, at which line, with which inputs."""
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(type(operator).__call__).__code__.co_filename
     # the user's line, in the operator or in a loss passed to an operator of flowrl
-    own = [f for f in frames if _is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
+    own = [f for f in frames if is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
     # flowrl's own errors name the place
     line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
     text = error.message if isinstance(error, FlowrlError) else error
     return (
         f"{operator.name} failed {where}: {type(error).__name__}: {text}{line}\n"
         f"  operator: {operator!r}\n"
-        f"  inputs: {shapes(inputs)}{_not_finite(inputs, sources)}"
+        f"  inputs: {shapes(inputs)}"
     )
-
-
-# folders of flowrl, Python and installed packages
-_OTHERS = (str(Path(errors.__file__).parent), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
-
-
-def _is_of_a_user(file: str) -> bool:
-    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in _OTHERS)))
 
 
 def shapes(inputs: Mapping[Any, Any]) -> str:
@@ -180,16 +169,6 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
         return repr(value)
 
     return ", ".join(f"{place}: {shape(value)}" for place, value in inputs.items())
-
-
-def _not_finite(inputs: Mapping[Any, Any], sources: Mapping[Any, Any]) -> str:
-    """The columns with NaN or infinity, and the outputs they come from."""
-    found = ""
-    for place, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and len(bad := (~value.isfinite()).nonzero()):
-            at = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "token"), bad[0].tolist(), strict=False))
-            found += f"\n  {place} is NaN or infinite in {len(bad)} places, first in {at}; written by {sources[place]}"
-    return found
 
 
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:

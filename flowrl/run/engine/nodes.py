@@ -30,6 +30,7 @@ class NodeInfo:
         inputs: by port field, the node that writes it, and the output.
         read, written: the row axes of its inputs and of its outputs; None if there are no columns.
         lag: by how many versions generation may be ahead of what it trains.
+        masks: by column that it writes, the masks on the same rows and tokens, in the graph's order.
     """
 
     node: Node
@@ -46,6 +47,7 @@ class NodeInfo:
     whens: tuple[When, ...]
     changes: bool
     lag: int
+    masks: Mapping[str, tuple[Edge, ...]]
 
     def runs(self, step: int) -> bool:
         """Whether it runs in a step; otherwise it keeps its place in the order and has no outputs."""
@@ -73,6 +75,7 @@ class NodeInfo:
                 graph.whens(node.name),
                 bool(schedules(node.operator)),
                 _ahead(graph, node, instances.lag),
+                _masks(graph, node),
             )
         return infos
 
@@ -126,6 +129,14 @@ def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
     written = (graph.types[Edge(node.name, output)].axes for output in node.signature.outputs)
     first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
     return first, second
+
+
+def _masks(graph: Graph, node: Node) -> dict[str, tuple[Edge, ...]]:
+    """By column that a node writes, the masks with the same rows and tokens."""
+    types = graph.types
+    masks = {edge: typed.axes for edge, typed in types.items() if getattr(typed.type, "kind", "") == "mask"}
+    axes = {name: types[Edge(node.name, name)].axes for name in node.signature.outputs}
+    return {name: tuple(mask for mask, own in masks.items() if own == axes[name][:2]) for name in axes}
 
 
 def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:

@@ -97,7 +97,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The result of an instance; `seconds` are from the first start to the last end over its ranks."""
+    """The result of an instance; `seconds` are from the first start to the last end over its ranks.
+
+    Args:
+        not_finite: the columns with NaN or infinity.
+    """
 
     task: Task
     outputs: Mapping[str, OutputHandle]
@@ -105,6 +109,7 @@ class TaskResult:
     state: Mapping[str, Any]
     lengths: Lengths | None
     seconds: float
+    not_finite: tuple[str, ...] = ()
 
 
 def code_and_facts(error: BaseException, **facts: object) -> tuple[str, dict[str, Any]]:

@@ -9,10 +9,11 @@ import pytest
 from flowrl import columns as c
 from flowrl import graphs
 from flowrl.core.graphs.after import After
-from flowrl.core.graphs.fusing import Fusing, describe, fused, fusings, scorers
+from flowrl.core.graphs.fusing import Fusing, as_in_graph, describe, fused, fusings, scorers
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role
+from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.graph import Graph
 from flowrl.operators import OldLogProb, RolloutCorrection, UpdateActor
@@ -52,6 +53,15 @@ def why(graph: Graph) -> str | None:
 
 
 class TestFused:
+    def test_outputs_and_operators_have_the_names_of_the_graph(self) -> None:
+        """An update is also written as the graph has it, which errors show."""
+        graph = bound("grpo")
+        update = fused(graph)["update_actor"].operator
+        assert as_in_graph(update, Edge("update_actor", "old_log_probs")) == Edge("old_log_prob", "old_log_probs")
+        [own] = graph["update_actor"].signature.outputs
+        assert as_in_graph(update, Edge("update_actor", own)) == Edge("update_actor", own)
+        assert repr(update) == f"{graph['update_actor'].operator!r}, fused with old_log_prob"
+
     def test_grpo(self) -> None:
         graph = bound("grpo")
         before = graph.fingerprint(), graph.mermaid()

@@ -225,6 +225,30 @@ def test_a_faulty_class_is_refused_with_file_and_line(
     assert re.match(r".*test_loss\.py:\d+: Faulty", str(error.value.facts["where"]))
 
 
+class Counting:
+    """A mixin with state."""
+
+    calls = State(lambda self: 0)
+
+
+def test_a_loss_with_state_is_refused_where_it_is_defined() -> None:
+    """Its value would live on the object, go on in the next run, and restart in a resumed one."""
+    with raises("operator.state", state="calls") as own:
+
+        class Counted(Loss):
+            calls = State(lambda self: 0)
+
+            def __call__(self, log_probs: c.LogProbs, advantages: c.Advantages) -> Tensor:
+                self.calls.value += 1
+                return -advantages * log_probs
+
+    assert own.value.message.startswith(f"{__file__}:") and ": Counted.calls is a State" in own.value.message
+    with raises("operator.state", state="calls"):
+
+        class Mixed(Counting, PPOClip):
+            """Inherits the state."""
+
+
 def test_a_class_without_call_is_refused() -> None:
     with raises("operator.no-call"):
 

@@ -21,6 +21,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import PortError
 from flowrl.operators import GAE, Generate, KLShape, OldLogProb, Reward, UpdateActor
 from flowrl.records import Tokens, Updated
+from flowrl.spec import Schedule
 from tests.support.errors import raises
 from tests.support.kernel import Clip, Impure, LengthPenalty, Split, TrainerEngine, TwoHeads, answers, exact
 
@@ -318,6 +319,22 @@ def test_columns_are_no_parameters() -> None:
 def test_a_state_needs_a_function() -> None:
     with raises("operator.state", found="3.0"):
         State(3.0)  # type: ignore[arg-type]
+
+
+class Growing(Schedule):
+    """A schedule with state."""
+
+    calls = State(lambda self: 0)
+
+    def at(self, step: int) -> float:
+        self.calls.value += 1
+        return float(self.calls.value)
+
+
+def test_only_operators_have_state() -> None:
+    """Nothing would save that of another spec, and a training resumes to other numbers."""
+    with raises("operator.state", state="calls", where="Growing"):
+        Growing().at(0)
 
 
 def test_names() -> None:

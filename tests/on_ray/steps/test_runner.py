@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.core.graphs.after import After
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.hosts.wire import pack
@@ -29,6 +30,8 @@ from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
     GroupScore,
+    Picky,
+    Spoils,
     ToyRollout,
     ToyTrainer,
     ToyTrainerEngine,
@@ -163,6 +166,19 @@ def test_traffic_is_the_size_of_the_inputs(tiny: str, tmp_path: Path, caplog: py
         [warning] = [record for record in caplog.records if record.name.endswith("corrections")]
         assert warning.getMessage().startswith("mismatch, step 11: the engine's log-probs differ from the trainer's by")
         assert executor.state["mismatch.seen"] == {"steps": 11, "largest": 0.0, "alarm": True}
+
+
+def test_the_first_node_that_wrote_nan_is_named_with_the_row_of_the_step(tiny: str, tmp_path: Path) -> None:
+    """Not the row of the rank, which has 2 of the 5 rows at most."""
+    graph = ppo(digits, n=1, max_new_tokens=6).edit(insert={"spoils": After("ref_log_prob", Spoils(22))})
+    graph = graph.edit(insert={"picky": After("spoils", Picky(0))})
+    with toy_job(graph, tmp_path, tiny, {"ref": 3}, Colocate(3)).open(seed=3) as executor:
+        executor.sync()
+        with raises("step.node-failed", node="picky", step=1, origin="spoils.ref_log_prob", row=4, token=0) as caught:
+            executor.step(proto(prompt_batch(PROMPTS)), 0)
+    assert caught.value.message.startswith("spoils wrote nan in step 1: ref_log_prob at row 4, token 0 (")
+    assert "Then picky failed in step 1 on ref rank " in caught.value.message
+    assert "ref_log_prob: float32[2, 6]" in caught.value.message
 
 
 def test_independent_nodes_run_concurrently(tiny: str, tmp_path: Path) -> None:
