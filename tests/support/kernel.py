@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.operators.operator import Operator
 from flowrl.graph import Graph, algorithm
+from flowrl.graphs import ppo
 from flowrl.operators import Generate, Repeat, Reward
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Critic, Rollout, Trainer
@@ -170,6 +171,10 @@ BINDINGS: dict[str, Any] = {
     "ref": FakeTrainer(lr=0.0),
     "critic": FakeCritic(),
 }
+"""A backend for each role of `PPO`."""
+
+PPO = ppo(exact)
+"""The built-in PPO graph with its default parameters, unbound."""
 
 
 def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:

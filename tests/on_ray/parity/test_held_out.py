@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from flowrl import PromptData, Validation
-from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import TorchRollout
 from flowrl.distributed.place import Colocate, Split
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
+from tests.support.jobs import bind_tiny
 from tests.support.other_policies import judged, twice
 from tests.support.rewards import digits
 from tests.support.runs import lines, timeless, train
@@ -22,13 +23,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 def bound(graph: Graph, folder: str, place: Any) -> Any:
     """A job whose rollout engine is in another process than the trainer."""
-    backends: dict[str, Any] = {
-        "actor": TorchTrainer(folder, optimizer=SGD(lr=0.05), device="cpu"),
-        "ref": TorchScorer(folder, device="cpu"),
-        "rollout": TorchRollout(folder, device="cpu"),
-        "judge": TorchRollout(folder, device="cpu", frozen=True),
-    }
-    return replace(graph.bind(**{role: backends[role] for role in graph.roles()}), place=place)
+    rollout, judge = TorchRollout(folder, device="cpu"), TorchRollout(folder, device="cpu", frozen=True)
+    return replace(bind_tiny(graph, folder, rollout=rollout, judge=judge), place=place)
 
 
 def close(here: list[dict[str, Any]], there: list[dict[str, Any]]) -> bool:

@@ -19,7 +19,7 @@ from flowrl.operators import Generate, MajorityAtK, PassAtK, Reward
 from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
 from flowrl.run.training.held_out import held_out, with_engines
 from tests.support.errors import raises
-from tests.support.jobs import job_of, weights_of
+from tests.support.jobs import bind_tiny, job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import judged
 from tests.support.rewards import digits
@@ -113,11 +113,7 @@ def test_a_resumed_run_has_the_same_validations(tiny: str, prompts_file: str, tm
 
 def test_predictions_contain_the_response_of_the_policy(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), until="verdict", name="judged")
-    job = judged().bind(
-        actor=TorchTrainer(tiny, optimizer=SGD(lr=0.05), device="cpu"),
-        rollout=TorchRollout(),
-        judge=TorchRollout(tiny, device="cpu", frozen=True),
-    )
+    job = bind_tiny(judged(), tiny, judge=TorchRollout(tiny, device="cpu", frozen=True))
     other = TorchRollout(tiny, device="cpu", frozen=True, dtype="bfloat16")
     strict = validation.__class__(PromptData(prompts_file), until="verdict", name="strict", bind={"judge": other})
     run = train(job, prompts_file, tmp_path, steps=1, validation=(validation, strict))
@@ -175,11 +171,7 @@ def test_an_invalid_edit_is_refused_before_a_folder_is_created(
 
 
 def test_a_validation_engine_without_sync_is_refused(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    job = judged().bind(
-        actor=TorchTrainer(tiny, device="cpu"),
-        rollout=TorchRollout(),
-        judge=TorchRollout(tiny, device="cpu", frozen=True),
-    )
+    job = bind_tiny(judged(), tiny, judge=TorchRollout(tiny, device="cpu", frozen=True))
     loose = Validation(PromptData(prompts_file), until="verdict", bind={"judge": TorchRollout(tiny, device="cpu")})
     with raises("backend.never-synced", role="judge_of_val"):
         train(job, prompts_file, tmp_path / "run", validation=loose)

@@ -38,7 +38,7 @@ from flowrl.run.training.sources import Sources, by_input, refuse_no_feedback
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper
 from tests.support.errors import raises
-from tests.support.jobs import job_of, write_prompts
+from tests.support.jobs import bind_tiny, job_of, write_prompts
 from tests.support.models import char_tokenizer
 from tests.support.rewards import digits
 from tests.support.rows.prompt_files import record, write_jsonl
@@ -88,9 +88,7 @@ def mixed(batch: PromptBatch, demos: DemoBatch) -> Any:
 
 def job(tiny: str, graph: Graph | None = None) -> Job:
     """GRPO with demonstrations on a tiny model, with See at both inputs."""
-    bound = job_of("grpo", tiny).graph.bindings
-    graph = graph or mixed()
-    return graph.bind(**{role: bound[role] for role in graph.roles()})
+    return bind_tiny(graph or mixed(), tiny)
 
 
 def data(folder: Path, **settings: Any) -> dict[str, Any]:
