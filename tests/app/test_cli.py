@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, with which exit code, and that misuse is a paragraph."""
+"""The command line: its output, files and exit codes; misuse prints one paragraph without a traceback."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ GRAPHS = """
     crowded = second.bind(actor=TorchTrainer("nowhere", ranks=3), place=Colocate(gpus=2))
     number, nothing = 3, None
 
-    def made():
+    def make_graph():
         return second
 
-    def wants(n):
+    def needs_n(n):
         return grpo(compute_score, n=n)
 
     def fails():
@@ -76,7 +76,7 @@ TRAINING = """
         return Training(job, PromptData({data!r}), steps=1, prompts=1, save_model=False)
 """
 
-NEIGHBOUR = """
+NEIGHBOR = """
     def digits(data_source, solution_str, ground_truth, extra_info=None):
         return sum(character.isdigit() for character in solution_str)
 """
@@ -90,7 +90,7 @@ def graphs(tmp_path: Path) -> Path:
 @pytest.fixture
 def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
     """A user's file in its own folder, with a neighboring module."""
-    write(tmp_path / "mine" / "neighbor.py", NEIGHBOUR)
+    write(tmp_path / "mine" / "neighbor.py", NEIGHBOR)
     return write(tmp_path / "mine" / "training.py", TRAINING.format(model=tiny, data=prompts_file))
 
 
@@ -98,10 +98,10 @@ def lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# --------------------------------------------------------------------------------------------------- the whole program
+# --------------------------------------------------------------------------------------------------- the program
 
 
-def test_help_is_there_at_once_and_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_package() -> None:
     code = "import sys\nfrom flowrl.app.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
     code += "    assert not end.code\n    print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -120,13 +120,13 @@ def test_version_is_printed(command: Command) -> None:
     assert command("--version") == (0, f"flowrl {flowrl.__version__}\n", "")
 
 
-def test_without_a_command_there_is_help(command: Command) -> None:
-    answer = command()
-    assert answer.code == 2 and "Usage: flowrl" in answer.out + answer.err
+def test_no_command_prints_help_and_fails(command: Command) -> None:
+    result = command()
+    assert result.code == 2 and "Usage: flowrl" in result.out + result.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["shwo", "x"], "No such command 'shwo'. Did you mean 'show'?"),
         (["show", "--bogus", "x"], "No such option: --bogus"),
@@ -134,15 +134,13 @@ def test_without_a_command_there_is_help(command: Command) -> None:
         (["run", "x", "--steps", "many"], "Invalid value for '--steps'"),
     ],
 )
-def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
-    command: Command, arguments: list[str], said: str
-) -> None:
-    answer = command(*arguments)
-    assert answer.code == 2 and not answer.out and said in answer.err and "Usage: flowrl" in answer.err
+def test_an_unparsable_command_is_refused_with_its_usage(command: Command, arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert result.code == 2 and not result.out and message in result.err and "Usage: flowrl" in result.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["show", "nowhere.py:graph"], "nowhere.py' does not exist. Correct the path. [reference.missing-source]"),
         (["show", "graphs.py"], "'graphs.py' names a file but no object in it. Add the name, such as 'graphs.py:graph"),
@@ -151,7 +149,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
         (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
-        (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
+        (["show", "graphs.py:needs_n"], "missing a required argument: 'n'. Name its result instead"),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),
@@ -166,13 +164,13 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["run", "graphs.py:unbound"], "graphs.py:unbound is a Job"),
     ],
 )
-def test_misuse_is_one_paragraph(command: Command, graphs: Path, arguments: list[str], said: str) -> None:
-    answer = command(*arguments)
-    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+def test_misuse_prints_one_paragraph(command: Command, graphs: Path, arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert result.code == 2 and is_paragraph(result) and message in result.err
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("x = 1\ndef f(:\n", "file.py:2 does not compile (invalid syntax)"),
         ("x = 1\n\nx.y\n", "file.py:3 raises AttributeError during import: 'int' object has no attribute"),
@@ -184,37 +182,37 @@ def test_misuse_is_one_paragraph(command: Command, graphs: Path, arguments: list
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_named_with_its_line(command: Command, source: str, said: str) -> None:
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(command: Command, source: str, message: str) -> None:
     write(Path("file.py"), source)
-    answer = command("show", "file.py:graph")
-    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+    result = command("show", "file.py:graph")
+    assert result.code == 2 and is_paragraph(result) and message in result.err
 
 
 def test_errors_of_flowrl_in_a_users_file_are_shown_unchanged(command: Command) -> None:
     source = "from flowrl.operators import GAE\ngae = GAE(gamma=2)\n"
-    answer = command("show", write(Path("file.py"), source).name + ":gae")
-    assert answer.code == 2 and answer.err.startswith("flowrl: GAE(...): gamma=2")
+    result = command("show", write(Path("file.py"), source).name + ":gae")
+    assert result.code == 2 and result.err.startswith("flowrl: GAE(...): gamma=2")
     source = "from flowrl import Operator\nclass Empty(Operator):\n    pass\n"
     with pytest.raises(DefinitionError, match=r"file.py:2: Empty has no __call__"):
         load_object(f"{write(Path('file.py'), source)}:Empty")
 
 
-def test_load_object_also_takes_what_is_not_callable(command: Command, graphs: Path) -> None:
+def test_load_object_loads_objects_that_are_not_callable(command: Command, graphs: Path) -> None:
     assert (load_object("graphs.py:number"), load_object("graphs.py:nothing")) == (3, None)
     assert load_object("graphs.py:first.name") == "ppo"
     with raises("reference.undefined-name", name="fourth"):
         load_object("graphs.py:fourth")
 
 
-def test_an_error_of_the_users_own_code_names_its_line(command: Command, graphs: Path) -> None:
-    answer = command("show", "graphs.py:fails")
+def test_an_error_in_user_code_is_printed_with_its_file_and_line(command: Command, graphs: Path) -> None:
+    result = command("show", "graphs.py:fails")
     line = 1 + next(i for i, text in enumerate(graphs.read_text().splitlines()) if "out of luck" in text)
-    assert answer.code == 1 and is_paragraph(answer)
-    assert answer.err == f"flowrl: {graphs}:{line} raises RuntimeError: out of luck. --debug shows the traceback.\n"
+    assert result.code == 1 and is_paragraph(result)
+    assert result.err == f"flowrl: {graphs}:{line} raises RuntimeError: out of luck. --debug shows the traceback.\n"
 
 
 @pytest.mark.parametrize("arguments", [("--debug", "show", "x.py:y"), ("show", "x.py:y", "--debug")])
-def test_debug_anywhere_shows_the_traceback(command: Command, arguments: tuple[str, ...]) -> None:
+def test_debug_raises_the_error_wherever_the_flag_is(command: Command, arguments: tuple[str, ...]) -> None:
     with raises("reference.missing-source", reference="x.py:y", path=os.path.abspath("x.py")):
         main(arguments)
 
@@ -222,23 +220,23 @@ def test_debug_anywhere_shows_the_traceback(command: Command, arguments: tuple[s
 # --------------------------------------------------------------------------------------------------- show, check, diff
 
 
-def test_show_prints_the_mermaid_of_a_graph_a_job_and_what_a_function_makes(command: Command, graphs: Path) -> None:
+def test_show_prints_mermaid_of_a_graph_a_job_and_the_result_of_a_function(command: Command, graphs: Path) -> None:
     second, unbound = load_object("graphs.py:second"), load_object("graphs.py:unbound")
     assert command("show", "graphs.py:second") == (0, f"{second.mermaid()}\n", "")
-    assert command("show", "graphs.py:made") == (0, f"{second.mermaid()}\n", "")
+    assert command("show", "graphs.py:make_graph") == (0, f"{second.mermaid()}\n", "")
     assert command("show", "graphs.py:unbound") == (0, f"{unbound.graph.mermaid()}\n", "")
 
 
-def test_printed_text_is_not_markup(command: Command) -> None:
-    answer = command("show", "[bold]x:key:.py:graph")
-    assert answer.code == 2 and "'[bold]x:key:.py:graph' names nothing" in answer.err
+def test_brackets_in_printed_text_are_not_markup(command: Command) -> None:
+    result = command("show", "[bold]x:key:.py:graph")
+    assert result.code == 2 and "'[bold]x:key:.py:graph' names nothing" in result.err
 
 
 def test_show_writes_the_format_of_the_suffix(command: Command, graphs: Path) -> None:
     graph: Graph = load_object("graphs.py:second")
     for ending in ("md", "html", "svg", "json", "yaml"):
-        answer = command("show", "graphs.py:second", "--to", f"new/folder/graph.{ending}")
-        assert answer == (0, f"grpo: 10 nodes, written to new/folder/graph.{ending}\n", "")
+        result = command("show", "graphs.py:second", "--to", f"new/folder/graph.{ending}")
+        assert result == (0, f"grpo: 10 nodes, written to new/folder/graph.{ending}\n", "")
     folder = Path("new/folder")
     assert (folder / "graph.md").read_text() == f"# grpo\n\n```mermaid\n{graph.mermaid()}\n```\n"
     for ending in ("html", "svg"):
@@ -248,16 +246,16 @@ def test_show_writes_the_format_of_the_suffix(command: Command, graphs: Path) ->
     assert load(folder / "graph.json").fingerprint() == load(folder / "graph.yaml").fingerprint() == graph.fingerprint()
 
 
-def test_a_file_that_show_wrote_is_a_target(command: Command, graphs: Path) -> None:
+def test_check_and_diff_read_a_file_written_by_show(command: Command, graphs: Path) -> None:
     command("show", "graphs.py:second", "--to", "graph.yaml")
     assert command("check", "graph.yaml").out == "grpo: 10 nodes, all connections match and no rule is violated.\n"
     assert command("diff", "graph.yaml", "graphs.py:second").out == "grpo -> grpo: no difference\n"
 
 
-def test_check_lists_every_broken_rule(command: Command, graphs: Path) -> None:
-    answer = command("check", "graphs.py:broken", "--prompts", "4")
-    assert answer.code == 1 and not answer.err
-    assert [line.split()[:2] for line in answer.out.splitlines()] == [
+def test_check_lists_every_violated_rule(command: Command, graphs: Path) -> None:
+    result = command("check", "graphs.py:broken", "--prompts", "4")
+    assert result.code == 1 and not result.err
+    assert [line.split()[:2] for line in result.out.splitlines()] == [
         ["FR003", "group_advantage:"],
         ["FR004", "update_actor:"],
     ]
@@ -265,46 +263,46 @@ def test_check_lists_every_broken_rule(command: Command, graphs: Path) -> None:
     assert "FR001 update_actor: KL" in command("check", "graphs.py:twice").out
 
 
-def test_check_of_a_job_needs_its_roles_bound(command: Command, graphs: Path, training: Path) -> None:
-    answer = command("check", "graphs.py:unbound")
-    assert answer.code == 1 and "leaves 'rollout', 'ref' unbound" in answer.out.replace(
+def test_check_reports_unbound_roles_of_a_job(command: Command, graphs: Path, training: Path) -> None:
+    result = command("check", "graphs.py:unbound")
+    assert result.code == 1 and "leaves 'rollout', 'ref' unbound" in result.out.replace(
         "'ref', 'rollout'", "'rollout', 'ref'"
     )
-    answer = command("check", f"{training}:training")
+    result = command("check", f"{training}:training")
     fits = "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
     ends = "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n"
-    assert answer == (0, fits + ends, "")
+    assert result == (0, fits + ends, "")
 
 
 @pytest.mark.parametrize("found", ["does not exist", "has no config.json", "has a config.json that is not JSON"])
-def test_check_finds_that_a_model_is_missing(command: Command, training: Path, tmp_path: Path, found: str) -> None:
+def test_check_reports_a_missing_model(command: Command, training: Path, tmp_path: Path, found: str) -> None:
     write(tmp_path / "model" / "config.json", "{")
     folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
     source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
-    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': The model folder {folder!r} {found}")
+    result = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert result.code == 1 and result.out.startswith(f"Role 'ref': The model folder {folder!r} {found}")
 
 
-def test_check_finds_a_tokenizer_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
+def test_check_reports_a_tokenizer_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
     write(tmp_path / "model" / "config.json", "{}")
     write(tmp_path / "model" / "tokenizer.json", "{")
     source = training.read_text().replace("actor=TorchTrainer(model", "actor=TorchTrainer('model'")
-    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith("Cannot load a tokenizer from 'model' (") and not answer.err
+    result = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert result.code == 1 and result.out.startswith("Cannot load a tokenizer from 'model' (") and not result.err
 
 
-def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:
+def test_check_of_a_training_uses_its_prompts_per_step(command: Command, training: Path) -> None:
     source = training.read_text().replace("max_new_tokens=3", "max_new_tokens=3, mini_batch=3")
     other = write(training.with_name("uneven.py"), source)
     assert command("check", f"{other}:graph").code == 0
-    answer = command("check", f"{other}:training")
-    assert answer.code == 1 and answer.out.startswith("FR004 update_actor: mini_batch=3 does not divide the 4 rows")
+    result = command("check", f"{other}:training")
+    assert result.code == 1 and result.out.startswith("FR004 update_actor: mini_batch=3 does not divide the 4 rows")
 
 
-def test_plan_prints_what_would_run(command: Command, graphs: Path, training: Path) -> None:
+def test_plan_prints_the_waves_and_the_processes_of_each_slot(command: Command, graphs: Path, training: Path) -> None:
     plan = str(Plan(load_object("graphs.py:second")))
     assert command("plan", "graphs.py:second") == (0, f"{plan}\n", "")
-    assert command("plan", "graphs.py:made") == (0, f"{plan}\n", "")
+    assert command("plan", "graphs.py:make_graph") == (0, f"{plan}\n", "")
     once = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 4 rows"
     code, out, err = command("plan", f"{training}:training")
     assert (code, err) == (0, "") and out.endswith(f"\n{once}\neverything runs in one process\n")
@@ -322,77 +320,81 @@ processes of Split; those of one slot take turns:
     assert command("plan", "graphs.py:placed") == (0, str(Plan(load_object("graphs.py:placed").runs)) + placed, "")
 
 
-def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> None:
+def test_plan_predicts_the_time_of_a_step_from_the_costs_of_a_run(command: Command, training: Path) -> None:
     assert command("run", f"{training}:training").code == 0
-    asked = ("plan", f"{training}:training", "--costs", "own")
-    answer = command(*asked, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
-    _, _, predicted = answer.out.partition("everything runs in one process\n")
+    arguments = ("plan", f"{training}:training", "--costs", "own")
+    result = command(*arguments, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
+    _, _, predicted = result.out.partition("everything runs in one process\n")
     where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
     assert where == ["predicted from own, with 6 prompts per step", "in one process", "Colocate()"]
     assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
     twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
     for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
-        assert f"flowrl: --place {place} is not a place; expected local, or" in command(*asked, "--place", place).err
-    assert "--cost reward=long has no number of seconds" in command(*asked, "--cost", "reward=long").err
-    assert "given(reward=nan): expected a finite number of seconds" in command(*asked, "--cost", "reward=nan").err
-    assert "--cost rewrad=... names no node of grpo; it has batch, repeat" in command(*asked, "--cost", "rewrad=1").err
+        assert (
+            f"flowrl: --place {place} is not a place; expected local, or" in command(*arguments, "--place", place).err
+        )
+    assert "--cost reward=long has no number of seconds" in command(*arguments, "--cost", "reward=long").err
+    assert "given(reward=nan): expected a finite number of seconds" in command(*arguments, "--cost", "reward=nan").err
+    assert (
+        "--cost rewrad=... names no node of grpo; it has batch, repeat" in command(*arguments, "--cost", "rewrad=1").err
+    )
 
 
-def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Command, training: Path) -> None:
+def test_plan_imports_a_user_defined_place_only_with_the_import_flag(command: Command, training: Path) -> None:
     assert command("run", f"{training}:training").code == 0
     described = json.loads(Path("own/run.json").read_text())
     Path("own/run.json").write_text(json.dumps({**described, "place": {"$type": "mine.py:Mine"}}))
     write(Path("mine.py"), "from flowrl import Colocate\nclass Mine(Colocate): ...\n")
-    asked = ("plan", f"{training}:training", "--costs", "own")
-    answer = command(*asked)
-    assert answer.code == 2 and "the place in own/run.json is of the class mine.py:Mine" in answer.err
-    assert "or --import on the command line" in answer.err
-    assert "in one process: a step takes" in command(*asked, "--import").out
+    arguments = ("plan", f"{training}:training", "--costs", "own")
+    result = command(*arguments)
+    assert result.code == 2 and "the place in own/run.json is of the class mine.py:Mine" in result.err
+    assert "or --import on the command line" in result.err
+    assert "in one process: a step takes" in command(*arguments, "--import").out
     assert type(Costs.of("own").place).__name__ == "Mine"
 
 
-def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:
+def test_diff_prints_and_writes_the_changes(command: Command, graphs: Path) -> None:
     first, second = load_object("graphs.py:first"), load_object("graphs.py:second")
     assert command("diff", "graphs.py:first", "graphs.py:second") == (0, f"{first.diff(second)}\n", "")
     assert command("diff", "graphs.py:first", "graphs.py:first").out == "ppo -> ppo: no difference\n"
     for ending in ("md", "html", "svg"):
-        answer = command("diff", "graphs.py:first", "graphs.py:second", "--to", f"d.{ending}")
-        assert answer == (0, f"ppo -> grpo, written to d.{ending}\n", "")
+        result = command("diff", "graphs.py:first", "graphs.py:second", "--to", f"d.{ending}")
+        assert result == (0, f"ppo -> grpo, written to d.{ending}\n", "")
         text = Path(f"d.{ending}").read_text()
-        assert "group_advantage" in text and "gae" in text  # what came, and what is gone
+        assert "group_advantage" in text and "gae" in text  # the added and the removed node
 
 
 def test_help_of_diff_names_both_arguments(command: Command) -> None:
-    answer = command("diff", "--help")
-    assert answer.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", answer.out)
+    result = command("diff", "--help")
+    assert result.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", result.out)
 
 
-def test_two_files_whose_neighbors_share_a_name_are_not_mixed_up(command: Command, tmp_path: Path) -> None:
+def test_diff_refuses_files_that_import_different_modules_of_one_name(command: Command, tmp_path: Path) -> None:
     for folder in ("old", "new"):
         write(tmp_path / folder / "common.py", f"n = {len(folder)}\n")
         source = "import common\nfrom flowrl.graphs import grpo\ngraph = grpo('flowrl.demo.verifier:compute_score')\n"
         write(tmp_path / folder / "train.py", source)
-    answer = command("diff", "old/train.py:graph", "new/train.py:graph")
-    assert answer.code == 2 and is_paragraph(answer)
-    assert "old/common.py, and" in answer.err and "new/common.py has the same name" in answer.err
+    result = command("diff", "old/train.py:graph", "new/train.py:graph")
+    assert result.code == 2 and is_paragraph(result)
+    assert "old/common.py, and" in result.err and "new/common.py has the same name" in result.err
     assert command("diff", "old/train.py:graph", "old/train.py:graph").out == "grpo -> grpo: no difference\n"
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
-def test_run_trains_as_the_training_says(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:training")
-    assert answer.code == 0 and answer.out.endswith("The run is in own\n") and "step    3/3" in answer.out
+def test_run_trains_and_refuses_to_overwrite_its_folder(command: Command, training: Path) -> None:
+    result = command("run", f"{training}:training")
+    assert result.code == 0 and result.out.endswith("The run is in own\n") and "step    3/3" in result.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
     described = json.loads(Path("own/run.json").read_text())
     assert described["status"] == "finished" and described["training"]["seed"] == 5
-    answer = command("run", f"{training}:training")
-    assert answer.code == 2 and is_paragraph(answer) and "own already holds a run. Choose another folder" in answer.err
+    result = command("run", f"{training}:training")
+    assert result.code == 2 and is_paragraph(result) and "own already holds a run. Choose another folder" in result.err
     assert len(lines(Path("own/metrics.jsonl"))) == 3
 
 
-def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command, training: Path) -> None:
+def test_options_of_run_override_steps_seed_and_folder(command: Command, training: Path) -> None:
     arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
     assert command("run", f"{training}:training", *arguments).code == 0
     assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
@@ -400,51 +402,51 @@ def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command,
     assert not Path("own").exists()
 
 
-def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
+def test_run_resumes_from_a_checkpoint(command: Command, training: Path) -> None:
     source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
     other = write(training.with_name("resumed.py"), source)
     assert command("run", f"{other}:training", "--steps", "2").code == 0
-    answer = command("run", f"{other}:training", "--resume")
-    assert answer.code == 0 and "3 steps (2 done), writing to own" in answer.out
+    result = command("run", f"{other}:training", "--resume")
+    assert result.code == 0 and "3 steps (2 done), writing to own" in result.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
-    answer = command("run", f"{other}:training", "--resume", "--seed", "6")
-    assert answer.code == 2 and is_paragraph(answer) and "belongs to a run with another seed" in answer.err
-    answer = command("run", f"{other}:short", "--resume")
-    assert answer.code == 2 and is_paragraph(answer) and "resume=True needs the folder" in answer.err
+    result = command("run", f"{other}:training", "--resume", "--seed", "6")
+    assert result.code == 2 and is_paragraph(result) and "belongs to a run with another seed" in result.err
+    result = command("run", f"{other}:short", "--resume")
+    assert result.code == 2 and is_paragraph(result) and "resume=True needs the folder" in result.err
 
 
-def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
+def test_run_accepts_a_function_that_returns_a_training(command: Command, training: Path) -> None:
     assert command("run", f"{training}:short").out.endswith("The run is in runs/grpo-001\n")
 
 
-def test_run_refuses_before_anything_is_loaded_or_written(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:unbound")
-    assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
-    answer = command("run", f"{training}:training", "--steps", "0")
-    assert answer.code == 2 and is_paragraph(answer) and "steps=0" in answer.err
+def test_run_refuses_an_invalid_training_before_it_writes_anything(command: Command, training: Path) -> None:
+    result = command("run", f"{training}:unbound")
+    assert result.code == 2 and is_paragraph(result) and "unbound" in result.err
+    result = command("run", f"{training}:training", "--steps", "0")
+    assert result.code == 2 and is_paragraph(result) and "steps=0" in result.err
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
-def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:interrupted")
-    assert (answer.code, answer.err) == (130, "flowrl: interrupted.\n")
+def test_an_interrupted_run_prints_one_line(command: Command, training: Path) -> None:
+    result = command("run", f"{training}:interrupted")
+    assert (result.code, result.err) == (130, "flowrl: interrupted.\n")
     assert json.loads(Path("runs/grpo-001/run.json").read_text())["status"] == "interrupted"
 
 
 def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:saved", "--seed", "7")
+    result = command("run", f"{training}:saved", "--seed", "7")
     again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
-    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; resume with: {again}\n")
+    assert (result.code, result.err) == (130, f"flowrl: interrupted; resume with: {again}\n")
 
 
-def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:
-    answer = command("operators")
-    assert answer.code == 0 and "…" not in answer.out
-    assert "token_level_rewards, values, response_mask" in answer.out
+def test_the_table_of_operators_is_not_truncated_in_a_pipe(command: Command) -> None:
+    result = command("operators")
+    assert result.code == 0 and "…" not in result.out
+    assert "token_level_rewards, values, response_mask" in result.out
 
 
-def test_the_demo_checks_its_options_first(command: Command) -> None:
-    answer = command("demo", "--steps", "0")
-    assert answer.code == 2 and "Invalid value for '--steps'" in answer.err and not list(Path().iterdir())
-    answers = [command("demo", "--folder", write(Path("file"), ""), *more) for more in ((), ("--quick",))]
-    assert all(a.code == 2 and "cannot be written (Not a directory). Pass another" in a.err for a in answers)
+def test_demo_refuses_invalid_options_before_it_writes_anything(command: Command) -> None:
+    result = command("demo", "--steps", "0")
+    assert result.code == 2 and "Invalid value for '--steps'" in result.err and not list(Path().iterdir())
+    results = [command("demo", "--folder", write(Path("file"), ""), *more) for more in ((), ("--quick",))]
+    assert all(a.code == 2 and "cannot be written (Not a directory). Pass another" in a.err for a in results)

@@ -87,7 +87,7 @@ def prompt_batch(rows: Rows, width: int | None = None) -> PromptBatch:
 
 
 def rollout_batch(prompts: PromptBatch, responses: Rows, version: int = 0) -> RolloutBatch:
-    """These responses to those prompts at temperature 1, as version `version` of the policy would sample them."""
+    """Responses to the prompts at temperature 1, sampled by version `version` of the policy, log-probs 0."""
     width = max(map(len, responses))
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in responses])
     tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in responses])
@@ -113,7 +113,7 @@ def proto(batch: PromptBatch) -> DataProto:
 
 
 def column(values: Sequence[Any]) -> np.ndarray:
-    """A column of objects, whatever they are."""
+    """A column of objects of any type."""
     out = np.empty(len(values), dtype=object)
     out[:] = values
     return out
