@@ -1,4 +1,4 @@
-"""Episodes in the numbers and with the ends of real runs: the numbers nightly, by none but engines of PyTorch."""
+"""Episodes at the scale of real runs (nightly), and a run killed during a batch of episodes; with PyTorch engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_failures_in_ten_thousand_episodes_lose_no_group() -> None:
     [(256, {"steps": 20, "rows": 32}), pytest.param(15_360, {}, marks=pytest.mark.nightly)],
 )
 def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
-    """15,360 is as many as examples/triage.py plays while it trains; from its model before, which varies most."""
+    """examples/triage.py plays 15,360 episodes in training; here with its initial model, whose responses vary most."""
     example = str(ROOT / "examples" / "triage.py")
     triage, build, incident, environment = (
         load_object(f"{example}:{name}") for name in ("Triage", "build", "write_data", "graph")
@@ -123,9 +123,9 @@ def test_a_run_killed_during_a_batch_resumes_with_the_same_rows(
     after = (tmp_path / "resumed.txt").read_text().splitlines()
     assert len(after) == len(told) // 3 and set(before) < set(told)
     assert sorted(after) == sorted(told[-len(after) :])
-    ours, theirs = (timeless(run.folder / "metrics.jsonl") for run in (found, whole))
-    assert [{k: v for k, v in line.items() if k != "episodes/waiting"} for line in ours] == [
-        {k: v for k, v in line.items() if k != "episodes/waiting"} for line in theirs
+    resumed_metrics, expected_metrics = (timeless(run.folder / "metrics.jsonl") for run in (found, whole))
+    assert [{k: v for k, v in line.items() if k != "episodes/waiting"} for line in resumed_metrics] == [
+        {k: v for k, v in line.items() if k != "episodes/waiting"} for line in expected_metrics
     ]
     a, b = (flat(run.engines["actor"].state_dict()) for run in (found, whole))
     assert a.keys() == b.keys() and [name for name in a if not equal(a[name], b[name])] == []
