@@ -32,7 +32,7 @@ def length(text: str) -> float:
 JUDGE = Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4, log="reward/judge")
 
 
-def modelled() -> Graph:
+def with_reward_models() -> Graph:
     """The same responses scored by tokens, by text and by a judge, with one node each."""
     others = {"by_text": TextModelReward(log="reward/text"), "judge": JUDGE}
     return grpo(digits, n=2, max_new_tokens=6, kl_coef=0.0).edit(
@@ -49,7 +49,7 @@ def modelled() -> Graph:
 
 DISTILLED: dict[str, Any] = {"beta": 0.5, "n": 2, "max_new_tokens": 6, "mini_batch": 4}
 GRAPHS = {
-    "rewards": modelled(),
+    "rewards": with_reward_models(),
     "distill_full": distill_full(**DISTILLED),
     "distill_top": distill_top(k=8, **DISTILLED),
 }
@@ -72,6 +72,6 @@ def test_two_ranks_have_the_numbers_of_one_process(name: str, tiny: str, prompts
         )
         return replace(job, place=place)
 
-    here = train(bound(1, None), prompts_file, tmp_path / "here", steps=2, prompts=4)
-    there = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "there", steps=2, prompts=4)
-    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
+    local = train(bound(1, None), prompts_file, tmp_path / "local", steps=2, prompts=4)
+    remote = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "remote", steps=2, prompts=4)
+    assert close(timeless(list(local.metrics)), timeless(list(remote.metrics)))

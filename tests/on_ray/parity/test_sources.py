@@ -1,4 +1,4 @@
-"""On Ray: graphs with other data, and samplers that learn, have the bits of one process."""
+"""On Ray: graphs with other data, and adaptive samplers, are bit-equal to one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cases(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo_sft"])
-def test_three_steps_have_the_bits_of_one_process(name: str, tiny: str, tmp_path: Path) -> None:
+def test_three_steps_are_bit_equal_to_one_process(name: str, tiny: str, tmp_path: Path) -> None:
     graph, data = cases(tmp_path)[name]
     job = bind_tiny(graph, tiny)
     settings: dict[str, Any] = {"steps": 3, "prompts": 4, "checkpoint_every": 3, "save_model": False}
