@@ -21,7 +21,7 @@ import pytest
 
 from flowrl.workers import fork_server
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
-from tests.operators.reward.test_pool import is_running, wait_until, wait_until_ended
+from tests.operators.reward.test_pool import wait_until, wait_until_ended
 from tests.workers import poison
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -158,5 +158,5 @@ def test_closing_in_a_forked_child_does_not_end_the_server(server: ForkServer) -
         server.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert server.alive and is_running(server._process.pid)
+    assert server.alive
     assert result(server, "pid") > 0

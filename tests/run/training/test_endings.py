@@ -21,6 +21,7 @@ from flowrl.core.graphs.after import After
 from flowrl.data.sources.prompts import PromptData
 from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.timeline import Timeline
+from flowrl.run.training.lock import FolderLock
 from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
@@ -83,12 +84,11 @@ def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monk
     disk = Full(monkeypatch, "run.json")
     disk.on, freed = True, []
 
-    def give_way() -> None:
+    def give_way(lock: FolderLock) -> None:
         freed.append(True)
         disk.on = False
 
-    assert folder._lock is not None
-    monkeypatch.setattr(folder._lock, "give_way", give_way)
+    monkeypatch.setattr(FolderLock, "give_way", give_way)
     folder.describe({"status": "failed"})
     folder.close()
     assert freed and described(tmp_path / "run")["status"] == "failed"

@@ -24,6 +24,7 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.training.job import Job
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of
+from tests.support.kernel import RolloutEngine
 from tests.support.models import tiny_folder
 from tests.support.rewards import digits
 
@@ -272,14 +273,12 @@ def test_models_of_different_vocabularies_are_refused_before_loading(tmp_path: P
             job.refuse_unready()
 
 
-def test_an_engine_without_a_tokenizer_is_refused(tiny: str) -> None:
+def test_an_engine_without_a_tokenizer_is_refused() -> None:
     class NoTokenizer(Backend):
         serves = (protocols.Rollout,)
 
         def build(self, context: BuildContext) -> Any:
-            engine = TorchRollout(tiny, device="cpu").build(context)
-            engine._tokenizer = None  # type: ignore[assignment]
-            return engine
+            return RolloutEngine()
 
     with raises("backend.incomplete-engine", role="rollout", backend="NoTokenizer", missing=("tokenizer",)):
         EngineBuilder({"rollout": NoTokenizer()}, seed=0).all()
