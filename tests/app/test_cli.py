@@ -134,7 +134,7 @@ def test_no_command_prints_help_and_fails(command: Command) -> None:
         (["run", "x", "--steps", "many"], "Invalid value for '--steps'"),
     ],
 )
-def test_an_unparsable_command_is_refused_with_its_usage(command: Command, arguments: list[str], message: str) -> None:
+def test_an_invalid_command_line_prints_usage(command: Command, arguments: list[str], message: str) -> None:
     result = command(*arguments)
     assert result.code == 2 and not result.out and message in result.err and "Usage: flowrl" in result.err
 
@@ -322,22 +322,18 @@ processes of Split; those of one slot take turns:
 
 def test_plan_predicts_the_time_of_a_step_from_the_costs_of_a_run(command: Command, training: Path) -> None:
     assert command("run", f"{training}:training").code == 0
-    arguments = ("plan", f"{training}:training", "--costs", "own")
-    result = command(*arguments, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
+    plan = ("plan", f"{training}:training", "--costs", "own")
+    result = command(*plan, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
     _, _, predicted = result.out.partition("everything runs in one process\n")
     where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
     assert where == ["predicted from own, with 6 prompts per step", "in one process", "Colocate()"]
     assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
     twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
     for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
-        assert (
-            f"flowrl: --place {place} is not a place; expected local, or" in command(*arguments, "--place", place).err
-        )
-    assert "--cost reward=long has no number of seconds" in command(*arguments, "--cost", "reward=long").err
-    assert "given(reward=nan): expected a finite number of seconds" in command(*arguments, "--cost", "reward=nan").err
-    assert (
-        "--cost rewrad=... names no node of grpo; it has batch, repeat" in command(*arguments, "--cost", "rewrad=1").err
-    )
+        assert f"flowrl: --place {place} is not a place; expected local, or" in command(*plan, "--place", place).err
+    assert "--cost reward=long has no number of seconds" in command(*plan, "--cost", "reward=long").err
+    assert "given(reward=nan): expected a finite number of seconds" in command(*plan, "--cost", "reward=nan").err
+    assert "--cost rewrad=... names no node of grpo; it has batch, repeat" in command(*plan, "--cost", "rewrad=1").err
 
 
 def test_plan_imports_a_user_defined_place_only_with_the_import_flag(command: Command, training: Path) -> None:

@@ -70,6 +70,8 @@ Whole = Callable[[str], Run]
 
 
 class TestSameNumbers:
+    """A resumed run has the metrics, predictions and weights of an uninterrupted one, bit for bit."""
+
     # in the first step after a checkpoint, in the next one, in a step across epochs, in a validation
     @pytest.mark.parametrize(
         ("name", "step", "node"),
@@ -84,7 +86,7 @@ class TestSameNumbers:
             nightly("ppo", 5, "generate"),
         ],
     )
-    def test_a_run_interrupted_in_a_step_ends_like_an_uninterrupted_one(
+    def test_a_run_interrupted_in_a_step_resumes(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
     ) -> None:
         cut_off(jobs(name, tiny), prompts_file, tmp_path / "run", step, node)
@@ -100,16 +102,14 @@ class TestSameNumbers:
         assert position["data"] == {"epoch": 1, "offset": 8, "rows": 12}
         assert position["state"]["kl_shape.beta"] == ppo[4]["kl/coef"]
 
-    def test_a_run_interrupted_in_a_validation_ends_like_an_uninterrupted_one(
+    def test_an_interrupted_validation_resumes(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_a_repeatedly_interrupted_run_ends_like_an_uninterrupted_one(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_an_often_interrupted_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(job, prompts_file, tmp_path, 3)
         for step in (2, 3, 4, 5):
@@ -118,9 +118,7 @@ class TestSameNumbers:
         updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
         assert len(updates) > STEPS  # the trace has repeated steps, too
 
-    def test_a_run_resumes_after_a_reward_error(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_a_failed_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         flag = tmp_path / "asleep"
 
         def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -139,10 +137,8 @@ class TestSameNumbers:
         flag.unlink()
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
 
-    def test_a_killed_run_resumes_in_another_process(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
-        """Killed by SIGKILL within a step."""
+    def test_a_killed_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """A process is killed by SIGKILL within a step; another process resumes the run."""
         script = """
             import os, signal, sys
             from pathlib import Path
@@ -164,17 +160,13 @@ class TestSameNumbers:
         assert status(tmp_path) == "running"  # a killed process cannot update it
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
 
-    def test_a_finished_run_resumes_with_more_steps(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_a_finished_run_is_extended(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step always has a checkpoint
         assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     @pytest.mark.ray
-    def test_a_run_started_on_ray_resumes_in_one_process(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_a_run_on_ray_resumes_locally(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
         assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
@@ -261,9 +253,7 @@ class TestCheckpoints:
             AutoTokenizer.from_pretrained(folder, local_files_only=True)
             assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
 
-    def test_checkpoints_do_not_change_the_numbers_of_a_run(
-        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
-    ) -> None:
+    def test_checkpoints_do_not_change_a_run(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
 
     def test_an_unserializable_state_is_refused_before_a_model_loads(self, prompts_file: str, tmp_path: Path) -> None:
@@ -388,9 +378,7 @@ class TestRefused:
             with raises("resume.other-run", changed="graph"):
                 run(job, prompts_file, cut, resume=True)
 
-    def test_changed_data_is_refused_but_moved_files_are_not(
-        self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path
-    ) -> None:
+    def test_changed_data_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
         ordered = Training(
             jobs("grpo", tiny),
             PromptData(prompts_file, shuffle=False),
