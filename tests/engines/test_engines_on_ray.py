@@ -79,10 +79,10 @@ def assert_greedy_responses(executor: Any, folder: str, scratch: Path, ranks: in
     assert {int(version) for version in step.columns["generate"]["policy_version"]} == {0}
     executor.save_pretrained("actor", str(scratch))
     receipt = step.values["sync"]["receipt"]
-    held = load_file(scratch / "model.safetensors")
-    assert (receipt.version, receipt.digest) == (1, weights_digest(held.items()))
+    saved = load_file(scratch / "model.safetensors")
+    assert (receipt.version, receipt.digest) == (1, weights_digest(saved.items()))
     assert step.metrics["sync/by/object_store"].compute() == 1  # between processes that share slots
-    assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in held.values())
+    assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in saved.values())
 
     greedy = executor.plan.graph.subgraph("generate").edit(set={"generate.temperature": 0.0}, name="greedy")
     fork = executor.fork(Plan(greedy), 0)
@@ -233,9 +233,9 @@ def test_episodes_run_while_sharing_slots_with_the_actor_and_with_lag(
         # log-probs of the same tokens by the sampling weights and by the training weights
         assert metrics["rollout/logp_diff_max"] < 1e-4 or (lag and step)
     versions = {
-        (row["step"], said["sampled"]["version"])
+        (row["step"], message["sampled"]["version"])
         for row in lines(tmp_path / "rollouts.jsonl")
-        for said in row["episode"]["messages"]
-        if "sampled" in said
+        for message in row["episode"]["messages"]
+        if "sampled" in message
     }
     assert versions == {(step + 1, max(0, step - lag)) for step in range(3)}

@@ -44,7 +44,7 @@ class Recorded:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.drawn: dict[str, list[Response]] = {}
+        self.responses: dict[str, list[Response]] = {}
         self._turns: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +56,7 @@ class Recorded:
 
     def take(self, name: str) -> Response:
         response: Response = self._engine.take(name)
-        self.drawn[name] = [*self.drawn.get(name, [])[: self._turns[name]], response]
+        self.responses[name] = [*self.responses.get(name, [])[: self._turns[name]], response]
         return response
 
 
@@ -142,20 +142,20 @@ def expected(
     tokenizer: ChatTokenizer,
     head: str,
     messages: Sequence[Mapping[str, Any]],
-    drawn: Sequence[Response],
+    responses: Sequence[Response],
     tools: bool,
     worth: Callable[[Response], float],
 ) -> tuple[list[int], list[bool], list[float], list[float]]:
     """Id, mask, log-prob and reward of each token: the template's text between responses, and the responses."""
-    told = {"tools": SCHEMAS} if tools and tokenizer.template_reads("tools") else None
-    text, at = tokenizer.conversation_text(messages, told), 0
+    template_kwargs = {"tools": SCHEMAS} if tools and tokenizer.template_reads("tools") else None
+    text, at = tokenizer.conversation_text(messages, template_kwargs), 0
     ids: list[int] = []
     sampled: list[bool] = []
     log_probs: list[float] = []
     rewards: list[float] = []
-    said = [str(message["content"]) for message in messages if message["role"] == "assistant"]
-    assert len(said) == len(drawn)
-    for content, response in zip(said, drawn, strict=True):
+    responses_text = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+    assert len(responses_text) == len(responses)
+    for content, response in zip(responses_text, responses, strict=True):
         start = text.index(head, at) + len(head)
         between = tokenizer.encode(text[at:start])
         if ids and between[0] == ids[-1] == tokenizer.turn_end:  # the policy has written it
@@ -186,7 +186,7 @@ def assert_exact(
             continue
         whole += 1
         ids, sampled, log_probs, rewards = expected(
-            engine.tokenizer, head, batch.conversation[i], engine.drawn[name], tools, worth
+            engine.tokenizer, head, batch.conversation[i], engine.responses[name], tools, worth
         )
         there = batch.attention_mask[i]
         assert batch.input_ids[i][there].tolist() == ids
@@ -197,7 +197,7 @@ def assert_exact(
         assert not batch.response_mask[i][~behind].any()
         assert torch.equal(batch.rollout_log_probs[i][behind], torch.tensor(log_probs[first:]))
         assert torch.equal(batch.token_level_scores[i][behind], torch.tensor(rewards[first:]))
-        assert batch.turns[i] == len(engine.drawn[name])
+        assert batch.turns[i] == len(engine.responses[name])
         assert torch.equal(batch.responses[i][behind], batch.input_ids[i][there][first:])
     return whole
 

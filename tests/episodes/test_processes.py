@@ -71,11 +71,11 @@ class Blocks(Counts):
 
 class Shares(Environment):
     """Appends to a class attribute and blocks in a coroutine; in separate processes, neither affects other episodes."""
-    said = []
+    texts = []
     async def step(self, answer):
-        self.said.append(answer.text)
+        self.texts.append(answer.text)
         time.sleep(0.05)
-        return Reply("on", reward=float(len(self.said)), done=answer.turn == 1)
+        return Reply("on", reward=float(len(self.texts)), done=answer.turn == 1)
 
 class Crashes(Counts):
     def misbehave(self):

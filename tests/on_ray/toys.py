@@ -67,7 +67,7 @@ class Desk:
         os.mkfifo(self.folder / f"{call}.hold")
 
     def release(self, call: str) -> None:
-        """Wait until a call is held, and release it."""
+        """Wait until a call blocks, and release it."""
         (self.folder / f"{call}.hold").write_text("")
 
     def fail(self, call: str, error: type[Exception] = ValueError) -> None:

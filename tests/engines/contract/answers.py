@@ -92,11 +92,11 @@ class GenerationTests:
     def test_greedy_tokens_equal_transformers(self, engine: Rollout, trainer: TorchTrainerEngine, folder: str) -> None:
         prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
         responses = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
-        for ids, kept, answer in zip(prompts, mask, responses, strict=True):
+        for ids, attended, response in zip(prompts, mask, responses, strict=True):
             generated = trainer.model.generate(
-                ids[kept][None], do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=EOS
+                ids[attended][None], do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=EOS
             )
-            assert answer == generated[0, int(kept.sum()) :].tolist()
+            assert response == generated[0, int(attended.sum()) :].tolist()
 
     @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
     def test_log_probs_match_the_trainer(
@@ -112,8 +112,8 @@ class GenerationTests:
     ) -> None:
         prompts, mask = ragged(engine, [3, 1, 9, 14])
         sampled = engine.generate(prompts, mask, names(4), Sampling(0.9, top_k, top_p, 24), KEY)
-        for ids, kept, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
-            for t, logits in enumerate(logits_of(trainer.model, ids[kept].tolist(), response)):
+        for ids, attended, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            for t, logits in enumerate(logits_of(trainer.model, ids[attended].tolist(), response)):
                 probabilities, order = (logits / 0.9).softmax(-1).sort(descending=True)
                 first = torch.arange(VOCAB) < (top_k or VOCAB)
                 reached = probabilities if self.top_p_before_top_k else probabilities / probabilities[first].sum()
@@ -209,9 +209,9 @@ class GenerationTests:
             (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "engine.invalid-prompts"),
             (prompts, mask.long(), "engine.invalid-prompts"),
         ]
-        for ids, kept, code in faults:
+        for ids, attended, code in faults:
             with raises(code):
-                engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
+                engine.generate(ids, attended, names(len(ids)), GREEDY, KEY)
         assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
 
 

@@ -81,7 +81,7 @@ def assert_turns_use_synced_weights(engine: Any, synced: Any, other: Any, sample
     """Assert that a second turn reuses the cache of the first with the weights of `synced`, but not with those of
     `other`; and that a sync during a request is refused."""
 
-    def asked(request: Request, source: Any) -> tuple[Response, int]:
+    def complete(request: Request, source: Any) -> tuple[Response, int]:
         """The response, and the number of cached tokens."""
         before = engine.cached_tokens
         response = alone(engine, request)
@@ -94,9 +94,9 @@ def assert_turns_use_synced_weights(engine: Any, synced: Any, other: Any, sample
         return response, engine.cached_tokens - before
 
     one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), retain_cache=True)
-    first, _ = asked(one, synced)
+    first, _ = complete(one, synced)
     two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.answer("a", 1))
-    second, known = asked(two, synced)
+    second, known = complete(two, synced)
     assert 128 <= known < len(two.ids)
     engine.submit(two)
     if engine.step() == []:
@@ -105,7 +105,7 @@ def assert_turns_use_synced_weights(engine: Any, synced: Any, other: Any, sample
         assert finished(engine, 1)["a"].ids == second.ids or not samples_by_key
     engine.drop("a")
     engine.sync(Altered(other, version=8))
-    third, known = asked(two, other)
+    third, known = complete(two, other)
     assert known == 0 and set(third.versions) == {8}
 
 
@@ -144,7 +144,7 @@ class RequestTests:
         assert isinstance(engine, StreamingRollout)
         context = {str(i): tokens(LONG if i == 0 else 3 + 2 * i, i) for i in range(len(SAMPLINGS))}
         turn, waiting, left = dict.fromkeys(context, 0), list(context), len(context)
-        asked: list[tuple[Request, Response]] = []
+        completed: list[tuple[Request, Response]] = []
         running: dict[str, Request] = {}
 
         def ask(name: str) -> None:
@@ -157,15 +157,15 @@ class RequestTests:
                 ask(waiting.pop(0))
             for name in engine.step():
                 request, response = running.pop(name), engine.take(name)
-                asked.append((request, response))
+                completed.append((request, response))
                 context[name] = [*context[name], *response.ids, *tokens(3, turn[name])]
                 turn[name] += 1
                 if turn[name] < 3:
                     ask(name)
                 else:
                     left -= 1
-        assert engine.step() == [] and len(asked) == 3 * len(SAMPLINGS)
-        for request, response in asked:
+        assert engine.step() == [] and len(completed) == 3 * len(SAMPLINGS)
+        for request, response in completed:
             assert_response_of(engine, trainer.model, request, response)
             assert set(response.versions) == {engine.receipt.version}
             assert not self.samples_by_key or alone(engine, request).ids == response.ids
@@ -174,8 +174,8 @@ class RequestTests:
         prompts, mask = ragged(engine, [4, 9, 140, 4])
         sampling = FREE if self.samples_by_key else GREEDY
         requests = [
-            Request(name, ids[kept].tolist(), sampling, KEY.answer(name))
-            for ids, kept, name in zip(prompts, mask, names(4), strict=True)
+            Request(name, ids[attended].tolist(), sampling, KEY.answer(name))
+            for ids, attended, name in zip(prompts, mask, names(4), strict=True)
         ]
         for request in requests:
             engine.submit(request)
@@ -183,8 +183,8 @@ class RequestTests:
         whole = engine.generate(prompts, mask, names(4), sampling, KEY)
         assert [taken[name].ids for name in names(4)] == rows(whole)
         for name, log_probs in zip(names(4), whole.log_probs, strict=True):
-            ours = taken[name].log_probs
-            assert ours == pytest.approx(log_probs[: len(ours)].tolist(), abs=2e-5)
+            submitted_log_probs = taken[name].log_probs
+            assert submitted_log_probs == pytest.approx(log_probs[: len(submitted_log_probs)].tolist(), abs=2e-5)
 
     def test_dropping_a_request_does_not_change_the_others(self, engine: Any, trainer: TorchTrainerEngine) -> None:
         stays, gone = (Request(name, tokens(5, 1), replace(GREEDY, ignore_eos=True), KEY) for name in ("stays", "gone"))
@@ -256,8 +256,8 @@ class RequestTests:
         for i, attended in enumerate(batch.attention_mask.bool()):
             ids, turns = batch.input_ids[i][attended].tolist(), [each[1:] for each in given if each[0] == str(i)]
             assert all(ids[: len(context)] == context for context, _ in turns)
-            assert all(ids[len(context) :][: len(said.ids)] == said.ids for context, said in turns)
+            assert all(ids[len(context) :][: len(turn.ids)] == turn.ids for context, turn in turns)
             sampled = batch.response_mask[i]
-            assert batch.responses[i][sampled].tolist() == [token for _, said in turns for token in said.ids]
-            log_probs = torch.tensor([log_prob for _, said in turns for log_prob in said.log_probs])
+            assert batch.responses[i][sampled].tolist() == [token for _, turn in turns for token in turn.ids]
+            log_probs = torch.tensor([log_prob for _, turn in turns for log_prob in turn.log_probs])
             assert torch.equal(batch.rollout_log_probs[i][sampled], log_probs)

@@ -82,8 +82,8 @@ def step_until_clock_ends(engine: Any, responses: dict[str, Response]) -> None:
 
 
 def assert_tokens_of_their_versions(engine: Any, trainer: TorchTrainerEngine, other: Any, caches: Any) -> None:
-    """Weights must change twice, under answers that have drawn, under some that have not, and under one that goes on
-    for a turn."""
+    """Swap weights twice during requests, some without a token yet, and one with a second turn; assert that each
+    token has the log-prob of its version."""
     models, responses = {0: trainer.model, 5: other.model, 7: trainer.model}, dict[str, Response]()
     # An engine in its own process does not wait for swaps, so responses are long. The first one has a second turn.
     samplings = [replace(FREE, max_new_tokens=110 if i else 60) for i in range(MANY)]
@@ -103,8 +103,8 @@ def assert_tokens_of_their_versions(engine: Any, trainer: TorchTrainerEngine, ot
     assert_log_probs_by_version(models, request.ids, response, "recompute")
     while len(responses) < MANY:
         responses |= finished(engine, 1)
-    for name, asked in requests.items():
-        assert_log_probs_by_version(models, asked.ids, responses[name], caches)
+    for name, each in requests.items():
+        assert_log_probs_by_version(models, each.ids, responses[name], caches)
     assert sum(set(response.versions) == {0, 5, 7} for response in responses.values()) > 2
     turn = replace(requests["0"], ids=[*requests["0"].ids, *responses["0"].ids, 9, 9], sampling=FREE)
     assert_log_probs_by_version(models, turn.ids, alone(engine, turn), "recompute")
@@ -135,9 +135,9 @@ class SwapTests:
     ) -> None:
         if not self.samples_by_key:
             pytest.skip("the engine samples all rows from one generator")
-        asked = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
-        undisturbed = alone(engine, asked)
-        engine.submit(asked)
+        request = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
+        undisturbed = alone(engine, request)
+        engine.submit(request)
         for _ in range(7):
             engine.step()
         engine.swap(Altered(trainer, version=5), caches)

@@ -14,7 +14,7 @@ def leaks_of_sglang(mark: str) -> set[str]:
     a living owner. Engines of other programs are ignored."""
     processes, environments, mapped = set(), b"", b""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours to look at
+        with suppress(OSError):  # it has ended, or belongs to another user
             environment = (process / "environ").read_bytes()
             environments += environment
             mapped += (process / "maps").read_bytes()

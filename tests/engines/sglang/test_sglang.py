@@ -95,7 +95,7 @@ class TestGeneration(GenerationTests):
 
     def test_generation_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
         prompts, mask = ragged(engine, [4, 7])
-        requests = [ids[kept].tolist() for ids, kept in zip(prompts, mask, strict=True)]
+        requests = [ids[attended].tolist() for ids, attended in zip(prompts, mask, strict=True)]
         sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
         long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
         sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))

@@ -115,7 +115,7 @@ def test_generate_equals_vllm_with_the_same_seeds(engine: VLLMEngine) -> None:
     seeds = [KEY.derive(row).bits & (2**63 - 1) for row in names(4)]
     settings: dict[str, Any] = dict(temperature=0.9, top_k=12, top_p=0.9, max_tokens=20, ignore_eos=True, logprobs=0)
     outputs = engine._llm.generate(
-        [{"prompt_token_ids": ids[kept].tolist()} for ids, kept in zip(prompts, mask, strict=True)],
+        [{"prompt_token_ids": ids[attended].tolist()} for ids, attended in zip(prompts, mask, strict=True)],
         [SamplingParams(**settings, seed=seed, detokenize=False) for seed in seeds],
         use_tqdm=False,
     )

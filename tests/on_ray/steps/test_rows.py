@@ -100,10 +100,10 @@ def test_a_filter_passes_the_same_rows_as_in_one_process(tiny: str, tmp_path: Pa
     keep = tuple(graph.nodes)
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
         local = run(executor, 5, 3, keep)
-    kept = [len(result.columns["spread"]) for result in local]
-    assert all(0 < count < 15 for count in kept)
-    assert any(count % 2 for count in kept)
-    assert [result.metrics["spread/kept"].value for result in local] == kept
+    counts = [len(result.columns["spread"]) for result in local]
+    assert all(0 < count < 15 for count in counts)
+    assert any(count % 2 for count in counts)
+    assert [result.metrics["spread/kept"].value for result in local] == counts
     ranks = {"actor": 2, "ref": 2, "rollout": 2}
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, Split(2, 2)).open(3) as executor:
         processes += process_ids(executor).values()

@@ -157,8 +157,8 @@ def test_a_key_depends_only_on_seed_step_and_node() -> None:
     reference = numbers(forwards, 0, 0)
     assert numbers(backwards, 0, 0) == reference
     others = [numbers(forwards, 1, 0), numbers(forwards, 0, 1)]
-    drawn = [n for found in (reference, *others) for n in found.values()]
-    assert len(set(drawn)) == len(drawn)
+    numbers_of_all = [n for found in (reference, *others) for n in found.values()]
+    assert len(set(numbers_of_all)) == len(numbers_of_all)
     executor = local_steps(Plan(forwards()), {}, 0)  # independent of earlier steps
     executor.step(PROMPTS, 5)
     assert executor.step(PROMPTS, 0).values["a"]["drawn"].number == reference["a"]

@@ -138,7 +138,6 @@ class TestSameNumbers:
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
 
     def test_a_killed_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
-        """A process is killed by SIGKILL within a step; another process resumes the run."""
         script = """
             import os, signal, sys
             from pathlib import Path
@@ -416,8 +415,8 @@ class TestRefused:
             "was written with other backends (role rollout.model: None -> " in caplog.text
             and "; role rollout.device: None -> 'cpu'); the run resumes" in caplog.text
         )
-        for resumed, theirs in zip(found.metrics, whole("grpo").metrics, strict=True):
-            same = {k: v for k, v in theirs.items() if not k.startswith((*TIMES, "sync/"))}
+        for resumed, expected in zip(found.metrics, whole("grpo").metrics, strict=True):
+            same = {k: v for k, v in expected.items() if not k.startswith((*TIMES, "sync/"))}
             assert {k: resumed[k] for k in same} == same
         assert all(
             torch.equal(w, weights_of(whole("grpo").engines["actor"])[n]) for n, w in found.engines["actor"].weights()

@@ -298,8 +298,8 @@ def test_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     with raises("run.validation", found=(12, 7)):
         run(job(tiny), sources, tmp_path / "a", validation=Validation(sources, **both))
-    (tmp_path / "held").mkdir()
-    even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
+    (tmp_path / "heldout").mkdir()
+    even = {**sources, "demos": DemoData(demos_in(tmp_path / "heldout", 12))}
     found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
     assert found.validations[0]["val/rows/demos"] == 12
     with raises("run.data-columns", missing="demos"):

@@ -190,14 +190,14 @@ def spans(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_trace_has_every_call_and_marks_validations(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Recorder()
-    validation = Validation(PromptData(prompts_file), every=2, name="held", batch=5)
+    validation = Validation(PromptData(prompts_file), every=2, name="heldout", batch=5)
     job = job_of("ppo", tiny)
     run = train(job, prompts_file, tmp_path, [reporter], validation=validation)
     found = Counter(span["name"] for span in spans(tmp_path))
     nodes = [name for name in job.graph.nodes if name != "batch"]
     # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
-    held = {f"held/{name}": 9 for name in ("repeat", "generate", "reward")}
-    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **held}  # one sync before the first step
+    heldout = {f"heldout/{name}": 9 for name in ("repeat", "generate", "reward")}
+    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **heldout}  # one sync before the first step
     (_, summary) = reporter.calls[-1]
     assert [total.name for total in summary.totals] == nodes
     for total in summary.totals:

@@ -228,7 +228,7 @@ def test_generate_equals_submitting_requests_and_stepping(engine: TorchRolloutEn
     complete = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
     rows = zip(prompts, mask, names(4), strict=True)
     responses = responses_of(
-        engine, *(Request(row, ids[kept].tolist(), SAMPLED, KEY.answer(row)) for ids, kept, row in rows)
+        engine, *(Request(row, ids[attended].tolist(), SAMPLED, KEY.answer(row)) for ids, attended, row in rows)
     )
     assert [response.ids for response in responses] == as_lists(complete)
     for response, log_probs in zip(responses, complete.log_probs, strict=True):

@@ -293,7 +293,7 @@ def gathering(ranks: Ranks) -> dict[str, Any]:
                 peaks[bucket] = max(peaks[bucket], live.now)
     engine.save_pretrained(str(ranks.folder / f"saved-{ranks.world_size}"))
     allocated = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
-    return {"peaks": peaks, "sizes": sizes, "held": allocated}
+    return {"peaks": peaks, "sizes": sizes, "allocated": allocated}
 
 
 def buffers(ranks: Ranks, kind: str) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def test_gathering_weights_needs_memory_for_about_two_buckets(found: Any) -> Non
     for rank in ranks:
         here = rank["gathering"]
         largest, total = max(here["sizes"].values()), sum(here["sizes"].values())
-        assert here["held"] <= 0.51 * total
+        assert here["allocated"] <= 0.51 * total
         for bucket, peak in here["peaks"].items():
             assert largest <= peak <= 2 * max(bucket, largest) + 1024 < total / 2
 
