@@ -55,7 +55,7 @@ def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, in
         max_new_tokens=16,
         check="strict",
     )
-    uninterrupted, size = 0, min(512, episodes)
+    checked, size = 0, min(512, episodes)
     for start in range(0, episodes, size):
         chosen = [rows[i % len(rows)] for i in range(start, start + size)]
         prompts = prompts_of(engine.tokenizer, size)
@@ -69,9 +69,9 @@ def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, in
             extra_info=column([row["extra_info"] for row in chosen]),
         )
         batch = interact(prompts, key=KEY, metrics=Metrics())
-        uninterrupted += assert_exact(batch, names, engine, "<|assistant|>", tools=False, worth=lambda response: 0.0)
+        checked += assert_exact(batch, names, engine, "<|assistant|>", tools=False, worth=lambda response: 0.0)
         assert set(batch.turns.tolist()) == {2}
-    assert uninterrupted == episodes
+    assert checked == episodes
 
 
 ENVIRONMENT = """

@@ -128,7 +128,8 @@ def test_an_additional_input_does_not_change_the_rows_of_the_first(tiny: str, tm
 
 
 def test_rounds_sample_only_the_source_of_their_region(tiny: str, tmp_path: Path) -> None:
-    gated = mixed().edit(insert={"collect": After("reward", Collect(Spread(0.1), groups=5, rounds=30))}, drop=["see"])
+    collect = Collect(Spread(0.1), groups=5, rounds=30)
+    gated = mixed().edit(insert={"collect": After("reward", collect)}, drop=["log_rows"])
     found = run(job(tiny, gated), data(tmp_path), tmp_path / "run", checkpoint_every=4)
     offered = sum(metrics["collect/offered"] for metrics in found.metrics)
     assert offered > 4 * 5  # more than one round
