@@ -46,7 +46,7 @@ from flowrl.run.engine.steps import Steps
 from flowrl.run.training.job import Job
 from tests.backends.torch.train.fsdp_cases import Ranks, weights
 from tests.nightly import nightly_except
-from tests.support.jobs import prompt_batch, proto
+from tests.support.jobs import bind_tiny, prompt_batch, proto
 from tests.support.models import VOCAB, ragged, tiny_folder
 from tests.support.rewards import digits
 from tests.workers import poison
@@ -345,13 +345,7 @@ def test_a_sharded_bfloat16_trainer_and_critic_run(device: str, folder: Any, sha
 
 def job_of(algorithm: str, model: str, device: str, rollout: TorchRollout) -> Job:
     graph = {"ppo": ppo(digits, max_new_tokens=6), "grpo": grpo(digits, n=4, max_new_tokens=6)}[algorithm]
-    engines: dict[str, Any] = {
-        "actor": TorchTrainer(model, SGD(lr=0.05), device=device),
-        "critic": TorchCritic(model, SGD(lr=0.05), device=device),
-        "ref": TorchScorer(model, device=device),
-        "rollout": rollout,
-    }
-    return graph.bind(**{role: engines[role] for role in graph.roles()})
+    return bind_tiny(graph, model, device=device, rollout=rollout)
 
 
 def walk(job: Job) -> Steps:

@@ -278,7 +278,9 @@ def run(
     try:
         result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
     except (KeyboardInterrupt, Ended) as error:
-        what, code = (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
+        what, code = (
+            (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
+        )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
         options = [f"--{name}={value}" for name, value in again.items() if value is not None]
         command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]

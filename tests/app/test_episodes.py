@@ -21,14 +21,14 @@ from tests.support.runs import lines, train
 
 
 class Echo(Environment):
-    """Two turns; the second is worth the length of both."""
+    """Two turns; the reward of each is the length of its response."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=float(len(answer.ids)), done=answer.turn == 1)
 
 
 def record(row: str, score: float, ended: str = "done", step: int = 4, **more: Any) -> dict[str, Any]:
-    """A line as a run writes it."""
+    """A line of `rollouts.jsonl` or `predictions.jsonl`."""
     sampled = {"turn": 0, "tokens": 3, "reward": score, "cut": ended == "context", "version": 1}
     messages = [
         {"role": "user", "content": "ask\n\x1b[2Jtwice"},
@@ -36,8 +36,8 @@ def record(row: str, score: float, ended: str = "done", step: int = 4, **more: A
         {"role": "tool", "name": "add", "content": "3"},
     ]
     fault = "the episode of row 'd' failed" if ended == "failed" else None
-    account = {"ended": ended, "fault": fault, "tries": 2, "tool_calls": 2, "tool_errors": 1, "messages": messages}
-    return {"step": step, "validation": "val", "row_id": row, "uid": "g", "score": score, "episode": account, **more}
+    summary = {"ended": ended, "fault": fault, "tries": 2, "tool_calls": 2, "tool_errors": 1, "messages": messages}
+    return {"step": step, "validation": "val", "row_id": row, "uid": "g", "score": score, "episode": summary, **more}
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def written(folder: Path, files: Mapping[str, list[Any]]) -> Path:
     return folder
 
 
-def test_sampled_text_and_environment_have_marks(command: Command, folder: Path) -> None:
-    answer = command("episodes", folder, "--row=b")
-    assert answer.code == 0
-    assert answer.out.splitlines() == [
+def test_sampled_text_and_environment_text_have_different_marks(command: Command, folder: Path) -> None:
+    result = command("episodes", folder, "--row=b")
+    assert result.code == 0
+    assert result.out.splitlines() == [
         "3 episodes of step 4 (val), mean score 0.417, 1.0 turns: 1 ended by its environment, 1 out of turns, 1 failed",
         "",
         "1 of 1: val, step 4, row b, score 0.25",
@@ -85,13 +85,15 @@ def test_sampled_text_and_environment_have_marks(command: Command, folder: Path)
         (("--failed", "--step=2"), ""),
     ],
 )
-def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...], expected: str) -> None:
+def test_options_select_the_printed_episodes(
+    command: Command, folder: Path, options: tuple[str, ...], expected: str
+) -> None:
     out = command("episodes", folder, *options).out
     assert [line[-1] for line in out.splitlines() if line.startswith("> it is")] == list(expected)
     assert ("No episode failed." in out) == (not expected)
 
 
-def test_colors_are_for_terminals() -> None:
+def test_a_terminal_gets_colors_but_no_escape_codes_of_the_text() -> None:
     text = shown(LoggedEpisode("val", 4, record("b", 0.5, "failed")), "1 of 1")
     with (terminal := Console(force_terminal=True, color_system="standard")).capture() as colored:
         terminal.print(text)
@@ -100,7 +102,7 @@ def test_colors_are_for_terminals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--step=3",), "--step 3 matches no episode in run; there are those of 2, 4."),
         (("--of=vall",), "there are those of val; did you mean 'val'?"),
@@ -108,12 +110,14 @@ def test_colors_are_for_terminals() -> None:
         (("--best", "--worst"), "Pass one of the two"),
     ],
 )
-def test_misuse_names_what_exists(command: Command, folder: Path, options: tuple[str, ...], said: str) -> None:
-    answer = command("episodes", folder.name, *options)
-    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+def test_a_selection_without_matches_is_refused_with_the_valid_values(
+    command: Command, folder: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = command("episodes", folder.name, *options)
+    assert result.code == 2 and is_paragraph(result) and message in result.err
 
 
-def test_what_holds_no_episodes_is_refused(command: Command, tmp_path: Path) -> None:
+def test_a_folder_without_valid_episodes_is_refused(command: Command, tmp_path: Path) -> None:
     plain, empty = [{"step": 1, "validation": "val", "response": "4"}], written(tmp_path / "empty", {})
     single, odd = record("a", 1.0), record("b", 1.0, episode={"ended": "done", "messages": [3]})
     cases = {
@@ -122,22 +126,22 @@ def test_what_holds_no_episodes_is_refused(command: Command, tmp_path: Path) -> 
         written(tmp_path / "plain", {"predictions.jsonl": plain}): "whose rows are single responses",
         written(tmp_path / "odd", {"rollouts.jsonl": [single, odd]}): "has a damaged episode of row 'b' in step 4",
     }
-    for folder, said in cases.items():
-        answer = command("episodes", folder)
-        assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+    for folder, message in cases.items():
+        result = command("episodes", folder)
+        assert result.code == 2 and is_paragraph(result) and message in result.err
 
 
-def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path) -> None:
-    def guessed(row: str, *said: tuple[str, int, float]) -> dict[str, Any]:
+def test_the_output_on_the_docs_page_is_current(command: Command, tmp_path: Path) -> None:
+    def guessed(row: str, *turns: tuple[str, int, float]) -> dict[str, Any]:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "3+4="}]
-        for turn, (text, tokens, reward) in enumerate(said):
+        for turn, (text, tokens, reward) in enumerate(turns):
             sampled = {"turn": turn, "tokens": tokens, "reward": reward, "cut": False, "version": 0}
             messages.append({"role": "assistant", "content": text, "sampled": sampled})
             messages.append({"role": "user", "content": "No. Try again."})
-        ended = "done" if said[-1][2] > 0 else "turns"
-        account = {"ended": ended, "fault": None, "tries": 1, "tool_calls": 0, "tool_errors": 0}
-        score = sum(reward for *_, reward in said)
-        return {"step": 1, "row_id": row, "score": score, "episode": {**account, "messages": messages[:-1]}}
+        ended = "done" if turns[-1][2] > 0 else "turns"
+        summary = {"ended": ended, "fault": None, "tries": 1, "tool_calls": 0, "tool_errors": 0}
+        score = sum(reward for *_, reward in turns)
+        return {"step": 1, "row_id": row, "score": score, "episode": {**summary, "messages": messages[:-1]}}
 
     rows = [guessed("0/2/0#0", *[("1", 2, -0.1)] * 3), guessed("0/2/0#1", ("12", 3, -0.1), ("7", 2, 1.0))]
     written(tmp_path / "guess", {"rollouts.jsonl": rows})
@@ -150,7 +154,9 @@ def test_control_characters_are_escaped() -> None:
     assert printable("a\tb\nc\r\x07\x9bé漢") == "a\tb\nc\\r\\x07\\x9bé漢"
 
 
-def test_what_a_run_writes_is_shown(command: Command, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_episodes_logged_by_a_run_are_complete_and_printable(
+    command: Command, tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
     operator = Interact(Echo, max_turns=2, context=120, max_new_tokens=4)
     job = job_of("grpo", tiny, n=2).edit(replace={"generate": operator}, drop=["reward"])
     validation = Validation(PromptData(prompts_file), every=2, until="interact", changes={"repeat.n": 1})

@@ -1,6 +1,6 @@
-"""Tests of `targets.py` and `graphs/variants.py`: command-line targets that are names of algorithms.
+"""Tests of `targets.py` and `graphs/variants.py`: names of algorithms as command-line targets.
 
-`tests/app/test_cli.py` has the other targets.
+`tests/app/test_cli.py` tests the other targets.
 """
 
 from __future__ import annotations
@@ -34,58 +34,58 @@ def test_an_algorithm_is_a_target_by_its_name(command: Command) -> None:
 
 
 @pytest.mark.parametrize(("name", "near"), [("grop", "grpo"), ("gsp", "gspo"), ("dr_gpro", "dr_grpo")])
-def test_a_name_of_nothing_offers_a_near_one(command: Command, name: str, near: str) -> None:
-    answer = command("show", name)
-    assert answer.code == 2 and is_paragraph(answer)
-    assert f"{name!r} is neither an algorithm nor a file" in answer.err and f"did you mean {near!r}?" in answer.err
+def test_an_unknown_algorithm_name_is_refused_with_the_closest_name(command: Command, name: str, near: str) -> None:
+    result = command("show", name)
+    assert result.code == 2 and is_paragraph(result)
+    assert f"{name!r} is neither an algorithm nor a file" in result.err and f"did you mean {near!r}?" in result.err
 
 
-def test_a_graph_by_name_goes_to_a_file_and_is_not_for_training(command: Command) -> None:
+def test_an_algorithm_can_be_written_to_a_file_but_not_run(command: Command) -> None:
     assert command("show", "rloo", "--to", "rloo.yaml").code == 0
     assert load("rloo.yaml").fingerprint() == graph("rloo").fingerprint()
-    answer = command("run", "rloo")
-    assert answer.code == 2 and "rloo is a Graph, which has neither data" in answer.err
+    result = command("run", "rloo")
+    assert result.code == 2 and "rloo is a Graph, which has neither data" in result.err
     with raises("cli.no-reward"):
         your_reward("", "", "")
 
 
-def test_the_list_has_every_algorithm_in_a_line_with_its_source_and_what_it_changes(command: Command) -> None:
-    answer = command("list")
-    assert answer.code == 0 and not answer.err and "…" not in answer.out
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in answer.out.splitlines() if line[0] == "│"]
+def test_list_prints_source_and_changes_of_every_algorithm(command: Command) -> None:
+    result = command("list")
+    assert result.code == 0 and not result.err and "…" not in result.out
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.out.splitlines() if line[0] == "│"]
     assert [row[0] for row in rows] == list(graphs.__all__) == list(names())
     assert all(re.search(r"\d{4}", row[1]) and "arXiv:" in row[1] for row in rows)
-    told = {name: (neighbor, changes) for name, _, neighbor, changes in rows}
-    assert told["ppo"] == ("", "")
-    assert told["rloo"] == (
+    listed = {name: (parent, changes) for name, _, parent, changes in rows}
+    assert listed["ppo"] == ("", "")
+    assert listed["rloo"] == (
         "ppo",
         "+rloo_advantage -gae -whiten -update_critic -value ~repeat.n ~kl_shape.coef ~update_actor.aggregation",
     )
-    assert told["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
+    assert listed["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
     plain = {"distill", "distill_full", "dpo", "grpo_sft", "ppo", "sft"}
-    edits = {name: said for name, said in told.items() if name not in plain}
-    assert all(neighbor in told and changes for neighbor, changes in edits.values())
-    assert all(said == ("", "") for name, said in told.items() if name not in edits)
+    edits = {name: row for name, row in listed.items() if name not in plain}
+    assert all(parent in listed and changes for parent, changes in edits.values())
+    assert all(row == ("", "") for name, row in listed.items() if name not in edits)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if not isinstance(getattr(graphs, name), Algorithm)])
-def test_every_edit_says_of_which_algorithm_and_calls_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    neighbor = parent_of(name)
-    assert neighbor is not None, f"write @edit_of(...) above {name}"
-    made, called = getattr(graphs, neighbor), []
+def test_every_variant_names_its_parent_algorithm_and_calls_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = parent_of(name)
+    assert parent is not None, f"write @edit_of(...) above {name}"
+    function, called = getattr(graphs, parent), []
 
-    def listen(*args: Any, **settings: Any) -> Graph:
-        called.append(neighbor)
-        graph: Graph = made(*args, **settings)
+    def record(*args: Any, **settings: Any) -> Graph:
+        called.append(parent)
+        graph: Graph = function(*args, **settings)
         return graph
 
-    monkeypatch.setitem(inspect.unwrap(getattr(graphs, name)).__globals__, neighbor, listen)
+    monkeypatch.setitem(inspect.unwrap(getattr(graphs, name)).__globals__, parent, record)
     graph(name)
-    assert called == [neighbor]
+    assert called == [parent]
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "said"),
+    ("make", "settings", "message"),
     [
         (
             grpo,
@@ -97,16 +97,16 @@ def test_every_edit_says_of_which_algorithm_and_calls_that(name: str, monkeypatc
         (remax, {"clp": 1}, r"remax\(...\) cannot be called like this: .* gamma, .* did you mean 'clip'"),
     ],
 )
-def test_a_setting_that_there_is_not_is_refused_with_those_there_are(
-    make: object, settings: dict[str, object], said: str
+def test_an_unknown_or_missing_setting_is_refused_with_the_valid_ones(
+    make: object, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=message):
         make(your_reward, **settings)  # type: ignore[operator]
     with pytest.raises(GraphError, match="missing a required argument: 'reward_fn'; it takes reward_fn"):
         make()  # type: ignore[operator]
 
 
-def test_the_settings_of_a_neighbor_are_those_of_the_edit() -> None:
+def test_a_variant_accepts_the_settings_of_its_parent_that_still_apply() -> None:
     own = inspect.signature(rloo).parameters
     assert {"n", "kl_coef", "clip", "temperature", "mini_batch"} <= own.keys()
     assert own["n"].default == 4 and {"gamma", "lam", "settings"}.isdisjoint(own)
@@ -117,25 +117,26 @@ def test_the_settings_of_a_neighbor_are_those_of_the_edit() -> None:
     ("algorithm", "settings"),
     [("ppo", PPOSettings), ("grpo", GRPOSettings), ("distill_full", DistillSettings)],
 )
-def test_the_settings_that_a_type_checker_knows_are_those_of_the_algorithm(algorithm: str, settings: type) -> None:
-    made = getattr(graphs, algorithm)
-    hints = get_type_hints(inspect.unwrap(made.function if isinstance(made, Algorithm) else made))
-    by_name = (p.name for p in settings_of(made).parameters.values() if p.kind is p.KEYWORD_ONLY)
+def test_typed_settings_equal_the_parameters_of_the_algorithm(algorithm: str, settings: type) -> None:
+    function = getattr(graphs, algorithm)
+    hints = get_type_hints(inspect.unwrap(function.function if isinstance(function, Algorithm) else function))
+    by_name = (p.name for p in settings_of(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
     assert get_type_hints(settings) == {name: hints[name] for name in by_name}
 
 
 @pytest.mark.parametrize("name", [name for name in names() if not isinstance(getattr(graphs, name), Algorithm)])
-def test_a_type_checker_knows_all_settings_of_an_edit(name: str) -> None:
-    made = getattr(graphs, name)
-    own = inspect.signature(inspect.unwrap(made)).parameters
-    hints = get_type_hints(inspect.unwrap(made))
+def test_all_settings_of_a_variant_are_typed(name: str) -> None:
+    function = getattr(graphs, name)
+    own = inspect.signature(inspect.unwrap(function)).parameters
+    hints = get_type_hints(inspect.unwrap(function))
     known = get_type_hints(get_args(hints["settings"])[0]) if "settings" in own else {}
-    assert settings_of(made).parameters.keys() <= {*own, *known}
+    assert settings_of(function).parameters.keys() <= {*own, *known}
 
 
-def test_defaults_of_an_edit_go_before_those_of_its_neighbor() -> None:
+def test_defaults_of_a_variant_override_those_of_its_parent() -> None:
     shown = {
-        name: inspect.signature(made).parameters["kl_coef"].default for name, made in (("gspo", gspo), ("grpo", grpo))
+        name: inspect.signature(function).parameters["kl_coef"].default
+        for name, function in (("gspo", gspo), ("grpo", grpo))
     }
     assert shown == {"gspo": 0.0, "grpo": 0.001}
     assert "ref_log_prob" not in gspo(your_reward) and "ref_log_prob" in gspo(your_reward, kl_coef=0.1)

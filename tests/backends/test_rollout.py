@@ -1,4 +1,4 @@
-"""Where a response ends, against the text of every prefix of it; finite log-probs; lengths of prompts."""
+"""The end of a response, against a search over all its prefixes; finite log-probs; lengths of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIALS = ["<pad>", "<eos>"]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """Byte-level: 2 special tokens, all bytes, and `PIECES`, some of which hold others."""
+    """Byte-level: 2 special tokens, all bytes, and `PIECES`, some of which contain others."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     encoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = [encoder.pre_tokenize_str(piece)[0][0] for piece in PIECES]
@@ -40,13 +40,13 @@ def sampling(stop: tuple[str, ...], stop_token_ids: tuple[int, ...] = (), ignore
 
 
 def ids_of(tokenizer: ChatTokenizer, *tokens: str) -> list[int]:
-    """Each a token as it is written in the vocabulary, or one byte."""
+    """The ids of tokens, each written as in the vocabulary, or one byte."""
     vocabulary = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *PIECES]
     return [vocabulary.index(token) for token in tokens]
 
 
 @given(data=st.data())
-def test_a_response_is_the_shortest_prefix_that_contains_a_stop_string(
+def test_a_response_ends_with_its_shortest_prefix_that_contains_a_stop(
     tokenizer: ChatTokenizer, data: st.DataObject
 ) -> None:
     letters = [*ids_of(tokenizer, "a", "b", "!", "<", "s", "Ã", "©", *PIECES, *SPECIALS), 7, 150]
@@ -78,14 +78,14 @@ def test_a_multi_token_character_matches_at_its_last_token(tokenizer: ChatTokeni
     assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]
 
 
-class Fixed(RolloutEngine):
-    """Gives these log-probs, of responses of two tokens and one."""
+class FixedLogProbs(RolloutEngine):
+    """Samples responses of two tokens and of one token with fixed log-probs."""
 
-    name = "Fixed"
+    name = "FixedLogProbs"
 
     def __init__(self, tokenizer: ChatTokenizer, log_probs: list[list[float]]) -> None:
         super().__init__(tokenizer)
-        self._given, self._receipt = torch.tensor(log_probs), Receipt(0, "", 0, 0.0, "none")
+        self._fixed, self._receipt = torch.tensor(log_probs), Receipt(0, "", 0, 0.0, "none")
 
     def _require_awake(self, what: str) -> None: ...
 
@@ -94,7 +94,7 @@ class Fixed(RolloutEngine):
 
     def _sample(self, *_: Any) -> Sampled:
         tokens = torch.ones(2, 2, dtype=torch.int64)
-        return Sampled(tokens, torch.tensor([[True, True], [True, False]]), self._given, tokens)
+        return Sampled(tokens, torch.tensor([[True, True], [True, False]]), self._fixed, tokens)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -102,10 +102,10 @@ def test_log_probs_that_are_not_finite_are_refused(tokenizer: ChatTokenizer, bad
     prompts, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
 
     def generate(log_probs: list[list[float]]) -> Sampled:
-        return Fixed(tokenizer, log_probs).generate(prompts, mask, ["one", "two"], sampling(()), Key.of(0))
+        return FixedLogProbs(tokenizer, log_probs).generate(prompts, mask, ["one", "two"], sampling(()), Key.of(0))
 
-    assert generate([[-1.0, -2.0], [-3.0, bad]]).log_probs[0, 1] == -2  # off the mask it is nothing
-    with raises("engine.not-finite", engine="Fixed", row="one", token=1) as caught:
+    assert generate([[-1.0, -2.0], [-3.0, bad]]).log_probs[0, 1] == -2  # ignored off the mask
+    with raises("engine.not-finite", engine="FixedLogProbs", row="one", token=1) as caught:
         generate([[-1.0, bad], [bad, 0.0]])
     assert "2 tokens in 2 of 2 rows" in caught.value.message
 
@@ -113,7 +113,11 @@ def test_log_probs_that_are_not_finite_are_refused(tokenizer: ChatTokenizer, bad
 @pytest.mark.parametrize(
     ("prompt", "response", "fix"),
     [
-        (9, 1024, "Raise it if the model allows that, or lower max_new_tokens to 247."),  # no prompt is short enough
+        (
+            9,
+            1024,
+            "Raise it if the model allows that, or lower max_new_tokens to 247.",
+        ),  # no prompt would be short enough
         (250, 28, "lower max_new_tokens to 6, or drop prompts of more than 228 tokens."),
         (403, 28, "Raise it if the model allows that, or drop prompts of more than 228 tokens."),
         (255, 255, "lower max_new_tokens to 1, or drop prompts of more than 1 tokens."),

@@ -1,4 +1,4 @@
-"""The learning curve of the quick demo: bars for a terminal, and an SVG whose lines go through every point."""
+"""The learning curve of the quick demo: bars in a terminal, and lines through all points in an SVG."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_svg_lines_pass_through_all_points() -> None:
     assert texts[:5] == ["0%", "25%", "50%", "75%", "100%"] and texts[-2:] == ["one", "two & more"]
 
 
-def test_a_run_with_one_validation_has_a_curve() -> None:
+def test_a_run_with_one_validation_is_drawn_as_one_point() -> None:
     assert svg("short", {"one": [(0, 0.5)]}).count("<circle") == 1
     assert bars([(0, 0.0)]).endswith("0.00")

@@ -1,6 +1,6 @@
 """The demonstration's model: the tokenizer, the warm start, and the folder that is reused or rebuilt.
 
-`test_readme.py` builds the whole model, and holds what it can against what training is to teach it.
+`test_readme.py` builds the complete model and compares its accuracy before and after training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.nightly import nightly
 pytestmark = pytest.mark.runs
 
 make_demonstrations = demo_model.demonstrations
-SHORT = 8  # steps: enough to see the machinery at work
+SHORT = 8  # steps: the fewest that exercise every part of a build
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", autouse=True)
 def data(tokenizer: PreTrainedTokenizerFast) -> Iterator[demo_model.Demonstrations]:
-    """The demonstrations of every build, which takes most of its time to make the same ones."""
+    """The demonstrations of every build; creating them takes most of the time of a build."""
     data = make_demonstrations(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_model, "demonstrations", lambda tokenizer, digits: data)
@@ -42,8 +42,8 @@ def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model.build(tmp_path_factory.mktemp("short"), seed=3, steps=SHORT)
 
 
-def test_build_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Jobs build it while `flowrl check` and the like print."""
+def test_build_prints_nothing_to_stdout_and_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Commands such as `flowrl check` build the model between their own lines."""
     demo_model.build(tmp_path, steps=SHORT)
     assert capfd.readouterr() == ("", "")
 
@@ -51,7 +51,7 @@ def test_build_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_tokenizer_round_trips_every_demonstration(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [f"{p.prompt}{p.worked}" for half in task.split() for p in half]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    # One token per character, a word of thinking counting as one; nothing unknown.
+    # One token per character and per think tag; no unknown token.
     assert [len(i) for i in ids] == [len(t) - len("<think>") - len("</think>") + 2 for t in texts]
     assert not any(tokenizer.unk_token_id in i for i in ids)
     ended = [[*i, tokenizer.eos_token_id, tokenizer.pad_token_id] for i in ids]
@@ -66,14 +66,14 @@ def test_think_tags_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) -> N
     assert tokenizer.decode(tokenizer("<thin k>\t~", add_special_tokens=False)["input_ids"]) == "<thin k><|unk|>~"
 
 
-def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_chat_template_ends_every_turn_and_refuses_unknown_roles(tokenizer: PreTrainedTokenizerFast) -> None:
     user = {"role": "user", "content": "59+36="}
     rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
     assert rendered == "<|user|>59+36=<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
     assert len(ids) == 9
-    whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "95"}], return_dict=False)
-    assert whole == [*ids, *tokenizer("95<|end|>", add_special_tokens=False)["input_ids"]]
+    conversation = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "95"}], return_dict=False)
+    assert conversation == [*ids, *tokenizer("95<|end|>", add_special_tokens=False)["input_ids"]]
     with pytest.raises(Exception, match="knows the roles system, user and assistant, not tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "95"}])
 
@@ -83,17 +83,17 @@ def test_demonstrations_are_reproducible(data: demo_model.Demonstrations) -> Non
     assert all(torch.equal(*pair) for pair in zip(data, again, strict=True))
 
 
-def test_demonstrations_label_only_the_answer(
+def test_only_response_tokens_of_demonstrations_have_labels(
     tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
 ) -> None:
     problems = task.split().train
     assert len(data.lengths) == 2 * len(problems)
     for i in (0, 4321, len(problems), len(problems) + 4321):
         problem = problems[i % len(problems)]
-        answer = problem.worked if i < len(problems) else problem.answer
+        response = problem.worked if i < len(problems) else problem.answer
         tokens, labels = data.input_ids[i, : data.lengths[i]], data.labels[i]
-        assert tokenizer.decode(tokens) == f"<|user|>{problem.prompt}<|end|><|assistant|>{answer}<|end|>"
-        assert tokenizer.decode(labels[labels != -100]) == f"{answer}<|end|>"
+        assert tokenizer.decode(tokens) == f"<|user|>{problem.prompt}<|end|><|assistant|>{response}<|end|>"
+        assert tokenizer.decode(labels[labels != -100]) == f"{response}<|end|>"
         assert torch.equal(labels[9 : data.lengths[i]], tokens[9:])
         assert (labels[data.lengths[i] :] == -100).all()
 
@@ -109,20 +109,20 @@ def test_the_model_folder_is_small_and_loads(short_folder: Path) -> None:
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
     )
-    fresh = demo_model.make_tokenizer()
+    rebuilt = demo_model.make_tokenizer()
     messages = [{"role": "user", "content": "59+36="}]
-    assert tokenizer.get_vocab() == fresh.get_vocab()
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == fresh.apply_chat_template(
+    assert tokenizer.get_vocab() == rebuilt.get_vocab()
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == rebuilt.apply_chat_template(
         messages, tokenize=False
     )
     worked = tokenizer(Problem(59, 36).worked, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(worked, skip_special_tokens=True) == Problem(59, 36).worked
 
 
-def test_backward_uses_the_mean_loss_over_answer_tokens(
+def test_the_warm_start_loss_is_the_mean_over_response_tokens(
     tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
 ) -> None:
-    """Buckets and padding change nothing: the same loss and gradients as row by row in float64."""
+    """Loss and gradients of a padded batch equal those of its rows one by one in float64."""
     count = len(data.lengths) // 2
     rows = torch.tensor([0, 5, 17, count + 5, count + 8])
     model = demo_model.make_model(tokenizer, seed=0)
@@ -194,7 +194,7 @@ def test_an_incomplete_or_different_folder_is_rebuilt(short_folder: Path, tmp_pa
     demo_model.build(folder, seed, lambda step, *_: done.append(step), steps=steps)
     assert done == list(range(1, steps + 1))
     same = (short_folder / "model.safetensors").read_bytes() == weights.read_bytes()
-    assert same == (not damage.startswith("other"))  # one seed, one set of weights, to the last bit
+    assert same == (not damage.startswith("other"))  # the same seed gives bit-equal weights
     AutoTokenizer.from_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""The demonstration as a whole: its graphs keep every rule, and it tells, draws and returns what was learned."""
+"""The demonstration: its graphs pass every rule; it trains, prints, draws and returns its runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.runs
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A demo whose model is hardly trained, with 100 problems to train on and as many held out."""
+    """A demo with a briefly trained model, 100 training problems and 100 held-out problems."""
 
     def write_little(folder: Path, seed: int) -> tuple[Path, Path]:
         paths = write_dataset(folder, seed)
@@ -58,14 +58,14 @@ def test_the_demo_trains_and_prints_both_graphs(tmp_path: Path, small: pytest.Mo
         "~ role rollout: TorchRollout() -> VLLM(",
     ):
         assert text in shown
-    assert "flowchart" not in shown  # it is in the pages, to copy
+    assert "flowchart" not in shown  # Mermaid text belongs in the HTML pages only
     for name, nodes in (("grpo", ["group_advantage"]), ("grpo-to-ppo", ["group_advantage", "update_critic"])):
         page = tmp_path / "001" / f"{name}.html"
         assert f"Picture: {page}" in shown
         assert all(node in page.read_text() for node in nodes) and "flowchart TD" in page.read_text()
 
 
-def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+def test_the_demo_stops_when_a_validation_reaches_the_goal(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
     small.setattr(demo, "ROWS", 16)
     small.setattr(demo, "SOLVED", 0.0)
     out = io.StringIO()
@@ -107,8 +107,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         demo.run_demo(Console(file=io.StringIO()), tmp_path / "file", steps=1, seed=0)
 
 
-def test_responses_are_printed_without_markup(tmp_path: Path) -> None:
-    """Brackets are no markup of the terminal's."""
+def test_brackets_in_responses_are_printed_unchanged(tmp_path: Path) -> None:
     line = '{"step": %d, "prompt": [{"content": "1+[b]"}], "response": "[/] 95", "score": %d}\n'
     (tmp_path / "predictions.jsonl").write_text(line % (0, 0) + line % (100, 1))
     out = io.StringIO()

@@ -27,13 +27,13 @@ TWO_DIGITS = st.integers(10, 99)
         (Problem(7, 2), "<think>7+2=9</think>9"),
     ],
 )
-def test_demonstrations_worked_example(problem: Problem, worked: str) -> None:
+def test_a_demonstration_adds_digit_by_digit(problem: Problem, worked: str) -> None:
     assert problem.worked == worked
     assert problem.answer == worked.partition("</think>")[2]
 
 
 @given(TWO_DIGITS, TWO_DIGITS)
-def test_demonstrations_are_correct_arithmetic(a: int, b: int) -> None:
+def test_every_step_of_a_demonstration_is_correct_arithmetic(a: int, b: int) -> None:
     problem = Problem(a, b)
     parts = re.fullmatch(r"<think>(\d)\+(\d)=(\d+) (\d)\+(\d)(\+1)?=(\d+)</think>(\d+)", problem.worked)
     assert parts is not None
@@ -54,9 +54,9 @@ def test_train_and_heldout_split_is_disjoint_and_complete() -> None:
     assert len(train) == len(set(train)) >= 5000
     seen = set(train)
     assert not any(Problem(a, b) in seen or Problem(b, a) in seen for a, b in heldout)
-    assert len({frozenset(problem) for problem in heldout}) == 500  # no twins among the held-out ones either
-    everything = {Problem(a, b) for a in range(10, 100) for b in range(10, 100)}
-    assert seen | set(heldout) | {Problem(b, a) for a, b in heldout} == everything
+    assert len({frozenset(problem) for problem in heldout}) == 500  # not two orders of one sum
+    all_problems = {Problem(a, b) for a in range(10, 100) for b in range(10, 100)}
+    assert seen | set(heldout) | {Problem(b, a) for a, b in heldout} == all_problems
     assert 200 < sum(a < b for a, b in heldout) < 300
 
 
@@ -66,7 +66,7 @@ def test_three_digit_problems_are_split_without_overlap() -> None:
     assert all(100 <= number <= 999 for problem in (*train, *heldout) for number in problem)
     seen = {frozenset(problem) for problem in train}
     assert seen.isdisjoint(frozenset(problem) for problem in heldout)
-    assert {Problem(b, a) for a, b in train} == set(train)  # with both orders of each
+    assert {Problem(b, a) for a, b in train} == set(train)  # both orders of each sum
 
 
 def test_dataset_has_verls_format(tmp_path: Path) -> None:

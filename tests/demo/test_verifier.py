@@ -1,4 +1,4 @@
-"""The demonstration's verifier: it looks at what follows the last thought, and at nothing else."""
+"""The demonstration's verifier: it scores only the text after the last think block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowrl.demo import verifier
         ("9 5", 0.0),
         ("95 95", 0.0),
         ("<think>9+6=15 5+3+1=9</think>", 0.0),
-        ("<think>95", 0.0),  # thinking never ended
+        ("<think>95", 0.0),  # the think block is never closed
         ("95<think>", 0.0),
         ("95</think>94", 0.0),
         ("<think>9+6=15</think>95</think>94", 0.0),

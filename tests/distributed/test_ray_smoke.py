@@ -22,13 +22,13 @@ def shut_ray_down() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_two_jobs_on_ray_have_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_two_jobs_on_ray_are_bit_equal_to_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     """GRPO on one shared slot, on a cluster that the first job starts and the second reuses."""
     job = job_of("grpo", tiny)
     runs, addresses = [], []
     for where, place in (("local", None), ("first", Colocate(1)), ("second", Colocate(1))):
-        there, folder = replace(job, place=place), tmp_path / where
-        runs.append(Training(there, PromptData(prompts_file), steps=2, prompts=3, folder=str(folder)).run())
+        placed, folder = replace(job, place=place), tmp_path / where
+        runs.append(Training(placed, PromptData(prompts_file), steps=2, prompts=3, folder=str(folder)).run())
         if place is not None:
             addresses.append(ray.get_runtime_context().gcs_address)
     assert addresses[0] == addresses[1]

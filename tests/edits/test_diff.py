@@ -16,9 +16,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Interact, Reward
 from tests.support.errors import raises
-from tests.support.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
-
-PPO = ppo(exact)
+from tests.support.kernel import BINDINGS, PPO, FakeRollout, LengthPenalty, Waits, exact, scored
 
 
 def test_ppo_to_grpo() -> None:
@@ -198,7 +196,7 @@ def made(number: float) -> Any:
 
 def test_other_objects_than_graphs_are_refused() -> None:
     for call, fix in (
-        (lambda: ppo(exact).diff("ppo.yaml"), "Pass flowrl.load('ppo.yaml')."),  # type: ignore[arg-type]
+        (lambda: PPO.diff("ppo.yaml"), "Pass flowrl.load('ppo.yaml')."),  # type: ignore[arg-type]
         (lambda: PPO.diff(ppo), "Pass ppo(...)."),  # type: ignore[arg-type]
         (lambda: save(PPO.bind(), "ppo.yaml"), "Pass job.graph."),  # type: ignore[arg-type]
     ):

@@ -35,6 +35,7 @@ from flowrl.records import PromptBatch, Updated
 from tests.support.errors import raises
 from tests.support.kernel import (
     BINDINGS,
+    PPO,
     Clip,
     Clipped,
     FakeRollout,
@@ -44,8 +45,6 @@ from tests.support.kernel import (
     two_rewards,
     wires,
 )
-
-PPO = ppo(exact)
 
 
 @algorithm

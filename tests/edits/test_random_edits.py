@@ -11,7 +11,7 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.errors import FlowrlError
 from flowrl.graph import Graph
-from flowrl.graphs import grpo, ppo
+from flowrl.graphs import grpo
 from flowrl.operators import (
     GAE,
     Generate,
@@ -25,6 +25,7 @@ from flowrl.operators import (
 )
 from tests.nightly import examples
 from tests.support.kernel import (
+    PPO,
     Clip,
     Clipped,
     LengthPenalty,
@@ -34,9 +35,6 @@ from tests.support.kernel import (
     scored,
     two_rewards,
 )
-
-PPO = ppo(exact)
-
 
 # ---------------------------------------------------------------------------------------------------- random sequences
 

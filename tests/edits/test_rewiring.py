@@ -11,7 +11,7 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.graph import algorithm
-from flowrl.graphs import grpo, ppo
+from flowrl.graphs import grpo
 from flowrl.operators import (
     GAE,
     Generate,
@@ -28,9 +28,7 @@ from flowrl.operators import (
 )
 from flowrl.records import EpisodeBatch, PromptBatch, RolloutBatch, Sequences, Tokens, Updated
 from tests.support.errors import raises
-from tests.support.kernel import LengthPenalty, Mix, Split, TwoHeads, Waits, exact, readers, two_rewards, wires
-
-PPO = ppo(exact)
+from tests.support.kernel import PPO, LengthPenalty, Mix, Split, TwoHeads, Waits, exact, readers, two_rewards, wires
 
 
 class LaterBatch(NamedTuple):

@@ -12,7 +12,7 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
-from flowrl.graphs import dapo, grpo, ppo
+from flowrl.graphs import dapo, grpo
 from flowrl.operators import (
     GAE,
     GroupAdvantage,
@@ -30,6 +30,7 @@ from flowrl.operators import (
 from flowrl.records import PromptBatch, RolloutBatch, Updated
 from tests.support.errors import raises
 from tests.support.kernel import (
+    PPO,
     Clip,
     Clipped,
     LengthPenalty,
@@ -41,9 +42,6 @@ from tests.support.kernel import (
     two_rewards,
     wires,
 )
-
-PPO = ppo(exact)
-
 
 # ------------------------------------------------------------------------------------------------------------- replace
 

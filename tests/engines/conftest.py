@@ -1,7 +1,7 @@
-"""Tests of real engines: skipped, with the reason, where the engine is not installed.
+"""Tests of real engines: skipped, with the reason, if the engine is not installed.
 
-A test says what it needs by its marker, ``engines("vllm")``. Files share the session's `vllm`. A test may end it, or
-start another one: the fixture `engine` of the next test starts it again by a sync.
+A test names the packages that it needs with its marker, ``engines("vllm")``. Files share the session's `vllm`.
+A test may end it, or start another one: the fixture `engine` of the next test restarts it with a sync.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama in float32. Its generation config would cut off the less likely tokens."""
+    """A tiny Llama in float32. Its generation config has a top-k, which engines must ignore."""
     folder = tiny_folder(tmp_path_factory.mktemp("engines"))
     loose = {"eos_token_id": EOS, "temperature": 0.2, "top_k": 3, "do_sample": True}
     Path(folder, "generation_config.json").write_text(json.dumps(loose))
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def trainer(folder: str) -> TorchTrainerEngine:
-    """Of the `folder` of the tests' file."""
+    """A trainer of the `folder` of the test file."""
     return TorchTrainer(folder, device="cpu").build(CONTEXT)
 
 
@@ -64,7 +64,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
 
 @pytest.fixture(scope="session")
 def vllm_slot() -> Iterator[VLLMSlot]:
-    """The only one of this process."""
+    """The vLLM slot of this process."""
     slot = VLLMSlot()
     yield slot
     slot.free()
@@ -78,6 +78,6 @@ def vllm(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
 
 @pytest.fixture
 def surviving(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine, which no error ends within the test. Other tests prove that errors do; a restart takes seconds."""
+    """The engine, which errors do not end within the test: a restart takes seconds, and other tests cover it."""
     monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)
     return engine

@@ -1,4 +1,4 @@
-"""A pretrained model that nobody here made, out of a wheel of the package index: SmolLM2-135M-Instruct."""
+"""A published pretrained model from a wheel of the package index: SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/engines.py` measures the engines that are installed, and names the others; `benchmarks/gpu_engines.py`
+"""`benchmarks/engines.py` measures the installed engines, and names the missing ones; `benchmarks/gpu_engines.py`
 runs."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCRIPT = ROOT / "benchmarks" / "engines.py"
 
 
 def tables() -> list[dict[str, list[str]]]:
-    """The rows of the tables that it prints in its quick mode, by their first cell."""
+    """The rows of the tables of the quick mode, by their first cell."""
     done = subprocess.run([sys.executable, str(SCRIPT), "quick"], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     printed = [text.strip().splitlines()[2:] for text in done.stdout.split("\n\n") if "  ---" in text]
@@ -71,7 +71,7 @@ def test_all_engines_load_the_same_weights_and_match_the_trainer() -> None:
     ],
 )
 def test_gpu_cases_run_on_a_cpu(words: list[str], cases: set[str]) -> None:
-    """What the machine lacks is named, and everything else is as it should be."""
+    """Missing requirements of the machine are named; all other checks pass."""
     script = str(SCRIPT.with_name("gpu_engines.py"))
     done = subprocess.run([sys.executable, script, "cpu", *words], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Real engines in processes of Ray's: several of one kind, or one over several slots, by turns with the actor."""
+"""Real engines on Ray: several ranks, or one rank on several slots, taking turns with the actor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.engines.contract.answers import CONTEXT, by_torch
-from tests.engines.sglang.process_leaks import eventually, left_by_sglang
+from tests.engines.sglang.process_leaks import eventually, leaks_of_sglang
 from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.on_ray.process_leaks import ends, family, leaves_nothing, process_ids
 from tests.support.jobs import job_of, prompt_batch, proto
@@ -47,7 +47,7 @@ DEADLINE = 180
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One Ray for all of them; the mark that all of its processes bear."""
+    """One Ray for all tests; the value of an environment variable of all its processes."""
     mark = str(tmp_path_factory.mktemp("cluster"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWRL_TEST", mark)
@@ -67,22 +67,22 @@ def job_with(folder: str, rollout: Any, place: Colocate | None = None, ranks: in
 
 
 def all_processes(executor: Any) -> set[int]:
-    """Those of the job, with what engines have started."""
+    """The processes of the job and the subprocesses of its engines."""
     return {process for host in process_ids(executor).values() for process in family(host)}
 
 
-def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) -> Any:
-    """Train a step, which is returned; then hold greedy answers against those of torch with the actor's weights."""
+def assert_greedy_responses(executor: Any, folder: str, scratch: Path, ranks: int) -> Any:
+    """Train a step, which is returned; then compare greedy responses with torch on the actor's weights."""
     batch = proto(prompt_batch(PROMPTS))
     executor.sync()
     step = executor.step(batch, 0, return_nodes=("generate",))
     assert {int(version) for version in step.columns["generate"]["policy_version"]} == {0}
     executor.save_pretrained("actor", str(scratch))
     receipt = step.values["sync"]["receipt"]
-    held = load_file(scratch / "model.safetensors")
-    assert (receipt.version, receipt.digest) == (1, weights_digest(held.items()))
+    saved = load_file(scratch / "model.safetensors")
+    assert (receipt.version, receipt.digest) == (1, weights_digest(saved.items()))
     assert step.metrics["sync/by/object_store"].compute() == 1  # between processes that share slots
-    assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in held.values())
+    assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in saved.values())
 
     greedy = executor.plan.graph.subgraph("generate").edit(set={"generate.temperature": 0.0}, name="greedy")
     fork = executor.fork(Plan(greedy), 0)
@@ -94,7 +94,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     expected = by_torch(TorchTrainer(str(scratch)).build(CONTEXT), folder, answers["prompts"], mask, sampling)
     pairs = zip(answers["responses"], answers["response_mask"], strict=True)
     assert [ids[counts].tolist() for ids, counts in pairs] == expected
-    single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
+    single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # fewer rows than ranks
     alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, return_nodes=("generate",)).columns["generate"]
     assert alone["responses"].tolist() == expected[:1]
     at_work = {span.place for span in executor.timeline.spans if span.name == "generate"}
@@ -102,8 +102,8 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     return step
 
 
-def refuse_other_death(executor: Any, rank: int) -> None:
-    """Kill a rank as it is about to generate: it is named, in time."""
+def assert_death_is_reported(executor: Any, rank: int) -> None:
+    """Kill a rank before it generates; assert that the error names it within the deadline."""
     victim = executor.runner.hosts.ranks("rollout")[rank]
     [pid] = [pid for host, pid in process_ids(executor).items() if host == victim]
 
@@ -118,49 +118,49 @@ def refuse_other_death(executor: Any, rank: int) -> None:
     assert time.monotonic() - started < DEADLINE
 
 
-class Crooked(TorchTrainer):
-    """Where the file `mischief` is, it sends other weights than it scores by; their digest is in order."""
+class SendsOtherWeights(TorchTrainer):
+    """Where the file `fault_file` is, it sends weights other than those it scores with; their digest is correct."""
 
-    mischief: str = ""
+    fault_file: str = ""
 
     def build(self, context: Any) -> TorchTrainerEngine:
-        engine, mischief = super().build(context), Path(self.mischief)
+        engine, fault_file = super().build(context), Path(self.fault_file)
         honest = engine.weights
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in honest():
-                yield name, tensor * 1.5 if mischief.exists() and "layers.0.mlp" in name else tensor
+                yield name, tensor * 1.5 if fault_file.exists() and "layers.0.mlp" in name else tensor
 
         engine.weights = weights  # type: ignore[method-assign]
         return engine
 
 
-def refuse_other_weights(executor: Any, mischief: Path) -> None:
-    """Other weights than the trainer scores by must be refused, by each rank; the first one is named."""
-    mischief.touch()
+def assert_other_weights_are_refused(executor: Any, fault_file: Path) -> None:
+    """Assert that each rank refuses weights other than those the trainer scores with."""
+    fault_file.touch()
     with pytest.raises(NodeError, match=r"on rollout rank [01]: SyncError: .*score the same 64 tokens differently"):
         executor.sync()
 
 
-def tried(job: Job, folder: str, scratch: Path, ranks: int, dies: int, mischief: Path | None = None) -> Any:
-    """All of the above, `mischief` being that of a `Crooked` actor; what the first step left."""
+def check_job(job: Job, folder: str, scratch: Path, ranks: int, dies: int, fault_file: Path | None = None) -> Any:
+    """All of the above, `fault_file` being that of a `SendsOtherWeights` actor; what the first step left."""
     with leaves_nothing() as processes, job.open() as executor:
         processes += all_processes(executor)
-        step = refuse_other_answers(executor, folder, scratch, ranks)
-        if mischief is not None:
-            refuse_other_weights(executor, mischief)
+        step = assert_greedy_responses(executor, folder, scratch, ranks)
+        if fault_file is not None:
+            assert_other_weights_are_refused(executor, fault_file)
         processes += all_processes(executor)
-        refuse_other_death(executor, dies)
+        assert_death_is_reported(executor, dies)
     return step
 
 
 @pytest.mark.engines("vllm", "ray")
 def test_two_vllm_ranks_match_one_and_report_faults(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
-    """They draw what one does in this process, whichever rank gets a row; and one job shows both faults."""
-    one, mischief = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), tmp_path / "mischief"
+    """Rows have the samples of one engine in this process, on any rank; the same job tests both faults."""
+    one, fault_file = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), tmp_path / "fault_file"
     job = job_with(folder, replace(one, ranks=2), Colocate(gpus=2, deadline=DEADLINE))
-    job = job.edit(bind={"actor": Crooked(folder, SGD(lr=0.5), device="cpu", mischief=str(mischief))})
-    there = tried(job, folder, tmp_path / "actor", ranks=2, dies=1, mischief=mischief)
+    job = job.edit(bind={"actor": SendsOtherWeights(folder, SGD(lr=0.5), device="cpu", fault_file=str(fault_file))})
+    there = check_job(job, folder, tmp_path / "actor", ranks=2, dies=1, fault_file=fault_file)
     vllm_slot.free()
     with job_with(folder, one).open() as executor:
         executor.sync()
@@ -175,10 +175,10 @@ def test_two_vllm_ranks_match_one_and_report_faults(folder: str, tmp_path: Path,
 @pytest.mark.engines("vllm", "ray")
 @pytest.mark.nightly
 def test_tensor_parallel_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
-    """Where an actor of two ranks is too."""
+    """The two ranks of the actor use the same slots."""
     rollout = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE), ranks=2)
-    tried(job, folder, tmp_path / "actor", ranks=1, dies=0)
+    check_job(job, folder, tmp_path / "actor", ranks=1, dies=0)
 
 
 @pytest.mark.engines("sglang", "ray")
@@ -186,7 +186,7 @@ def test_tensor_parallel_vllm_over_two_slots(folder: str, tmp_path: Path) -> Non
 def test_two_sglang_ranks_match_one(folder: str, tmp_path: Path) -> None:
     rollout = SGLang(folder, ranks=2, dtype="float32", max_model_len=64, max_num_seqs=8, cache_tokens=4096)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE))
-    tried(job, folder, tmp_path / "actor", ranks=2, dies=1)
+    check_job(job, folder, tmp_path / "actor", ranks=2, dies=1)
 
 
 ROLLOUTS = {
@@ -196,7 +196,7 @@ ROLLOUTS = {
 
 
 class Counts(Environment):
-    """Two turns, each worth its length."""
+    """Two turns, each rewarded by its length."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 1)
@@ -222,20 +222,20 @@ def test_episodes_run_while_sharing_slots_with_the_actor_and_with_lag(
     job = job_with(folder, ROLLOUTS[kind](folder)).edit(replace={"generate": episodes}, drop=["reward"])
     job = replace(job.edit(lag=lag, insert=inserted if lag else {}), place=place)
     settings: dict[str, Any] = {"steps": 3, "prompts": 3, "rollouts_every": 1, "save_model": False}
-    before = left_by_sglang(cluster)
+    before = leaks_of_sglang(cluster)
     with leaves_nothing():
         run = Training(job, PromptData(prompts_file), folder=str(tmp_path), **settings).run()
-    eventually(lambda: not left_by_sglang(cluster) - before)
+    eventually(lambda: not leaks_of_sglang(cluster) - before)
     assert [metrics["sync/version"] for metrics in run.metrics] == [1, 2, 3]
     for step, metrics in enumerate(run.metrics):
         assert metrics["episodes/turns"] == 2
         assert metrics.get("queue/age_max", 0) == min(step, lag)
-        # the same tokens, by the weights that sampled them and by those that train
+        # log-probs of the same tokens by the sampling weights and by the training weights
         assert metrics["rollout/logp_diff_max"] < 1e-4 or (lag and step)
     versions = {
-        (row["step"], said["sampled"]["version"])
+        (row["step"], message["sampled"]["version"])
         for row in lines(tmp_path / "rollouts.jsonl")
-        for said in row["episode"]["messages"]
-        if "sampled" in said
+        for message in row["episode"]["messages"]
+        if "sampled" in message
     }
     assert versions == {(step + 1, max(0, step - lag)) for step in range(3)}

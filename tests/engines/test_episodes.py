@@ -1,4 +1,4 @@
-"""Episodes in the numbers and with the ends of real runs: the numbers nightly, by none but engines of PyTorch."""
+"""Episodes at the scale of real runs (nightly), and a run killed during a batch of episodes; with PyTorch engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_failures_in_ten_thousand_episodes_lose_no_group() -> None:
     [(256, {"steps": 20, "rows": 32}), pytest.param(15_360, {}, marks=pytest.mark.nightly)],
 )
 def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
-    """15,360 is as many as examples/triage.py plays while it trains; from its model before, which varies most."""
+    """examples/triage.py plays 15,360 episodes in training; here with its initial model, whose responses vary most."""
     example = str(ROOT / "examples" / "triage.py")
     triage, build, incident, environment = (
         load_object(f"{example}:{name}") for name in ("Triage", "build", "write_data", "graph")
@@ -55,7 +55,7 @@ def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, in
         max_new_tokens=16,
         check="strict",
     )
-    whole, size = 0, min(512, episodes)
+    checked, size = 0, min(512, episodes)
     for start in range(0, episodes, size):
         chosen = [rows[i % len(rows)] for i in range(start, start + size)]
         prompts = prompts_of(engine.tokenizer, size)
@@ -69,12 +69,12 @@ def test_triage_episodes_have_exact_tokens(episodes: int, model_of: dict[str, in
             extra_info=column([row["extra_info"] for row in chosen]),
         )
         batch = interact(prompts, key=KEY, metrics=Metrics())
-        whole += assert_exact(batch, names, engine, "<|assistant|>", tools=False, worth=lambda response: 0.0)
+        checked += assert_exact(batch, names, engine, "<|assistant|>", tools=False, worth=lambda response: 0.0)
         assert set(batch.turns.tolist()) == {2}
-    assert whole == episodes
+    assert checked == episodes
 
 
-WORLD = """
+ENVIRONMENT = """
 import os, signal
 from flowrl.episodes import Environment, Reply
 
@@ -86,7 +86,7 @@ class Longer(Environment):
     async def step(self, answer):
         if os.environ.get("KILLED_AT") == f"{self.row.row_id} {answer.turn}":
             os.kill(os.getpid(), signal.SIGKILL)
-        with open(os.environ["TOLD"], "a") as file:
+        with open(os.environ["EPISODE_LOG"], "a") as file:
             file.write(f"{self.row.row_id} {answer.turn} {answer.text!r}\\n")
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
 """
@@ -102,31 +102,31 @@ def training(home: Path, model: str, data: str, **settings: Any) -> Training:
 def test_a_run_killed_during_a_batch_resumes_with_the_same_rows(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "environment.py").write_text(WORLD)
-    monkeypatch.setenv("TOLD", str(tmp_path / "whole.txt"))
-    whole = training(tmp_path, tiny, prompts_file, folder=str(tmp_path / "whole")).run()
-    told = (tmp_path / "whole.txt").read_text().splitlines()
-    last = [line for line in told[2 * len(told) // 3 :] if line.split()[1] == "1"][3].split()[0]
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("EPISODE_LOG", str(tmp_path / "uninterrupted.txt"))
+    uninterrupted = training(tmp_path, tiny, prompts_file, folder=str(tmp_path / "uninterrupted")).run()
+    logged = (tmp_path / "uninterrupted.txt").read_text().splitlines()
+    last = [line for line in logged[2 * len(logged) // 3 :] if line.split()[1] == "1"][3].split()[0]
     script = f"""
         from pathlib import Path
         from tests.engines.test_episodes import training
         training(Path({str(tmp_path)!r}), {tiny!r}, {prompts_file!r}, folder={str(tmp_path / "cut")!r}).run()
     """
-    monkeypatch.setenv("TOLD", str(tmp_path / "cut.txt"))
+    monkeypatch.setenv("EPISODE_LOG", str(tmp_path / "cut.txt"))
     monkeypatch.setenv("KILLED_AT", f"{last} 1")
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     monkeypatch.delenv("KILLED_AT")
     before = (tmp_path / "cut.txt").read_text().splitlines()
-    monkeypatch.setenv("TOLD", str(tmp_path / "resumed.txt"))
+    monkeypatch.setenv("EPISODE_LOG", str(tmp_path / "resumed.txt"))
     found = training(tmp_path, tiny, prompts_file, folder=str(tmp_path / "cut"), resume=True).run()
     after = (tmp_path / "resumed.txt").read_text().splitlines()
-    assert len(after) == len(told) // 3 and set(before) < set(told)
-    assert sorted(after) == sorted(told[-len(after) :])
-    ours, theirs = (without_times(run.folder / "metrics.jsonl") for run in (found, whole))
-    assert [{k: v for k, v in line.items() if k != "episodes/waiting"} for line in ours] == [
-        {k: v for k, v in line.items() if k != "episodes/waiting"} for line in theirs
+    assert len(after) == len(logged) // 3 and set(before) < set(logged)
+    assert sorted(after) == sorted(logged[-len(after) :])
+    resumed_metrics, expected_metrics = (without_times(run.folder / "metrics.jsonl") for run in (found, uninterrupted))
+    assert [{k: v for k, v in line.items() if k != "episodes/waiting"} for line in resumed_metrics] == [
+        {k: v for k, v in line.items() if k != "episodes/waiting"} for line in expected_metrics
     ]
-    a, b = (flat(run.engines["actor"].state_dict()) for run in (found, whole))
+    a, b = (flat(run.engines["actor"].state_dict()) for run in (found, uninterrupted))
     assert a.keys() == b.keys() and [name for name in a if not equal(a[name], b[name])] == []
     assert all(torch.isfinite(value).all() for value in a.values() if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""A mixture of experts: weights that engines keep fused and packed, and of which few are used at a time."""
+"""Mixtures of experts: engines store their weights fused and packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.protocols.protocols import Sampling
-from tests.engines.contract.answers import CONTEXT, GREEDY, KEY, by_torch, names, ragged, refuse_other_log_probs, rows
+from tests.engines.contract.answers import CONTEXT, GREEDY, KEY, assert_log_probs_of, by_torch, names, ragged, rows
 from tests.engines.contract.sources import Altered
 from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_model_len"
 
 
 def moe_folder(folder: Path, seed: int) -> str:
-    """Two layers of four experts, of which a token uses two."""
+    """Two layers of four experts, two per token."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         pad_token_id=PAD,
@@ -64,7 +64,7 @@ def vllm(folder: str) -> VLLM:
     return VLLM(folder, kv_cache_bytes=64 << 20, **SMALL)
 
 
-def two_of_vllm(folder: str) -> VLLM:
+def tensor_parallel_vllm(folder: str) -> VLLM:
     return VLLM(folder, kv_cache_bytes=64 << 20, tensor_parallel=2, **SMALL)
 
 
@@ -76,7 +76,7 @@ def sglang(folder: str) -> SGLang:
     scope="module",
     params=[
         pytest.param(vllm, marks=pytest.mark.engines("vllm")),
-        pytest.param(two_of_vllm, marks=[pytest.mark.engines("vllm"), pytest.mark.nightly]),
+        pytest.param(tensor_parallel_vllm, marks=[pytest.mark.engines("vllm"), pytest.mark.nightly]),
         pytest.param(sglang, marks=[pytest.mark.engines("sglang"), pytest.mark.nightly]),
     ],
 )
@@ -88,12 +88,12 @@ def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> 
 
 
 @pytest.mark.timeout(480)
-def test_the_engine_uses_the_synced_experts(engine: Any, trainer: Any, other: Any, folder: str) -> None:
-    """On a CPU vLLM would load the weights of experts, and then use them as if they were packed."""
+def test_generation_uses_the_synced_expert_weights(engine: Any, trainer: Any, other: Any, folder: str) -> None:
+    """On a CPU vLLM itself loads plain weights of experts, but then uses them as if they were packed."""
     prompts, mask = ragged(engine, [4, 9, 1])
     for version, source in enumerate([trainer, other, trainer]):
         engine.sync(Altered(source, version=version))
         sampled = engine.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 24), KEY)
-        refuse_other_log_probs(source, prompts, mask, sampled, 1.0)
-        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
-        assert answers == by_torch(source, folder, prompts, mask)
+        assert_log_probs_of(source, prompts, mask, sampled, 1.0)
+        responses = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert responses == by_torch(source, folder, prompts, mask)

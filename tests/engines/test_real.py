@@ -1,4 +1,4 @@
-"""A real pretrained model in bfloat16, as most are: a healthy engine is taken, and planted faults are found."""
+"""A pretrained model in bfloat16: the probe accepts a correct engine and detects planted faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.protocols.protocols import Sampling
 from tests.engines.contract.answers import CONTEXT, KEY, to_score
-from tests.engines.contract.sources import Altered, Crooked
+from tests.engines.contract.sources import Altered, SendsOtherWeights
 from tests.engines.real import PACKAGE, smollm2
 from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.support.errors import raises
@@ -37,7 +37,7 @@ def trainer(folder: str) -> TorchTrainerEngine:
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> Iterator[Any]:
-    """With all defaults, but for what keeps it small."""
+    """An engine with default settings, except for its memory."""
     vllm_slot.free()
     small: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
     if request.param == "vllm":
@@ -52,25 +52,25 @@ def test_a_correct_engine_passes_the_probe_and_generates_plausible_text(
     engine: Any, trainer: TorchTrainerEngine, folder: str
 ) -> None:
     receipt = engine.sync(trainer)
-    held = dict(trainer.weights())
-    assert receipt.bytes == sum(tensor.numel() * (2 if tensor.ndim > 1 else 4) for tensor in held.values())
+    original = dict(trainer.weights())
+    assert receipt.bytes == sum(tensor.numel() * (2 if tensor.ndim > 1 else 4) for tensor in original.values())
     fine = TorchTrainer(folder, device="cpu").build(CONTEXT)
-    engine._scores = None  # its trainer is another from here on
+    engine._scores = None  # the next sync has another trainer
     engine.sync(Altered(fine, version=2))
     engine._scores = None
 
-    def asked(question: str) -> list[int]:
+    def prompt_of(question: str) -> list[int]:
         return engine.tokenizer.prompt_ids([{"role": "user", "content": question}])
 
     questions = ["What is the capital of France?", "Name three colors.", "What is two plus three?"]
-    prompts, mask = engine.tokenizer.pad_left([asked(question) for question in questions])
+    prompts, mask = engine.tokenizer.pad_left([prompt_of(question) for question in questions])
     rows = ["a", "b", "c"]
     greedy = engine.generate(prompts, mask, rows, Sampling(0.0, 0, 1.0, 24), KEY)
     assert "Paris" in engine.tokenizer.text(greedy.responses[0][greedy.response_mask[0]])
     sampled = engine.generate(prompts, mask, rows, Sampling(1.0, 0, 1.0, 24), KEY)
     for source in (fine, trainer):
-        apart = (sampled.log_probs - source.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
-        assert 1e-4 < apart[sampled.response_mask].mean() < 0.1
+        difference = (sampled.log_probs - source.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
+        assert 1e-4 < difference[sampled.response_mask].mean() < 0.1
 
 
 def swap_layers(weights: Weights) -> None:
@@ -84,27 +84,27 @@ def permute_heads(weights: Weights) -> None:
     weights[name] = weights[name].roll(64, 1)
 
 
-def lose_a_matrix(weights: Weights) -> None:
+def zero_a_matrix(weights: Weights) -> None:
     name = LAYER.format(10, "mlp.down_proj")
     weights[name] = torch.zeros_like(weights[name])
 
 
-@pytest.mark.parametrize("change", [swap_layers, permute_heads, lose_a_matrix])
+@pytest.mark.parametrize("change", [swap_layers, permute_heads, zero_a_matrix])
 def test_the_probe_detects_wrong_weights_in_bfloat16(
     engine: Any, trainer: TorchTrainerEngine, change: Callable[[Weights], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = dict(trainer.weights())
     change(weights)
-    monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)  # it need not start anew each time
+    monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)  # so that it is not restarted
     with raises("sync.scores-differ", engine=engine.name, dtypes=("bfloat16", "bfloat16")):
-        engine.sync(Crooked(trainer, sorted(weights.items())))
+        engine.sync(SendsOtherWeights(trainer, sorted(weights.items())))
     assert engine.receipt is None
 
 
 def test_the_probe_detects_old_weights_in_bfloat16(
     engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an update that is smaller than the tolerance; the digest is of what was sent, and that is new."""
+    """The update is smaller than the tolerance, and the digest of the sent weights is correct."""
     engine.sync(Altered(trainer, version=3))
     take, halt = engine._take_over, engine._halt
 
@@ -114,7 +114,7 @@ def test_the_probe_detects_old_weights_in_bfloat16(
         return "nowhere"
 
     monkeypatch.setattr(engine, "_stopping_on_error", nullcontext)
-    held = {name: tensor.detach().clone() for name, tensor in trainer.weights()}
+    original = {name: tensor.detach().clone() for name, tensor in trainer.weights()}
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in trainer.weights():
@@ -131,4 +131,4 @@ def test_the_probe_detects_old_weights_in_bfloat16(
     finally:
         with torch.no_grad():
             for name, tensor in trainer.weights():
-                tensor.copy_(held[name])
+                tensor.copy_(original[name])

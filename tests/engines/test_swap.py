@@ -1,6 +1,6 @@
-"""Three engines, one run: the demo learns to think from rollouts by each of them, and nothing else changes.
+"""The demo learns to think with rollouts of each of three engines; only the binding changes.
 
-The engines draw other tokens, so what is learnt is told by bounds, which have room: over eight seeds of `TorchRollout`
+Engines sample different tokens, so the tests use bounds on the rewards: over eight seeds of `TorchRollout`
 the mean reward was 0.28 to 0.32 in the first two steps, and 0.91 to 0.95 in the last three.
 """
 
@@ -37,7 +37,7 @@ LENGTH = 64
 
 
 def backend(engine: str, model: str) -> Any:
-    """What is bound in place of the rollout."""
+    """The backend bound to the rollout role."""
     match engine:
         case "torch":
             return TorchRollout(model)
@@ -70,7 +70,7 @@ def run(request: pytest.FixtureRequest, model: Path, data: Path, tmp_path: Path,
     after = replace(before, job=before.job.edit(bind={"rollout": backend(request.param, str(model))}))
     run = after.run()
     yield run
-    run.engines.clear()  # whoever else starts an engine in this process shall find none
+    run.engines.clear()  # a process can have one vLLM only
     gc.collect()
 
 
@@ -94,7 +94,7 @@ def test_the_demo_learns_to_think_on_every_engine(run: Run, model: Path) -> None
 
 
 def by_vllm(example: str, model: Path, folder: Path) -> dict[str, Any]:
-    """What an example reports of its first step."""
+    """The metrics of the first step of an example with vLLM."""
     command = [sys.executable, str(ROOT / "examples" / example)]
     environment = os.environ | {"MODEL": str(model), "STEPS": "1", "ENGINE": "vllm"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -114,7 +114,7 @@ def test_the_example_trains_with_vllm(model: Path, tmp_path: Path) -> None:
 @pytest.mark.engines("vllm")
 @pytest.mark.nightly
 def test_vllm_plays_the_triage_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How well triage learns on each of them is in docs/engine-notes.md."""
+    """docs/engine-notes.md has the learning curves of triage on each engine."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     model = load_object(f"{ROOT / 'examples' / 'triage_environment.py'}:build")(tmp_path / "model", steps=40, rows=32)
     trained = by_vllm("triage.py", model, tmp_path)

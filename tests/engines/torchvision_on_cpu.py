@@ -1,8 +1,8 @@
-"""Lets a torchvision that was built for CUDA be imported beside a torch for the CPU.
+"""Let a torchvision built for CUDA be imported with a torch for the CPU.
 
 Its compiled part does not load there, so its operators have no schemas, and `import torchvision` (which transformers
 and SGLang do) raises ``operator torchvision::nms does not exist``. This hook defines the two schemas that its Python
-part refers to, just before torchvision is first imported; no model of language calls them. `make engines` installs it,
+part refers to, just before torchvision is first imported; no language model calls them. `make engines` installs it,
 with a ``.pth`` file that imports it, into the environment of the engines and nowhere else.
 """
 
@@ -22,9 +22,9 @@ SCHEMAS = (
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds nothing; the first time that torchvision is looked for, it defines the schemas and leaves."""
+    """Finds no module; before the first import of torchvision it defines the schemas and removes itself."""
 
-    library: Any = None  # the definitions live as long as this does
+    library: Any = None  # keeps the definitions alive
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

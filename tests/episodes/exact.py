@@ -30,10 +30,10 @@ HEADS = {
     "gemma": "<start_of_turn>model\n",
     "mistral": "[/INST]",
 }
-"""By template, what stands right before what the assistant says."""
+"""By template, the text directly before each assistant message."""
 
 CALL = '<tool_call>{"name": "look", "arguments": {"there": "the end"}}</tool_call>'
-SAID = (
+TEXTS = (
     *("and the 12", "{", "12and the<>", "thé ß\n\n12", "?", CALL),
     *('<tool_call>{"name": "lok"}</tool_call>', "<tool_call>[1"),
 )
@@ -44,7 +44,7 @@ class Recorded:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.drawn: dict[str, list[Response]] = {}
+        self.responses: dict[str, list[Response]] = {}
         self._turns: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -56,33 +56,33 @@ class Recorded:
 
     def take(self, name: str) -> Response:
         response: Response = self._engine.take(name)
-        self.drawn[name] = [*self.drawn.get(name, [])[: self._turns[name]], response]
+        self.responses[name] = [*self.responses.get(name, [])[: self._turns[name]], response]
         return response
 
 
-class Drawing:
-    """Draws one of `SAID` by the request's key, in tokens as no tokenizer would cut them; its end is one of three."""
+class RandomPolicy:
+    """Samples one of `TEXTS` by the request's key, in tokens that no tokenizer produces, with one of three ends."""
 
     receipt = SimpleNamespace(version=3)
 
     def __init__(self, tokenizer: ChatTokenizer, seed: int = 0) -> None:
         self.tokenizer, self._order = tokenizer, random.Random(seed)
-        self._asked: dict[str, Request] = {}
+        self._pending: dict[str, Request] = {}
         self._answers: dict[str, Response] = {}
 
     def submit(self, request: Request) -> None:
-        self._asked[request.name] = request
+        self._pending[request.name] = request
 
     def step(self) -> list[str]:
-        """Some of what was asked for is there, by chance."""
-        ready = [name for name in self._asked if self._order.random() < 0.7] or list(self._asked)
+        """Finish a random part of the pending requests."""
+        ready = [name for name in self._pending if self._order.random() < 0.7] or list(self._pending)
         for name in ready:
-            self._answers[name] = self._drawn(self._asked.pop(name))
+            self._answers[name] = self._sampled(self._pending.pop(name))
         return ready
 
-    def _drawn(self, request: Request) -> Response:
+    def _sampled(self, request: Request) -> Response:
         numbers = random.Random(request.key.bits)
-        text = numbers.choice(SAID)
+        text = numbers.choice(TEXTS)
         pieces = text if numbers.random() < 0.5 else [text]
         ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
         how: Any = numbers.choice(["turn_end", "turn_end", "turn_end", "eos_id", None])
@@ -95,7 +95,7 @@ class Drawing:
         return self._answers.pop(name)
 
     def drop(self, name: str) -> None:
-        self._asked.pop(name, None)
+        self._pending.pop(name, None)
         self._answers.pop(name, None)
 
     def generate(self, *given: Any) -> Any: ...
@@ -103,14 +103,14 @@ class Drawing:
 
 
 def worth(response: Response) -> float:
-    """What `Wanders` gives for an answer."""
+    """The reward of `RandomEnvironment` for a response."""
     return len(response.ids) / 8 - 1
 
 
-def wandering(seed: int, failing: float = 0.0, tries: int = 1) -> type[Environment]:
-    """Environments of 1 to 5 turns, which dawdle; some fail in a turn of theirs, in the first tries or in all."""
+def random_environment(seed: int, failing: float = 0.0, tries: int = 1) -> type[Environment]:
+    """Environments of 1 to 5 turns with random delays; some fail in a turn, in the first attempts or in all."""
 
-    class Wanders(Environment):
+    class RandomEnvironment(Environment):
         async def reset(self, row: Row) -> Reply:
             self.numbers = random.Random(f"{seed} {row.row_id}")
             self.turns = self.numbers.randint(1, 5)
@@ -127,11 +127,11 @@ def wandering(seed: int, failing: float = 0.0, tries: int = 1) -> type[Environme
             content = self.numbers.choice(["12 and the", "  12\n", "thé", "what?"])
             return Reply(content, reward=len(answer.ids) / 8 - 1, done=self.turns <= 0)
 
-    return Wanders
+    return RandomEnvironment
 
 
 async def look(there: str) -> str:
-    """What is there."""
+    """Look at a place."""
     return f"12 {there}"
 
 
@@ -142,21 +142,20 @@ def expected(
     tokenizer: ChatTokenizer,
     head: str,
     messages: Sequence[Mapping[str, Any]],
-    drawn: Sequence[Response],
+    responses: Sequence[Response],
     tools: bool,
     worth: Callable[[Response], float],
 ) -> tuple[list[int], list[bool], list[float], list[float]]:
-    """Ids, whether sampled, log-probs, rewards, of each token: the template's text around the answers, and the answers
-    as they were drawn."""
-    told = {"tools": SCHEMAS} if tools and tokenizer.template_reads("tools") else None
-    text, at = tokenizer.conversation_text(messages, told), 0
+    """Id, mask, log-prob and reward of each token: the template's text between responses, and the responses."""
+    template_kwargs = {"tools": SCHEMAS} if tools and tokenizer.template_reads("tools") else None
+    text, at = tokenizer.conversation_text(messages, template_kwargs), 0
     ids: list[int] = []
     sampled: list[bool] = []
     log_probs: list[float] = []
     rewards: list[float] = []
-    said = [str(message["content"]) for message in messages if message["role"] == "assistant"]
-    assert len(said) == len(drawn)
-    for content, response in zip(said, drawn, strict=True):
+    responses_text = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+    assert len(responses_text) == len(responses)
+    for content, response in zip(responses_text, responses, strict=True):
         start = text.index(head, at) + len(head)
         between = tokenizer.encode(text[at:start])
         if ids and between[0] == ids[-1] == tokenizer.turn_end:  # the policy has written it
@@ -179,7 +178,7 @@ def assert_exact(
     tools: bool,
     worth: Callable[[Response], float] = worth,
 ) -> int:
-    """No id, mask, log-prob or reward of the batch is off; gives how many rows have answers."""
+    """Assert that all ids, masks, log-probs and rewards are exact; returns the number of rows with responses."""
     width, whole = batch.responses.shape[1], 0
     for i, name in enumerate(names):
         if not batch.response_mask[i].any():
@@ -187,7 +186,7 @@ def assert_exact(
             continue
         whole += 1
         ids, sampled, log_probs, rewards = expected(
-            engine.tokenizer, head, batch.conversation[i], engine.drawn[name], tools, worth
+            engine.tokenizer, head, batch.conversation[i], engine.responses[name], tools, worth
         )
         there = batch.attention_mask[i]
         assert batch.input_ids[i][there].tolist() == ids
@@ -198,7 +197,7 @@ def assert_exact(
         assert not batch.response_mask[i][~behind].any()
         assert torch.equal(batch.rollout_log_probs[i][behind], torch.tensor(log_probs[first:]))
         assert torch.equal(batch.token_level_scores[i][behind], torch.tensor(rewards[first:]))
-        assert batch.turns[i] == len(engine.drawn[name])
+        assert batch.turns[i] == len(engine.responses[name])
         assert torch.equal(batch.responses[i][behind], batch.input_ids[i][there][first:])
     return whole
 
@@ -206,8 +205,8 @@ def assert_exact(
 def played(
     name: str, tokenizer: ChatTokenizer, environment: Any, rows: int, seed: int = 0, group: int = 2, **settings: Any
 ) -> tuple[EpisodeBatch, Recorded, dict[str, float]]:
-    """Episodes of some rows against `Drawing`, checked; the batch, the engine, and the metrics."""
-    engine, metrics = Recorded(Drawing(tokenizer, seed)), Metrics()
+    """Play and check episodes with `RandomPolicy`; returns the batch, the engine and the metrics."""
+    engine, metrics = Recorded(RandomPolicy(tokenizer, seed)), Metrics()
     tools = (look,) if name in ("qwen2.5", "qwen3") else ()
     settings = {"max_turns": 4, "context": 400, "max_new_tokens": 64, "tools": tools, "check": "loose", **settings}
     prompts = prompts_of(tokenizer, rows)
@@ -219,9 +218,9 @@ def played(
 
 
 def failures(rows: int, group: int = 8) -> None:
-    """Episodes of which one in twenty fails in both tries: all are counted, and each group's baseline is over those
-    that are left, by hand."""
-    environment = wandering(5, failing=0.05, tries=2)
+    """One episode in twenty fails in both attempts: all are counted, and each group's baseline equals one computed
+    here from the remaining episodes."""
+    environment = random_environment(5, failing=0.05, tries=2)
     batch, _, metrics = played(
         "mistral", tokenizer_of("mistral"), environment, rows, group=group, failed="leave", check="off"
     )

@@ -1,4 +1,4 @@
-"""A policy that says what a script says, in place of an engine."""
+"""A policy that follows a script, instead of an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=256)
 NAME = "qwen2.5"
 
 Script = Callable[[str, int], str]
-"""From the row id and the turn to what the policy says."""
+"""The text of a response by row id and turn."""
 
 
 def say(name: str, turn: int) -> str:
@@ -28,18 +28,18 @@ def say(name: str, turn: int) -> str:
 
 
 class Three(Environment):
-    """Three turns, each worth its number."""
+    """Three turns; the reward of each is its number."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"and {answer.turn}?", reward=float(answer.turn), done=answer.turn == 2)
 
 
 class Scripted:
-    """Answers one token a step, each request from a script.
+    """Samples one token per step, with responses from a script.
 
     Args:
-        script: what to say.
-        tokenizer: how to write it.
+        script: texts of the responses.
+        tokenizer: for the texts.
     """
 
     def __init__(self, script: Script, tokenizer: ChatTokenizer) -> None:
@@ -100,7 +100,7 @@ def played(
     toolbox: Toolbox | None = None,
     server: ForkServer | None = None,
 ) -> tuple[list[EpisodeResult], Scripted]:
-    """Episodes of some rows, and the policy that was asked."""
+    """The episodes of some rows, and the scripted policy."""
     engine = Scripted(script, tokenizer_of(NAME))
     desk = RequestBroker(engine, tokenizer_of(NAME), SAMPLING, KEY)
     toolbox = Toolbox(tools, "hermes") if tools else toolbox

@@ -1,4 +1,4 @@
-"""Episodes of random environments in the templates of the field: tokens, masks, log-probs and rewards are exact."""
+"""Episodes of random environments with common chat templates: tokens, masks, log-probs and rewards are exact."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.episodes.exact import HEADS, failures, played, wandering
+from tests.episodes.exact import HEADS, failures, played, random_environment
 from tests.nightly import examples
 from tests.support.templates import tokenizer_of
 
@@ -24,7 +24,7 @@ from tests.support.templates import tokenizer_of
 def test_episodes_have_exact_tokens_in_any_batch(
     name: str, seed: int, rows: int, failing: float, turns: int, room: int
 ) -> None:
-    environment = wandering(seed, failing)
+    environment = random_environment(seed, failing)
     context = room + (320 if name == "qwen2.5" else 60)  # the longest prompt
     several = {"max_turns": turns, "context": context, "failed": "leave"}
     whole, _, metrics = played(name, tokenizer_of(name), environment, rows, seed, **several)
@@ -41,8 +41,8 @@ def test_episodes_have_exact_tokens_in_any_batch(
 
 
 @pytest.mark.parametrize("name", sorted(HEADS))
-def test_every_template_plays_many_rows(name: str) -> None:
-    batch, _, _ = played(name, tokenizer_of(name), wandering(3), 48)
+def test_many_rows_have_exact_tokens_with_every_template(name: str) -> None:
+    batch, _, _ = played(name, tokenizer_of(name), random_environment(3), 48)
     assert batch.response_mask.any(1).all() and len(set(batch.turns.tolist())) > 2
 
 

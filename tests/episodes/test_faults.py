@@ -71,7 +71,7 @@ class TestFaults:
             (lambda: Reply("x", reward="1"), "episode.invalid-reward", {"found": "'1'"}),  # type: ignore[arg-type]
             (lambda: Reply("x", reward=True), "episode.invalid-reward", {"found": "True"}),
             (lambda: Reply(), "episode.no-reply", {"answers": 1}),
-            (lambda: raised(TimeoutError("theirs")), "episode.environment-failed", {"error": "TimeoutError"}),
+            (lambda: raised(TimeoutError("planted")), "episode.environment-failed", {"error": "TimeoutError"}),
             (lambda: raised(SystemExit(2)), "episode.environment-failed", {"error": "SystemExit"}),
             (lambda: raised(asyncio.CancelledError()), "episode.environment-failed", {"error": "CancelledError"}),
             (lambda: raised(KeyboardInterrupt()), "episode.environment-failed", {"error": "KeyboardInterrupt"}),
@@ -94,7 +94,7 @@ class TestFaults:
         assert fault.code == code and facts.items() <= fault.facts.items(), fault
         assert (fault.facts["row"], fault.facts["answers"], fault.facts["attempt"]) == ("row-0", 1, 1)
 
-    @pytest.mark.parametrize("error", [ValueError("theirs"), SystemExit(2), asyncio.CancelledError()])
+    @pytest.mark.parametrize("error", [ValueError("planted"), SystemExit(2), asyncio.CancelledError()])
     def test_a_fault_names_the_line_that_raised(self, error: BaseException) -> None:
         message = fault_of(lambda: raised(error)).message
         assert f"{type(error).__name__}" in message and f"{error} (at {__file__}:" in message

@@ -22,7 +22,7 @@ class Lake(Gym):
 
 
 class Echo(gymnasium.Env):
-    """Expects its number back, as text."""
+    """Expects its number as the action, as text."""
 
     def __init__(self, fails_after: int = 99, actions: Any = None) -> None:
         self.observation_space = gymnasium.spaces.Text(9, charset="0123456789")
@@ -79,8 +79,8 @@ def test_episodes_are_seeded_by_group() -> None:
 @pytest.mark.parametrize("response", ["x", "1234567890", ""])
 def test_text_actions_must_be_in_the_action_space(response: str) -> None:
     [one], _ = played(Echoed, lambda name, turn: response or "1", turns=2)
-    misfit = "expected Text(" in one.chat.messages[2]["content"]
-    assert misfit == bool(response) and one.ended == "turns"
+    refused = "expected Text(" in one.chat.messages[2]["content"]
+    assert refused == bool(response) and one.ended == "turns"
 
 
 def test_a_retry_has_the_same_seed() -> None:
@@ -95,13 +95,13 @@ def test_a_retry_has_the_same_seed() -> None:
 
 
 class Boxed(Gym):
-    """Actions without a conversion from text."""
+    """Actions of a type without a conversion from text."""
 
     def make(self) -> Any:
         return Echo(actions=gymnasium.spaces.Box(0, 1, (2,)))
 
 
-class Untold(Lake):
+class NoObservationText(Lake):
     tell = Gym.tell
 
 
@@ -109,11 +109,13 @@ class Untold(Lake):
     ("environment", "code", "facts"),
     [
         (Boxed, "episode.no-conversion", {"environment": "Boxed", "method": "act"}),
-        (Untold, "episode.no-conversion", {"environment": "Untold", "method": "tell"}),
+        (NoObservationText, "episode.no-conversion", {"environment": "NoObservationText", "method": "tell"}),
         (Gym, "episode.environment-failed", {"error": "NotImplementedError"}),
     ],
 )
-def test_missing_methods_are_named(environment: Any, code: str, facts: dict[str, Any]) -> None:
+def test_a_missing_conversion_is_refused_with_the_method_to_define(
+    environment: Any, code: str, facts: dict[str, Any]
+) -> None:
     [one], _ = played(environment, lambda name, turn: "1")
     assert one.fault is not None and one.fault.code == code and facts.items() <= one.fault.facts.items()
 

@@ -22,7 +22,7 @@ from tests.support.kernel import exact
 
 
 class Countdown:
-    """An environment with the calls of OpenEnv's: it counts down from its seed's last digit."""
+    """An environment with OpenEnv's interface: it counts down from the last digit of its seed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -43,7 +43,7 @@ class Countdown:
 
 
 class Blocking(Countdown):
-    """It must hold up no other episode."""
+    """Its blocking calls must not block other episodes."""
 
     pays = True
 
@@ -54,7 +54,7 @@ class Blocking(Countdown):
 
 
 class Client:
-    """The same by a client: each call is awaited, and gives the observation apart."""
+    """A client of the same environment: calls are awaited, and results wrap the observation."""
 
     def __init__(self) -> None:
         self.inner = Countdown()
@@ -125,8 +125,8 @@ def test_openenv_environments_are_serialized_with_their_graph() -> None:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[tuple[Any, Any]]:
-    """The same environment by the classes of OpenEnv: in this process, and by a client of its server."""
+def openenv_package() -> Iterator[tuple[Any, Any]]:
+    """The same environment with OpenEnv's classes: in this process, and by a client of its server."""
     interfaces = pytest.importorskip("openenv.core.env_server.interfaces", reason="needs pip install 'flowrl[openenv]'")
     import openenv
     import uvicorn
@@ -135,27 +135,27 @@ def theirs() -> Iterator[tuple[Any, Any]]:
     class Take(types.Action):  # type: ignore[misc, name-defined]
         number: int
 
-    class Left(types.Observation):  # type: ignore[misc, name-defined]
+    class Remaining(types.Observation):  # type: ignore[misc, name-defined]
         left: int
 
-    class Theirs(interfaces.Environment):  # type: ignore[misc, name-defined]
+    class PackageEnvironment(interfaces.Environment):  # type: ignore[misc, name-defined]
         SUPPORTS_CONCURRENT_SESSIONS = True
 
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **given: Any) -> Left:
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **given: Any) -> Remaining:
             self.inner = Countdown()
-            return Left(left=self.inner.reset(seed).left)
+            return Remaining(left=self.inner.reset(seed).left)
 
-        def step(self, action: Take, timeout_s: float | None = None, **given: Any) -> Left:
+        def step(self, action: Take, timeout_s: float | None = None, **given: Any) -> Remaining:
             seen = self.inner.step(action.number)
-            return Left(left=seen.left, reward=seen.reward, done=seen.done)
+            return Remaining(left=seen.left, reward=seen.reward, done=seen.done)
 
         @property
         def state(self) -> Any:
             return types.State()
 
-    class Here(Counting):
+    class InProcess(Counting):
         def make(self) -> Any:
-            return Theirs()
+            return PackageEnvironment()
 
         def act(self, text: str) -> Any:
             return Take(number=super().act(text))
@@ -163,14 +163,14 @@ def theirs() -> Iterator[tuple[Any, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    app = http_server.create_fastapi_app(Theirs, Take, Left, max_concurrent_envs=8)
+    app = http_server.create_fastapi_app(PackageEnvironment, Take, Remaining, max_concurrent_envs=8)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.05)
 
-    class There(Here):
+    class ByClient(InProcess):
         def make(self) -> Any:
             return openenv.GenericEnvClient(base_url=f"http://127.0.0.1:{port}")
 
@@ -180,14 +180,14 @@ def theirs() -> Iterator[tuple[Any, Any]]:
         def tell(self, seen: Any) -> str:
             return f"{seen['left']} left"
 
-    yield Here, There
+    yield InProcess, ByClient
     server.should_exit = True
     thread.join()
 
 
 @pytest.mark.parametrize("by_client", [False, True])
-@pytest.mark.filterwarnings("ignore")  # what OpenEnv and its server warn of is theirs
-def test_environments_of_the_openenv_package_are_played(theirs: Any, by_client: bool) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of OpenEnv and its server
+def test_environments_of_the_openenv_package_are_played(openenv_package: Any, by_client: bool) -> None:
     rows = [row(i)._replace(extra_info={"seed": i}) for i in range(4)]
-    episodes, _ = played(theirs[by_client], lambda name, turn: "1", rows=rows)
+    episodes, _ = played(openenv_package[by_client], lambda name, turn: "1", rows=rows)
     assert [(one.fault, one.chat.rewards) for one in episodes] == [(None, [0.0, 1.0]), (None, [0.0, 0.0, 1.0])] * 2

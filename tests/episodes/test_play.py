@@ -19,7 +19,7 @@ from tests.support.templates import tokenizer_of
 
 
 class Plain(Environment):
-    """The same by plain functions."""
+    """`Three` with plain functions instead of coroutines."""
 
     def reset(self, row: Row) -> Reply:  # type: ignore[override]
         return Reply([*row.messages])
@@ -36,7 +36,7 @@ async def agent(chat: Chat, row: Row) -> float:
 
 
 @pytest.mark.parametrize("environment", [Three, Plain, agent])
-def test_turns_and_their_rewards(environment: Any) -> None:
+def test_environments_and_agents_have_the_same_turns_and_rewards(environment: Any) -> None:
     episodes, engine = played(environment, say, count=5)
     tokenizer = tokenizer_of(NAME)
     for i, one in enumerate(episodes):
@@ -67,7 +67,7 @@ def test_each_request_continues_the_earlier_tokens() -> None:
 
 
 def test_a_waiting_episode_does_not_block_the_others() -> None:
-    """Rows of even numbers wait until an odd one is done."""
+    """Even rows wait until an odd row is done."""
     done = asyncio.Event()
 
     class Waits(Environment):
@@ -128,7 +128,7 @@ def test_the_environment_time_limit_excludes_generation() -> None:
             return super().step()
 
     engine = Slow(lambda name, turn: "a long answer, many tokens", tokenizer_of(NAME))
-    from tests.episodes import scripted  # the same stage around another engine
+    from tests.episodes import scripted  # the same set-up with another engine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripted, "Scripted", lambda *given: engine)
@@ -142,9 +142,9 @@ class TestLimits:
         assert (one.ended, one.chat.rewards, len(engine.requests)) == ("turns", [0.0, 1.0], 2)
 
     def test_a_full_context_ends_an_episode(self) -> None:
-        (whole,), _ = played(Three, say)
-        assert whole.chat.transcript is not None
-        longest = len(whole.chat.transcript.ids)
+        (complete,), _ = played(Three, say)
+        assert complete.chat.transcript is not None
+        longest = len(complete.chat.transcript.ids)
         (one,), engine = played(Three, say, context=longest - 3)
         assert one.chat.transcript is not None and len(one.chat.transcript.ids) == longest - 3
         assert engine.requests[-1].sampling.max_new_tokens < 256
@@ -152,14 +152,14 @@ class TestLimits:
         assert (early.ended, len(early.chat.rewards)) == ("context", 2)
 
     def test_an_agent_may_score_an_episode_after_its_end(self) -> None:
-        async def goes_on(chat: Chat, row: Row) -> float:
+        async def continues_after_end(chat: Chat, row: Row) -> float:
             try:
                 while True:
                     await chat.answer("more" if chat.rewards else None)
             except EpisodeOver:
                 return 7.0
 
-        (one,), _ = played(goes_on, say, turns=2)
+        (one,), _ = played(continues_after_end, say, turns=2)
         assert (one.ended, one.chat.rewards) == ("done", [0.0, 7.0])
 
     def test_a_reply_beyond_the_context_ends_the_episode_at_its_last_response(self) -> None:

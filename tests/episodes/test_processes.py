@@ -1,4 +1,4 @@
-"""Environments and tools in processes of their own: what hangs, crashes or leaks there is ended, and counted."""
+"""Environments and tools in worker processes: those that hang, crash or leak are terminated and counted."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Blocks(Counts):
                 pass
 
 class Shares(Environment):
-    """Adds to a list of its class, and blocks in a coroutine: apart, both are its own affair."""
-    said = []
+    """Appends to a class attribute and blocks in a coroutine; in separate processes, neither affects other episodes."""
+    texts = []
     async def step(self, answer):
-        self.said.append(answer.text)
+        self.texts.append(answer.text)
         time.sleep(0.05)
-        return Reply("on", reward=float(len(self.said)), done=answer.turn == 1)
+        return Reply("on", reward=float(len(self.texts)), done=answer.turn == 1)
 
 class Crashes(Counts):
     def misbehave(self):
@@ -208,7 +208,7 @@ class Loops(Environment):
         return Reply(done=asyncio.get_running_loop() is self.loop)
 
 def add(a: int, b: int) -> dict:
-    """The sum, and where it was made."""
+    """The sum, and the id of its process."""
     return {"sum": a + b, "pid": os.getpid()}
 
 def hang(a: int) -> int:
@@ -233,11 +233,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     close_environment_servers()
 
 
-def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1) -> list[EpisodeResult]:
-    """Episodes of an environment of the file, in processes."""
-    for noted in file.parent.glob("*[!y]"):
-        if noted.is_file():
-            noted.unlink()
+def play_in_processes(
+    file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1
+) -> list[EpisodeResult]:
+    """Play episodes of an environment of the file in worker processes."""
+    for recorded in file.parent.glob("*[!y]"):
+        if recorded.is_file():
+            recorded.unlink()
     environment = references.resolve(f"{file}:{name}")
     return played(
         environment,
@@ -250,28 +252,28 @@ def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: i
 
 
 def server_for(file: Path) -> ForkServer:
-    """One for all that is in the file."""
+    """A fork server for everything in the file."""
     return environment_server((f"{file}:Counts",))
 
 
-def noted(file: Path, name: str) -> list[str]:
+def recorded(file: Path, name: str) -> list[str]:
     return (file.parent / name).read_text().split()
 
 
-def test_an_environment_keeps_its_state_and_leaves_no_process(file: Path) -> None:
-    episodes = apart(file, "Counts", count=6)
+def test_an_environment_has_state_across_turns_and_its_process_ends(file: Path) -> None:
+    episodes = play_in_processes(file, "Counts", count=6)
     assert all((one.ended, one.chat.rewards) == ("done", [1.0, 2.0, 3.0]) for one in episodes)
-    pids = {int(pid) for pid in noted(file, "pids")}
+    pids = {int(pid) for pid in recorded(file, "pids")}
     assert len(pids) == 6 and os.getpid() not in pids
-    assert sorted(noted(file, "closed")) == [f"row-{i}" for i in range(6)]
+    assert sorted(recorded(file, "closed")) == [f"row-{i}" for i in range(6)]
     wait_until_ended(pids)
 
 
 def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Path) -> None:
-    episodes = apart(file, "Hangs", count=4, seconds=1.5, tries=2)
+    episodes = play_in_processes(file, "Hangs", count=4, seconds=1.5, tries=2)
     assert [(one.ended, one.tries) for one in episodes] == [("done", 1), ("done", 2)] * 2
     assert all(one.chat.rewards == [1.0, 2.0, 3.0] for one in episodes)
-    pids = {int(pid) for pid in noted(file, "pids")}
+    pids = {int(pid) for pid in recorded(file, "pids")}
     assert len(pids) == 8  # four environments, two more for the second tries, two children
     wait_until_ended(pids)
 
@@ -294,7 +296,7 @@ def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Pat
     ],
 )
 def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: float, code: str, words: str) -> None:
-    (one,) = apart(file, name, seconds=seconds)
+    (one,) = play_in_processes(file, name, seconds=seconds)
     assert one.ended == "failed" and one.fault is not None
     assert one.fault.code == code and words in one.fault.message
 
@@ -322,25 +324,25 @@ def test_numbers_and_text_of_a_reply_arrive_unchanged(file: Path) -> None:
 
 
 def test_class_attributes_are_not_shared_between_episodes(file: Path) -> None:
-    for one in apart(file, "Shares", count=3):
+    for one in play_in_processes(file, "Shares", count=3):
         assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["Prints", "Loops", "Forks"])
 def test_harmless_side_effects_do_not_fail_an_episode(file: Path, name: str) -> None:
-    (one,) = apart(file, name)
+    (one,) = play_in_processes(file, name)
     assert one.ended == "done"
 
 
 def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
-    first, second = apart(file, "Draws", count=2)
-    again, _ = apart(file, "Draws", count=2)
+    first, second = play_in_processes(file, "Draws", count=2)
+    again, _ = play_in_processes(file, "Draws", count=2)
     assert first.chat.messages == again.chat.messages and first.chat.rewards == again.chat.rewards
     assert first.chat.messages[2] != second.chat.messages[2] and first.chat.rewards != second.chat.rewards
 
 
 class TestTools:
-    def called(self, file: Path, name: str, arguments: str, **settings: Any) -> EpisodeResult:
+    def call_tool(self, file: Path, name: str, arguments: str, **settings: Any) -> EpisodeResult:
         tool = references.resolve(f"{file}:{name}")
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
         box = Toolbox([tool], "hermes", partial(call_tool, server_for(file)))
@@ -348,7 +350,7 @@ class TestTools:
         return one
 
     def test_tools_run_in_another_process(self, file: Path) -> None:
-        one = self.called(file, "add", '{"a": 1, "b": "2"}')
+        one = self.call_tool(file, "add", '{"a": 1, "b": "2"}')
         assert '"sum": 3' in one.chat.messages[2]["content"]
         assert f'"pid": {os.getpid()}' not in one.chat.messages[2]["content"]
 
@@ -359,7 +361,7 @@ class TestTools:
     def test_the_policy_gets_the_error_of_an_invalid_call(
         self, file: Path, name: str, arguments: str, message: str
     ) -> None:
-        one = self.called(file, name, arguments)
+        one = self.call_tool(file, name, arguments)
         assert message in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
 
     @pytest.mark.parametrize("name", ["attack", "attack_deep"])
@@ -369,7 +371,7 @@ class TestTools:
         assert not (file.parent / "attacked").exists()
 
     def test_a_tool_that_hangs_times_out(self, file: Path) -> None:
-        one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
+        one = self.call_tool(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
         assert (one.ended, one.tries) == ("failed", 2) and one.fault is not None
         assert (one.fault.code, one.fault.facts["seconds"]) == ("episode.timeout", 0.5)
 
@@ -386,7 +388,7 @@ class TestServer:
         server.close()
         with raises("episode.process-died"):
             Process(server)
-        assert apart(file, "Counts")[0].ended == "done"
+        assert play_in_processes(file, "Counts")[0].ended == "done"
 
     def test_a_killed_program_leaves_no_process(self, file: Path) -> None:
         server = server_for(file)
@@ -399,7 +401,7 @@ class TestServer:
         if (program := os.fork()) == 0:
             asyncio.run(begin())
         assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == -signal.SIGKILL
-        wait_until_ended({int(pid) for pid in noted(file, "pids")})
+        wait_until_ended({int(pid) for pid in recorded(file, "pids")})
 
     @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
     def test_objects_that_cannot_be_imported_are_refused(self, thing: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates of the field are tested before anything is loaded: with thinking, tools and replies."""
+"""Chat templates are tested with a test episode before a model loads: with thinking, tools and replies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_templates_that_only_append_pass(name: str, check: Any) -> None:
 @pytest.mark.parametrize("parser", ["hermes", "json", lambda text: []])
 @pytest.mark.parametrize(("name", "replies"), [("llama3", True), ("qwen2.5", True), ("qwen3", False)])
 def test_templates_are_tested_with_tools(name: str, replies: bool, parser: Any) -> None:
-    """Qwen 3 keeps the thinking after the last user message, so with tools alone it only appends."""
+    """Qwen 3 renders thinking after the last user message, so with tools alone it only appends."""
     rehearse(tokenizer_of(name), "strict", Toolbox([add], parser), replies)
 
 
@@ -54,11 +54,11 @@ def test_templates_are_tested_with_tools(name: str, replies: bool, parser: Any) 
 def test_a_template_that_strips_only_thinking_passes_with_a_warning(
     name: str, toolbox: Toolbox | None, there: str, written: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An answer that thinks is an error in its row, see `tests/data/text/test_transcript.py`."""
+    """A response with thinking is an error of its row, see `tests/data/text/test_transcript.py`."""
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
-    [said] = caplog.messages
-    assert "test episode" in said and "only without thinking in the policy" in said
-    before, _, after = "".join(said.split()).partition("thetemplatewrites")
+    [warning] = caplog.messages
+    assert "test episode" in warning and "only without thinking in the policy" in warning
+    before, _, after = "".join(warning.split()).partition("thetemplatewrites")
     assert there in before and written in after
 
 
@@ -79,7 +79,9 @@ def test_a_template_that_rewrites_turns_is_refused_with_both_texts(
     assert there in before and (written in after or name == "qwen3")
 
 
-@pytest.mark.parametrize(("name", "message"), [("deaf", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("toolless", "leaves out the reply .*'role': 'tool'"), ("bare", "'tool'")]
+)
 def test_replies_omitted_by_a_template_are_refused(name: str, message: str) -> None:
     with pytest.raises(EpisodeError, match=rf"tool calls\) failed: .*{message}"):
         rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)

@@ -17,8 +17,8 @@ class Counts(Environment):
     """Two turns; the second one is rewarded."""
 
     async def reset(self, row: Row) -> Reply:
-        shot = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "sampled": "no"}]
-        return Reply([*shot, *row.messages])
+        example_turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "sampled": "no"}]
+        return Reply([*example_turns, *row.messages])
 
     async def step(self, answer: Answer) -> Reply:
         return Reply("and?", reward=0.5 if answer.turn else None, done=answer.turn == 1)
@@ -40,8 +40,14 @@ def of(environment: Any, **settings: Any) -> dict[str, Any]:
 def test_sampled_messages_are_marked() -> None:
     found = of(Counts)
     contents = [(m["role"], m["content"]) for m in found["messages"]]
-    shot = [("user", "1?"), ("assistant", "2")]  # of the data, although the assistant says it
-    assert contents == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
+    example_turns = [("user", "1?"), ("assistant", "2")]  # an assistant message of the prompt is not sampled
+    assert contents == [
+        *example_turns,
+        ("user", "go"),
+        ("assistant", "says 0"),
+        ("user", "and?"),
+        ("assistant", "says 1"),
+    ]
     marks = [m.get("sampled") for m in found["messages"]]
     expected = {"tokens": len("says 0") + 1, "cut": False, "version": 3}
     assert [mark is not None for mark in marks] == [False, False, False, True, False, True]
@@ -69,10 +75,10 @@ def test_a_failed_episode_is_summarized_up_to_its_failure() -> None:
 
 
 def test_a_summary_without_rewards_has_reward_none() -> None:
-    async def silent(chat: Chat, row: Row) -> None:
+    async def no_rewards(chat: Chat, row: Row) -> None:
         await chat.answer()
 
-    assert of(silent)["messages"][1]["sampled"]["reward"] is None
+    assert of(no_rewards)["messages"][1]["sampled"]["reward"] is None
 
 
 def test_a_summary_without_responses_has_the_prompt() -> None:

@@ -1,4 +1,4 @@
-"""What adapters of other libraries' environments share: observations as text, and the seed of a row."""
+"""Common code of adapters to environment libraries: observations as text, and the seed of a row."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Reversed(vf.Taskset[Task, vf.TasksetConfig]):
 
 
 class Twice(vf.Env[SingleAgentEnvConfig]):
-    """It asks again until the answer is right."""
+    """Repeats the question until the response is correct."""
 
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as interaction:
@@ -68,7 +68,7 @@ again = Twice(SingleAgentEnvConfig(taskset={"id": "reversed_words"}))
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A taskset of verifiers, in a module of its own."""
+    """A taskset of verifiers, in a separate module."""
     pytest.importorskip("verifiers.v1", reason="needs pip install 'flowrl[verifiers]'")
     (tmp_path / "reversed_words.py").write_text(REVERSED)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -77,7 +77,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def by_verifiers(env: Any, script: Any, **limits: Any) -> Any:
-    """Episodes of the first tasks of an environment."""
+    """Play episodes of the first tasks of an environment."""
     from flowrl.episodes.verifiers import play, prompts
 
     async def agent(chat: Chat, row: Row) -> float:
@@ -102,6 +102,6 @@ def test_multi_turn_verifiers_environments_reply_and_score(words: Any) -> None:
     assert over.chat.rewards == [0.0, 0.0, 1.0 - 0.75 + 0.125]  # it ran out of turns; verifiers scores what there is
 
 
-def test_verifiers_sees_truncated_responses(words: Any) -> None:
+def test_verifiers_is_informed_of_truncated_responses(words: Any) -> None:
     cut, *_ = by_verifiers(words.once, lambda name, turn: "long " * 300)
     assert cut.ended == "done" and cut.chat.rewards == [1.0]

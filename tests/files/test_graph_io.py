@@ -23,21 +23,20 @@ from flowrl.graph import Graph, load
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
 from tests.support.errors import raises
-from tests.support.kernel import BINDINGS, LengthPenalty, exact, scored, two_rewards
+from tests.support.kernel import BINDINGS, PPO, LengthPenalty, exact, scored, two_rewards
 
-PPO = ppo(exact)
 GRAPHS: dict[str, Callable[[], Graph]] = {
-    "ppo": lambda: ppo(exact),
+    "ppo": lambda: PPO,
     "grpo": lambda: grpo(exact),
     "a graph by path": lambda: ppo("tests.support.kernel:exact"),
     "two rewards": two_rewards,
-    "names, lag, bindings": lambda: ppo(exact).edit(rename={"gae": "gae_long"}, lag=1, bind=BINDINGS, name="mine"),
-    "nested specs": lambda: ppo(exact).edit(replace={"kl_shape": KLShape(AdaptiveKL(target=0.1))}),
+    "names, lag, bindings": lambda: PPO.edit(rename={"gae": "gae_long"}, lag=1, bind=BINDINGS, name="mine"),
+    "nested specs": lambda: PPO.edit(replace={"kl_shape": KLShape(AdaptiveKL(target=0.1))}),
     "tuples and roles": lambda: scored().edit(
         replace={"generate": Generate(stop_token_ids=(1, 2), rollout=Role("second"))}
     ),
-    "a part": lambda: ppo(exact).edit(bind=BINDINGS).subgraph(until=["reward", "value"]),
-    "an inserted operator": lambda: ppo(exact).edit(insert={"penalty": After("reward", LengthPenalty())}),
+    "a part": lambda: PPO.edit(bind=BINDINGS).subgraph(until=["reward", "value"]),
+    "an inserted operator": lambda: PPO.edit(insert={"penalty": After("reward", LengthPenalty())}),
     "an input by itself": lambda: scored().subgraph(until="batch"),
 }
 
@@ -140,7 +139,7 @@ def test_what_has_no_import_path_runs_but_cannot_be_written() -> None:
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    data = ppo(exact).edit(bind=BINDINGS).to_dict()
+    data = PPO.edit(bind=BINDINGS).to_dict()
     change(data)
     return data
 
@@ -317,6 +316,8 @@ def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> Non
     with raises("file.malformed", key="flowrl", expected="int") as caught:
         load(file)
     assert "expected an int" in caught.value.message
+
+
 @pytest.mark.parametrize("given", [{"name": "grpo"}, 3, None])
 def test_load_names_from_dict_for_what_is_not_a_path(given: Any) -> None:
     with raises("file.malformed", where="flowrl.load", found=type(given).__name__) as error:

@@ -18,20 +18,14 @@ from flowrl.graph import Graph
 from flowrl.graphs import dpo, grpo_sft, sft
 from flowrl.operators import DPO, NLL, UpdateActor
 from flowrl.records import DemoBatch
-from flowrl.run.training.job import Job
 from tests.support.errors import raises
-from tests.support.jobs import PROMPTS, job_of, weights_of
+from tests.support.jobs import PROMPTS, bind_tiny, weights_of
 from tests.support.kernel import exact
 from tests.support.rewards import digits
 from tests.support.rows.prompt_files import write_jsonl
 from tests.support.runs import walk
 
 KEY = Key.of(0)
-
-
-def bound(graph: Graph, folder: str) -> Job:
-    backends = job_of("grpo", folder).graph.bindings
-    return graph.bind(**{role: backends[role] for role in graph.roles()})
 
 
 def demos(folder: Path, tiny: str, count: int = 4) -> DataProto:
@@ -50,7 +44,7 @@ def test_no_engine_generates(graph: Graph, roles: list[str]) -> None:
 
 
 def test_sft_steps_down_the_negative_log_likelihood(tiny: str, tmp_path: Path) -> None:
-    job, batch = bound(sft(), tiny), demos(tmp_path, tiny)
+    job, batch = bind_tiny(sft(), tiny), demos(tmp_path, tiny)
     engines = job.build(0)
     steps, losses = walk(job.graph, **engines), []
     for step in range(3):
@@ -63,7 +57,7 @@ def test_sft_steps_down_the_negative_log_likelihood(tiny: str, tmp_path: Path) -
 
 
 def test_dpo_prefers_what_was_chosen(tiny: str, tmp_path: Path) -> None:
-    job, batch = bound(dpo(beta=0.5, mini_batch=6), tiny), pairs(tmp_path, tiny)
+    job, batch = bind_tiny(dpo(beta=0.5, mini_batch=6), tiny), pairs(tmp_path, tiny)
     engines = job.build(0)
     steps = walk(job.graph, **engines)
     found = [steps.step(batch, step).metrics.compute() for step in range(3)]
@@ -83,7 +77,7 @@ def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path)
     order = [node.name for node in Plan(graph).order]
     assert order.index("update_actor") < order.index("imitate") < order.index("sync")
     assert graph["imitate"].operator == UpdateActor(NLL(), prior_updates=1).named("imitate")
-    job = bound(graph, tiny)
+    job = bind_tiny(graph, tiny)
     engines = job.build(0)
     steps, before = walk(job.graph, **engines), weights_of(engines["actor"])
     steps.sync()
@@ -101,12 +95,12 @@ def test_a_second_update_that_does_not_say_so_is_refused(tiny: str) -> None:
     graph = grpo_sft(exact)
     assert graph.check(prompts=8) == []
     with pytest.raises(RuleError, match="prior_updates=1"):
-        bound(graph.edit(set={"imitate.prior_updates": 0}), tiny).refuse_unready()
+        bind_tiny(graph.edit(set={"imitate.prior_updates": 0}), tiny).refuse_unready()
 
 
 def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_path: Path) -> None:
     """Rows without a version are always accepted."""
-    actor = bound(sft(), tiny).build(0)["actor"]
+    actor = bind_tiny(sft(), tiny).build(0)["actor"]
     batch = demos(tmp_path, tiny).to_record(DemoBatch)
     UpdateActor(NLL(), actor=actor)(batch, key=KEY)
     mixed = torch.tensor([-1, 1, 0, -1])
@@ -123,6 +117,7 @@ def test_settings_reach_the_loss(changed: dict[str, Any]) -> None:
 def test_a_run_needs_no_engine_and_leaves_a_folder(tiny: str, tmp_path: Path) -> None:
     """SFT takes the tokenizer of the model that it trains, and a run ends with a folder that is loaded again."""
     data = DemoData(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 3))
-    run = Training(bound(sft(mini_batch=3), tiny), data, steps=2, prompts=3, folder=str(tmp_path / "run")).run()
-    again = Training(bound(sft(), str(run.folder / "actor")), data, steps=1, prompts=3, folder=str(tmp_path / "more"))
+    run = Training(bind_tiny(sft(mini_batch=3), tiny), data, steps=2, prompts=3, folder=str(tmp_path / "run")).run()
+    more, trained = str(tmp_path / "more"), str(run.folder / "actor")
+    again = Training(bind_tiny(sft(), trained), data, steps=1, prompts=3, folder=more)
     assert again.run().metrics[0]["actor/pg_loss"] < run.metrics[0]["actor/pg_loss"]

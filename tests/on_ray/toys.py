@@ -1,6 +1,6 @@
 """Toy engines that load nothing, compute on their inputs, and can be set to record, to block or to raise.
 
-Whatever they compute depends on their weights and on each row alone, so any executor must get the same bits from them.
+Results depend only on their weights and on each row, so they must be bit-equal with any executor.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Desk:
         os.mkfifo(self.folder / f"{call}.hold")
 
     def release(self, call: str) -> None:
-        """Wait until a call is held, and release it."""
+        """Wait until a call blocks, and release it."""
         (self.folder / f"{call}.hold").write_text("")
 
     def fail(self, call: str, error: type[Exception] = ValueError) -> None:
@@ -338,13 +338,13 @@ class GroupScore(Operator):
         scores = self.ref.log_probs(rollout)
         out = scores.clone()
         for group in sorted(set(uid)):
-            mine = [i for i, name in enumerate(uid) if name == group]
-            out[mine] -= scores[mine].sum(1).mean()
+            rows_of_group = [i for i, name in enumerate(uid) if name == group]
+            out[rows_of_group] -= scores[rows_of_group].sum(1).mean()
         return out.masked_fill(~rollout.response_mask, 0.0)
 
 
 class Blind(GroupScore):
-    """Needs whole groups, but does not read the group of each row."""
+    """Needs complete groups, but does not read the group of each row."""
 
     def __call__(self, rollout: Sequences) -> c.RefLogProbs:
         return self.ref.log_probs(rollout)
@@ -410,14 +410,14 @@ def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = 
     return graph.bind(place=place, **bindings)
 
 
-def wherever(metrics: Mapping[str, T]) -> dict[str, T]:
+def without_placement(metrics: Mapping[str, T]) -> dict[str, T]:
     """Metrics without those that depend on placement: the transport of weights, and cache hits."""
     return {key: value for key, value in metrics.items() if not key.startswith(("sync/by/", "throughput/"))}
 
 
 def assert_same_numbers(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     """Metrics are equal bit for bit, except ``kl/ref``, which ranks sum over their rows in float32."""
-    found, expected = wherever(found), wherever(expected)
+    found, expected = without_placement(found), without_placement(expected)
     rounded = {"kl/ref"} & expected.keys()
     assert {key: found[key] for key in rounded} == pytest.approx({key: expected[key] for key in rounded}, rel=1e-6)
     assert {**found, **{key: expected[key] for key in rounded}} == expected

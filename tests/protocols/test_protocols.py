@@ -1,4 +1,4 @@
-"""Protocols: what an engine is asked for counts, and not which class says so."""
+"""Protocols: the members that an operator requires of an engine count, not the name of the protocol class."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support.kernel import exact
 
 @runtime_checkable
 class MyTrainer(Trainer, Protocol):
-    """One that extends it."""
+    """`Trainer` with one more method."""
 
     def more(self) -> None: ...
 
 
 @runtime_checkable
-class Alike(Protocol):
-    """One that declares the same, and derives from nothing."""
+class SameMembers(Protocol):
+    """The members of `Trainer`, without deriving from it."""
 
     version: int
 
@@ -43,20 +43,20 @@ class Alike(Protocol):
 
 @runtime_checkable
 class MyRollout(Rollout, Protocol):
-    """One that extends it."""
+    """A subclass of `Rollout` with the same members."""
 
 
 @runtime_checkable
 class MyCritic(Critic, Protocol):
-    """One that extends it."""
+    """A subclass of `Critic` with the same members."""
 
 
 class UpdateMine(UpdateActor):
     actor: Writes[MyTrainer] = Role("actor")
 
 
-class UpdateAlike(UpdateActor):
-    actor: Writes[Alike] = Role("actor")
+class UpdateSameMembers(UpdateActor):
+    actor: Writes[SameMembers] = Role("actor")
 
 
 class GenerateMine(Generate):
@@ -72,7 +72,7 @@ class UpdateMyCritic(UpdateCritic):
     critic: Writes[MyCritic] = Role("critic")
 
 
-class ValueOfMine(Value):
+class ValueOfMyCritic(Value):
     critic: Reads[MyCritic] = Role("critic")
 
 
@@ -80,9 +80,9 @@ def rules_of(graph: Graph) -> set[str]:
     return {finding.rule for finding in graph.check()}
 
 
-@pytest.mark.parametrize("update", [UpdateActor, UpdateMine, UpdateAlike])
-def test_rules_follow_what_is_asked_of_an_engine(update: type[UpdateActor]) -> None:
-    """Greedy, in groups of one, and never synced."""
+@pytest.mark.parametrize("update", [UpdateActor, UpdateMine, UpdateSameMembers])
+def test_rules_find_updates_by_the_members_of_the_required_protocol(update: type[UpdateActor]) -> None:
+    """The graph violates three rules about policies: never synced, groups of one, greedy."""
     graph = grpo(exact, n=1, temperature=0.0).edit(
         replace={"update_actor": update(kl=KLLoss()).named("update_actor")}, drop=["sync"]
     )
@@ -90,7 +90,7 @@ def test_rules_follow_what_is_asked_of_an_engine(update: type[UpdateActor]) -> N
     assert graph.trained == ["actor"]
 
 
-def test_engines_that_generate_are_known_by_what_they_are_asked_for() -> None:
+def test_generating_engines_are_found_by_the_members_of_the_required_protocol() -> None:
     graph = grpo(exact).edit(replace={"generate": GenerateMine().named("generate"), "sync": SyncMine().named("sync")})
     assert rules_of(graph) == set()
     assert graph.back_edges == [("sync", "generate")]
@@ -99,14 +99,14 @@ def test_engines_that_generate_are_known_by_what_they_are_asked_for() -> None:
     assert rules_of(graph.edit(drop=["sync"])) == {"FR002"}
 
 
-def test_critics_too() -> None:
-    mine = {"update_critic": UpdateMyCritic().named("update_critic")}
-    assert rules_of(ppo(exact).edit(replace=mine)) == set()
-    other = mine | {"value": ValueOfMine(critic=Role("other")).named("value")}
-    assert rules_of(ppo(exact).edit(replace=other)) == {"FR005"}
+def test_critics_are_found_by_the_members_of_the_required_protocol() -> None:
+    replaced = {"update_critic": UpdateMyCritic().named("update_critic")}
+    assert rules_of(ppo(exact).edit(replace=replaced)) == set()
+    two_critics = replaced | {"value": ValueOfMyCritic(critic=Role("two_critics")).named("value")}
+    assert rules_of(ppo(exact).edit(replace=two_critics)) == {"FR005"}
 
 
-def test_a_scorer_is_no_trainer() -> None:
+def test_a_role_that_only_scores_does_not_count_as_a_policy_for_rules() -> None:
     class Look(Operator):
         judge: Writes[Scorer] = Role("judge")
 
@@ -118,11 +118,11 @@ def test_a_scorer_is_no_trainer() -> None:
 
 
 def test_members_are_methods_properties_and_annotations() -> None:
-    assert members(Alike) == members(Trainer) == {"log_probs", "version", "update", "weights", "save_pretrained"}
+    assert members(SameMembers) == members(Trainer) == {"log_probs", "version", "update", "weights", "save_pretrained"}
     assert members(MyTrainer) == members(Trainer) | {"more"}
 
 
 @pytest.mark.parametrize("prompts", [0, -1, 2.0, "4", True])
-def test_a_number_of_prompts_is_a_count(prompts: Any) -> None:
+def test_check_refuses_a_number_of_prompts_that_is_not_a_positive_int(prompts: Any) -> None:
     with raises("parameter.invalid", prompts=prompts):
         grpo(exact).check(prompts=prompts)

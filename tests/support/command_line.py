@@ -1,4 +1,4 @@
-"""The command line in this process: a fixture, and what it answers."""
+"""A fixture that runs the command line in this process, and the result."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import NamedTuple
 import pytest
 
 
-class Answer(NamedTuple):
+class Result(NamedTuple):
     code: int
     out: str
     err: str
 
 
-Command = Callable[..., Answer]
+Command = Callable[..., Result]
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command line in this process, in an empty folder; what it puts on the path, and imports, is taken back."""
+    """The command line in this process, in an empty folder; restores `sys.path` and `sys.modules`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     known = set(sys.modules)
 
-    def run(*arguments: str | Path) -> Answer:
+    def run(*arguments: str | Path) -> Result:
         with pytest.raises(SystemExit) as ended:
             from flowrl.app.cli import main
 
             main([str(argument) for argument in arguments])
-        return Answer(int(ended.value.code or 0), *capsys.readouterr())
+        return Result(int(ended.value.code or 0), *capsys.readouterr())
 
     yield run
     for name in set(sys.modules) - known:
@@ -46,5 +46,5 @@ def write(path: Path, source: str) -> Path:
     return path
 
 
-def is_paragraph(answer: Answer) -> bool:
-    return not answer.out and answer.err.startswith("flowrl: ") and answer.err.count("\n") == 1
+def is_paragraph(result: Result) -> bool:
+    return not result.out and result.err.startswith("flowrl: ") and result.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Errors by their code and facts, whatever their wording."""
+"""Expect errors by code and facts, independent of their wording."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from flowrl.sync import digest
 
 @contextmanager
 def hashes() -> Iterator[Counter[tuple[str, str]]]:
-    """How often this process hashes each tensor within the block, by the name of the thread and of the tensor."""
+    """Count how often this process hashes each tensor within the block, by names of thread and tensor."""
     counts: Counter[tuple[str, str]] = Counter()
 
     def counted(head: bytes) -> Any:

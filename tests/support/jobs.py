@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from flowrl import graphs
-from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, Backend, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import assemble
+from flowrl.graph import Graph
 from flowrl.records import PromptBatch, RolloutBatch
 from flowrl.run.training.job import Job
 from tests.support.rewards import digits
@@ -38,23 +39,35 @@ def write_prompts(path: Path, count: int = 12) -> str:
 def job_of(
     algorithm: str, folder: str, reward: Any = digits, *, optimizer: Any = None, trainer: Any = None, **parameters: Any
 ) -> Job:
-    """An algorithm of `flowrl.graphs`, by name, on the model in `folder`; the rollout shares the actor's weights.
+    """An algorithm of `flowrl.graphs`, by name, bound to the model in `folder`; see `bind_tiny`.
 
     Args:
         optimizer: of actor and critic, SGD by default.
         trainer: further settings of the actor.
         parameters: of the algorithm.
     """
-    optimizer = optimizer or SGD(lr=0.05)
     parameters = {"n": 1 if algorithm == "ppo" else 4, "max_new_tokens": 6} | parameters
-    graph = getattr(graphs, algorithm)(reward, **parameters)
-    backends: dict[str, Any] = {
-        "actor": TorchTrainer(folder, optimizer=optimizer, device="cpu", **(trainer or {})),
-        "critic": TorchCritic(folder, optimizer=optimizer, device="cpu"),
-        "ref": TorchScorer(folder, device="cpu"),
+    return bind_tiny(getattr(graphs, algorithm)(reward, **parameters), folder, optimizer=optimizer, trainer=trainer)
+
+
+def bind_tiny(
+    graph: Graph, folder: str, *, optimizer: Any = None, trainer: Any = None, device: str = "cpu", **backends: Backend
+) -> Job:
+    """Bind those of PPO's four roles that the graph has to the model in `folder`; the rollout shares actor weights.
+
+    Args:
+        optimizer: of actor and critic, SGD by default.
+        trainer: further settings of the actor.
+        backends: of other roles, or instead of the defaults; ignored for roles that the graph does not have.
+    """
+    optimizer = optimizer or SGD(lr=0.05)
+    roles: dict[str, Backend] = {
+        "actor": TorchTrainer(folder, optimizer=optimizer, device=device, **(trainer or {})),
+        "critic": TorchCritic(folder, optimizer=optimizer, device=device),
+        "ref": TorchScorer(folder, device=device),
         "rollout": TorchRollout(),
-    }
-    return graph.bind(**{role: backends[role] for role in graph.roles()})
+    } | backends
+    return graph.bind(**{role: roles[role] for role in graph.roles()})
 
 
 def prompt_batch(rows: Rows, width: int | None = None) -> PromptBatch:
@@ -74,7 +87,7 @@ def prompt_batch(rows: Rows, width: int | None = None) -> PromptBatch:
 
 
 def rollout_batch(prompts: PromptBatch, responses: Rows, version: int = 0) -> RolloutBatch:
-    """These responses to those prompts at temperature 1, as version `version` of the policy would sample them."""
+    """Responses to the prompts at temperature 1, sampled by version `version` of the policy, log-probs 0."""
     width = max(map(len, responses))
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in responses])
     tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in responses])
@@ -100,7 +113,7 @@ def proto(batch: PromptBatch) -> DataProto:
 
 
 def column(values: Sequence[Any]) -> np.ndarray:
-    """A column of objects, whatever they are."""
+    """A column of objects of any type."""
     out = np.empty(len(values), dtype=object)
     out[:] = values
     return out

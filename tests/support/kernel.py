@@ -1,4 +1,4 @@
-"""Small operators, algorithms and backends that load nothing, for tests of the kernel."""
+"""Small operators, graphs and backends that load nothing, for tests of the kernel."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.operators.operator import Operator
 from flowrl.graph import Graph, algorithm
+from flowrl.graphs import ppo
 from flowrl.operators import Generate, Repeat, Reward
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Critic, Rollout, Trainer
@@ -20,7 +21,7 @@ from flowrl.records import PromptBatch, Receipt, RolloutBatch, Updated
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """1 for the right answer."""
+    """1 if the response equals the ground truth, else 0."""
     return float(solution_str == ground_truth)
 
 
@@ -34,7 +35,7 @@ class LengthPenalty(Operator):
 
 
 class Clip(Operator):
-    """Rewrites scores too, under another class."""
+    """Rewrites scores, too."""
 
     limit: float = 1.0
 
@@ -80,7 +81,7 @@ class Clipped(Operator):
 
 
 class Waits(Operator):
-    """Passes on that the policy was updated."""
+    """Passes on the record of an update."""
 
     def __call__(self, updated: Updated) -> Updated:
         return updated
@@ -88,14 +89,14 @@ class Waits(Operator):
 
 @algorithm
 def scored(batch: PromptBatch, n: int = 2, fn: Any = exact) -> Any:
-    """The smallest evaluation: answers and their scores."""
+    """The smallest evaluation: responses and their scores."""
     prompts = Repeat(n)(batch)
     return Reward(fn)(Generate()(prompts), prompts)
 
 
 @algorithm
 def two_rewards(batch: PromptBatch) -> Any:
-    """Two nodes that write columns of one name."""
+    """Two nodes that write columns of the same name."""
     prompts = Repeat(2)(batch)
     rollout = Generate()(prompts)
     first = Reward(exact).named("first")(rollout, prompts)
@@ -104,7 +105,7 @@ def two_rewards(batch: PromptBatch) -> Any:
 
 
 class TrainerEngine:
-    """Has what a `Trainer` must have."""
+    """The members of `Trainer`."""
 
     version = 0
 
@@ -115,7 +116,7 @@ class TrainerEngine:
 
 
 class CriticEngine:
-    """Has what a `Critic` must have."""
+    """The members of `Critic`."""
 
     version = 0
 
@@ -124,7 +125,7 @@ class CriticEngine:
 
 
 class RolloutEngine:
-    """Has what a `Rollout` must have."""
+    """The members of `Rollout`."""
 
     receipt: Receipt | None = None
     tokenizer: Any = None
@@ -170,6 +171,10 @@ BINDINGS: dict[str, Any] = {
     "ref": FakeTrainer(lr=0.0),
     "critic": FakeCritic(),
 }
+"""A backend for each role of `PPO`."""
+
+PPO = ppo(exact)
+"""The built-in PPO graph with its default parameters, unbound."""
 
 
 def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:
@@ -191,7 +196,7 @@ def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:
 
 
 def wires(graph: Graph, node: str) -> dict[str, str]:
-    """Where the fields of a node's ports come from."""
+    """The source of each field of a node's ports."""
     return {str(field): str(edge) for field, edge in graph[node].inputs.items()}
 
 

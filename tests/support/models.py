@@ -58,7 +58,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_config(kind: str) -> PreTrainedConfig:
     """Two layers, hidden size 64, head size 32. ``llama`` and ``gemma2`` have grouped keys; ``qwen2``, ``gpt2`` and
-    ``gemma2`` are tied; ``gpt2`` has dropout and learnt positions; ``gemma2`` soft-caps its logits, ``granite`` and
+    ``gemma2`` are tied; ``gpt2`` has dropout and learned positions; ``gemma2`` soft-caps its logits, ``granite`` and
     ``cohere`` scale theirs, and the head of ``phi`` has a bias."""
     ids = dict(vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
     size = dict(
@@ -86,7 +86,7 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 def tiny_folder(tmp_path: str | os.PathLike[str], kind: str = "llama", seed: int = 0, **changed: Any) -> str:
     """Write a tiny random model and its tokenizer under `tmp_path`; returns the folder. Its config may be `changed`.
 
-    Weights are drawn wider than usual so that distributions are far from uniform and differ from token to token.
+    The spread of weights is larger than usual, so distributions are far from uniform and differ from token to token.
     """
     folder = Path(tmp_path) / f"{kind}-{seed}"
     with torch.random.fork_rng(devices=[]):
@@ -104,7 +104,7 @@ def tiny_folder(tmp_path: str | os.PathLike[str], kind: str = "llama", seed: int
 
 
 class Ragged(NamedTuple):
-    """Sequences as a rollout leaves them, with a column (`pull`) that a test's loss can weigh tokens by."""
+    """Sequences as a rollout returns them, with a column (`pull`) of token weights for losses of tests."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -117,7 +117,7 @@ class Ragged(NamedTuple):
 
 
 def ragged(rows: int = 6, prompt: int = 7, response: int = 9, seed: int = 0) -> Ragged:
-    """Random rows of unequal lengths, padded by ids that no vocabulary has; masks with holes; temperatures 0.5 to 1.5.
+    """Random rows of unequal lengths, padded with unknown ids; masks with holes; temperatures 0.5 to 1.5.
 
     The first row fills the whole width, the second has the shortest prompt and response.
     """
@@ -144,7 +144,7 @@ def ragged(rows: int = 6, prompt: int = 7, response: int = 9, seed: int = 0) -> 
 
 
 def unpadded(batch: Ragged) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Row number, its attended tokens ``[1 length]``, and where in these the tokens under its response mask stand."""
+    """Row number, its attended tokens ``[1 length]``, and the positions in these of those under its response mask."""
     width = batch.response_mask.shape[1]
     for row in range(len(batch.input_ids)):
         attended = batch.attention_mask[row]

@@ -1,4 +1,4 @@
-"""Graphs in which others answer, too: a judge, an opponent, a second update; for tests of rules and of real steps."""
+"""Graphs with a judge, an opponent, a second policy or a second update; for tests of rules and of real steps."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.support.rewards import digits
 
 
 class Question(NamedTuple):
-    """What a judge is asked."""
+    """The prompts of a judge."""
 
     prompts: c.Prompts
     prompt_mask: c.PromptMask
     row_id: c.RowId
 
 
-class Ask(Operator):
-    """Prompt and answer as the prompt of another, padded on the left."""
+class JudgePrompt(Operator):
+    """Prompt and response of a row as the prompt of a judge, padded on the left."""
 
     def __call__(self, input_ids: c.InputIds, attention_mask: c.AttentionMask, row_id: c.RowId) -> Question:
         order = attention_mask.int().argsort(dim=1, stable=True)
@@ -42,7 +42,7 @@ class Ask(Operator):
 
 
 class Verdict(Operator):
-    """The share of digits in what the judge says, as the score of the answer."""
+    """The fraction of digits in the judge's response, as the score of the row."""
 
     def __call__(self, verdict: c.ResponseText, response_mask: c.ResponseMask) -> c.TokenLevelScores:
         scores = [digits("", text, "") for text in verdict]
@@ -50,21 +50,21 @@ class Verdict(Operator):
 
 
 class Duel(Operator):
-    """1 for the answer that has more digits than the other's, -1 for fewer."""
+    """1 for the response with more digits than the opponent's, -1 for fewer."""
 
     def __call__(
-        self, mine: c.ResponseText, theirs: c.ResponseText, response_mask: c.ResponseMask
+        self, own: c.ResponseText, opponents: c.ResponseText, response_mask: c.ResponseMask
     ) -> c.TokenLevelScores:
-        margins = [digits("", one, "") - digits("", other, "") for one, other in zip(mine, theirs, strict=True)]
+        margins = [digits("", one, "") - digits("", other, "") for one, other in zip(own, opponents, strict=True)]
         return place_scores(torch.tensor(margins).sign(), response_mask)
 
 
 @algorithm
 def judged(batch: PromptBatch, *, train_on: str = "rollout", temperature: float = 0.0) -> Any:
-    """A frozen judge generates the reward, greedily."""
+    """The reward is parsed from the greedy response of a frozen judge."""
     prompts = Repeat(2)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
-    question = Ask()(rollout.input_ids, rollout.attention_mask, prompts.row_id)
+    question = JudgePrompt()(rollout.input_ids, rollout.attention_mask, prompts.row_id)
     judge = Generate(temperature, max_new_tokens=4, rollout=Role("judge")).named("judge")
     verdict = judge(question)
     rows = rollout if train_on == "rollout" else verdict
@@ -75,7 +75,7 @@ def judged(batch: PromptBatch, *, train_on: str = "rollout", temperature: float 
 
 @algorithm
 def self_play(batch: PromptBatch, *, train_on: str = "rollout") -> Any:
-    """Against an opponent that stays as it is."""
+    """The reward compares each response with that of a frozen opponent."""
     prompts = Repeat(2)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
     opponent = Generate(max_new_tokens=6, rollout=Role("opponent")).named("opponent")(prompts)
@@ -87,7 +87,7 @@ def self_play(batch: PromptBatch, *, train_on: str = "rollout") -> Any:
 
 @algorithm
 def league(batch: PromptBatch, *, crossed: bool = False, old_of: str = "actor_b") -> Any:
-    """Two policies that are trained against each other; `crossed` trains the second on the first one's rows."""
+    """Two policies trained against each other; `crossed` trains the second on rows of the first."""
     prompts = Repeat(2)(batch)
     a = Generate(max_new_tokens=6)(prompts)
     b = Generate(max_new_tokens=6, rollout=Role("rollout_b")).named("generate_b")(prompts)
@@ -105,7 +105,7 @@ def league(batch: PromptBatch, *, crossed: bool = False, old_of: str = "actor_b"
 
 @algorithm
 def twice(batch: PromptBatch, *, prior_updates: int = 1, sync_first: bool = False, third: int | None = None) -> Any:
-    """Two updates of one role in a step: towards the group's baseline, then towards the bare reward."""
+    """Two updates of one role in a step: the first with group advantages, the second with returns."""
     prompts = Repeat(2)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
     old, scores = OldLogProb()(rollout), Reward(digits)(rollout, prompts)

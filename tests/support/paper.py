@@ -1,4 +1,4 @@
-"""Graphs on paper: small operators that compute nothing, backends that load nothing, and costs by hand."""
+"""Graphs for predictions: operators that compute nothing, backends that load nothing, and given costs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Start(NamedTuple):
     values: c.Values
 
 
-class General(Operator):
+class OnRows(Operator):
     def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
 
 
-class Whole(General):
+class OnBatch(OnRows):
     granularity = "batch"
 
 
-class Ask(Operator):
+class Score(Operator):
     granularity = "row"
     engine: Reads[Trainer] = Role("actor")
 
@@ -44,22 +44,22 @@ class Train(Operator):
     def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
 
 
-class Answer(Operator):
+class Generate(Operator):
     granularity = "row"
     engine: Reads[Rollout] = Role("rollout")
 
     def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
 
 
-class Carry(Operator):
+class SyncWeights(Operator):
     trainer: Reads[Trainer] = Role("actor")
     engine: Writes[Rollout] = Role("rollout")
 
     def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
 
 
-class OnSlots(Backend):
-    """A backend that loads nothing."""
+class PlacedTrainer(Backend):
+    """A trainer that loads nothing."""
 
     serves = (Trainer,)
     ranks: int = 1
@@ -69,7 +69,7 @@ class OnSlots(Backend):
         raise AssertionError("built")
 
 
-class Generating(OnSlots):
+class PlacedRollout(PlacedTrainer):
     serves = (Rollout,)
 
     def build(self, context: Any) -> RolloutEngine:
@@ -91,7 +91,7 @@ def graph_of(nodes: Nodes, lag: int = 0, **backends: Any) -> Graph:
 
 
 def fixed(**seconds: float) -> Costs:
-    return Costs("by hand", {}).given(**seconds)
+    return Costs("given", {}).given(**seconds)
 
 
 BATCH = ("batch", "batch")

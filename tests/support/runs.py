@@ -1,4 +1,4 @@
-"""Small runs and steps for tests, what runs leave in their folder, and a reporter that records its calls."""
+"""Small runs and steps for tests, readers of a run folder, and a reporter that records its calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def without_times(records: list[Any]) -> list[dict[str, Any]]:
-    """Metrics without what the clock decides."""
+    """Metrics without times and throughput."""
     return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
 
 
@@ -53,35 +53,35 @@ class Recorder:
     """A reporter that records its calls, and raises at `fail_at`."""
 
     def __init__(self, fail_at: str = "") -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.fail_at = fail_at
 
-    def _tell(self, what: str, *more: Any) -> None:
-        self.told.append((what, *more))
-        if what == self.fail_at:
-            raise RuntimeError(f"the reporter fails at {what}")
+    def _record(self, event: str, *more: Any) -> None:
+        self.calls.append((event, *more))
+        if event == self.fail_at:
+            raise RuntimeError(f"the reporter fails at {event}")
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
-        self._tell("start", name, steps, folder, done)
+        self._record("start", name, steps, folder, done)
 
     def node(self, name: str) -> None:
-        self._tell("node", name)
+        self._record("node", name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell("step", step)
+        self._record("step", step)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell("validation", step)
+        self._record("validation", step)
 
     def end(self, summary: Summary | None) -> None:
-        self._tell("end", summary)
+        self._record("end", summary)
 
-    def count(self, what: str) -> int:
-        return sum(told[0] == what for told in self.told)
+    def count(self, event: str) -> int:
+        return sum(call[0] == event for call in self.calls)
 
 
 def fails_at(call: int, error: BaseException) -> Any:
-    """A reward function that raises `error` after so many calls."""
+    """A reward function that raises `error` after `call` calls."""
     calls = []
 
     def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

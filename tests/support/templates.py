@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of the field, as far as turns, thinking and tools go; over bytes, with merges."""
+"""Byte-level BPE tokenizers with common chat templates, reduced to turns, thinking and tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LLAMA3 = (
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# Both of Qwen's write replies of tools that follow each other as one turn of the user.
+# Both Qwen templates render consecutive tool replies as one user turn.
 _QWEN_TURNS = (
     "{% for m in messages %}"
     "{% if m['role'] == 'tool' %}"
@@ -33,8 +33,8 @@ QWEN25 = (
     "{% if tools %} Call <tools>{{ tools | tojson }}</tools>.{% endif %}<|im_end|>\n{% endif %}"
     + _QWEN_TURNS.replace("CONTENT", "m['content']")
 )
-# Thinking is kept behind the last question of the user alone; where it is switched off, an empty thought stands before
-# the answer that is asked for, and before no earlier one.
+# Thinking is rendered only after the last user turn. With thinking disabled, the generation prompt ends with an empty
+# think block; earlier turns have none.
 QWEN3 = (
     "{% set ns = namespace(asked=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -60,7 +60,7 @@ MISTRAL = (
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Merges all replies into the first question, as some templates do that know of two turns only.
+# Merges all user turns into one, as some templates for single-turn chats do.
 MERGING = (
     "{% set ns = namespace(asked='') %}"
     "{% for m in messages if m['role'] == 'user' %}{% set ns.asked = ns.asked + m['content'] %}{% endfor %}"
@@ -68,10 +68,10 @@ MERGING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<model>{{ m['content'] }}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
-# Know of no tools, and leave out what they say; the second opens no turn of the assistant.
+# Both omit tool messages; BARE has no generation prompt.
 BARE = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}<end>{% endfor %}"
-DEAF = BARE.replace("{{", "<{{ m['role'] }}>{{") + "{% if add_generation_prompt %}<assistant>{% endif %}"
-# Takes one reply of a tool at a time.
+TOOLLESS = BARE.replace("{{", "<{{ m['role'] }}>{{") + "{% if add_generation_prompt %}<assistant>{% endif %}"
+# Refuses consecutive tool replies.
 SINGLE = (
     "{% for m in messages %}{% if m['role'] == 'tool' and messages[loop.index0 - 1]['role'] == 'tool' %}"
     "{{ raise_exception('one tool at a time') }}{% endif %}{% endfor %}" + LLAMA3
@@ -84,7 +84,7 @@ TEMPLATES = {
     "gemma": (GEMMA, "<end_of_turn>", ["<start_of_turn>"]),
     "mistral": (MISTRAL, "</s>", []),
     "merging": (MERGING, "<end>", ["<user>", "<model>"]),
-    "deaf": (DEAF, "<end>", ["<user>", "<assistant>"]),
+    "toolless": (TOOLLESS, "<end>", ["<user>", "<assistant>"]),
     "bare": (BARE, "<end>", []),
     "single": (SINGLE, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
 }
@@ -93,7 +93,7 @@ TEMPLATES = {
 
 @cache
 def tokenizer_of(name: str) -> ChatTokenizer:
-    """A tokenizer with one of `TEMPLATES`; its EOS is another token than the end of a turn, but with mistral."""
+    """A tokenizer with one of `TEMPLATES`; its EOS differs from the end-of-turn token, except for mistral."""
     template, end, others = TEMPLATES[name]
     eos = "</s>" if name == "mistral" else "<eos>"
     specials = list(dict.fromkeys(["<pad>", "<bos>", eos, end, *others]))

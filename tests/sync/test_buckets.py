@@ -1,4 +1,4 @@
-"""Weights in buckets: what is in one, and that tensors are not gathered before there is room for them."""
+"""Weights in buckets: their contents, and that tensors are gathered only when their bucket has room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sizes = st.lists(st.integers(0, 40))
 
 @given(Sizes, st.integers(1, 60))
 @example([4, 4, 4], 8)  # two fill a bucket to the last byte
-def test_buckets_are_filled_up_to_their_limit(sizes: list[int], limit: int) -> None:
+def test_buckets_are_filled_up_to_their_limit_in_order(sizes: list[int], limit: int) -> None:
     weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
     buckets = [list(bucket) for bucket in in_buckets(weights, limit)]
     assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in weights]

@@ -1,4 +1,4 @@
-"""A sync hashes each tensor once on either side, whichever way the weights take, and still finds what is damaged."""
+"""A sync hashes each tensor once per side with every transport, and detects damaged tensors."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def trainer(folder: str) -> Any:
 
 
 def on(process: str) -> ThreadPoolExecutor:
-    """A thread that stands for a process."""
+    """A thread instead of a process."""
     return ThreadPoolExecutor(1, thread_name_prefix=process)
 
 
-# Ways from the trainer
+# Transports
 
 
 @contextmanager
 def here(trainer: Any) -> Iterator[Any]:
-    """The trainer lives in the engine's process."""
+    """The trainer is in the engine's process."""
     yield trainer
 
 
@@ -89,14 +89,14 @@ def by_stream(trainer: Any) -> Iterator[Any]:
 
 
 class Hosted(HostedRollout):
-    """Runs "code of others": all that it does is to take weights, in this process or in a worker's."""
+    """A hosted engine that only receives weights, in this process or in a worker."""
 
     name = "Hosted"
-    held: dict[str, Tensor]
+    received: dict[str, Tensor]
 
     def __init__(self, folder: str, scores: tuple[float, ...], worker: bool) -> None:
         super().__init__(EngineSpec(folder), ChatTokenizer(folder), 0)
-        self._given, self._worker = scores, worker
+        self._fixed_scores, self._worker = scores, worker
         self._probe, self._arithmetic = PROBE, self._dtype()
 
     def _halt(self, caches: Caches | None) -> tuple[str, ...]:
@@ -104,16 +104,18 @@ class Hosted(HostedRollout):
 
     def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         if not self._worker:
-            self.held = {name: tensor.clone() for name, tensor in arrival.weights()}
+            self.received = {name: tensor.clone() for name, tensor in arrival.weights()}
             return "copy"
         with on("worker") as process:
-            self.held = {name: tensor.clone() for name, tensor in arrival.to_send()}
-            digests = process.submit(lambda: {name: tensor_digest(name, held) for name, held in self.held.items()})
+            self.received = {name: tensor.clone() for name, tensor in arrival.to_send()}
+            digests = process.submit(
+                lambda: {name: tensor_digest(name, received) for name, received in self.received.items()}
+            )
         arrival.check(digests.result(), "the worker")
         return "pipe"
 
     def _score(self, probe: Probe) -> list[float]:
-        return [*self._given]
+        return [*self._fixed_scores]
 
     def _dtype(self) -> torch.dtype:
         return torch.float32
@@ -146,10 +148,10 @@ def engine_with_worker(folder: str, trainer: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "engine", "counts"),
     [
-        # The trainer's side hashes in the engine's process too: as a tensor leaves, and as it is held.
+        # Both sides are in the engine's process: one hash as a tensor is sent, one of the received copy.
         (here, torch_engine, {"MainThread": 2}),
         (here, bfloat16_engine, {"MainThread": 2}),
-        (here, hosted_engine, {"MainThread": 1}),  # which never leaves its process
+        (here, hosted_engine, {"MainThread": 1}),  # weights do not leave the process
         (here, engine_with_worker, {"MainThread": 1, "worker": 1}),
         *(
             (way, engine, {"trainer": 1, "worker" if engine is engine_with_worker else "MainThread": 1})
@@ -179,7 +181,7 @@ def test_an_alias_hashes_nothing(trainer: Any) -> None:
 
 
 class Damaged:
-    """A shipment of which one tensor changes on the way."""
+    """A shipment with one tensor that changes in transit."""
 
     def __init__(self, shipment: Any, name: str, change: Callable[[Tensor], Tensor]) -> None:
         self._shipment, self._name, self._change = shipment, name, change
@@ -191,7 +193,7 @@ class Damaged:
 
 
 def flip(tensor: Tensor) -> Tensor:
-    """Change a bit, which a cast to bfloat16 would round away."""
+    """Flip a bit that a cast to bfloat16 removes."""
     changed = tensor.clone()
     changed.view(torch.uint8).view(-1)[4] ^= 1
     return changed
@@ -231,8 +233,8 @@ def test_same_bits_compares_bitwise() -> None:
     assert same_bits(torch.tensor(2.5).bfloat16(), torch.tensor(2.5).bfloat16())
 
 
-def test_weights_from_another_process_use_the_probe_sent_with_them(folder: str, trainer: Any) -> None:
-    """And not by what this engine would ask: of several ranks, the first one's probe was scored."""
+def test_an_engine_scores_the_probe_that_was_sent_with_the_weights(folder: str, trainer: Any) -> None:
+    """Not its own probe: with several ranks, the trainer scored the probe of the first."""
     live: Any = hosted_engine(folder, trainer)
     live._probe = Probe([[5]], [[6, 7]])
     with by_stream(trainer) as source:

@@ -1,4 +1,4 @@
-"""Tensors that another process opens by their handles: by CUDA IPC, or on a CPU by shared memory."""
+"""Memory handles of tensors: CUDA IPC, or shared memory on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(digest)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_another_process_opens_the_same_memory(device: str) -> None:
+def test_a_handle_opened_in_another_process_shares_the_memory(device: str) -> None:
     base = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
     tensors = {"a": base[1:3, ::2], "b": torch.ones(5, dtype=torch.bfloat16, device=device)}
     assert can_share(tensors.values()) == (device == "cuda")
@@ -38,7 +38,7 @@ def test_another_process_opens_the_same_memory(device: str) -> None:
     assert len(data) < 2000
 
 
-def test_an_opened_handle_is_the_same_memory() -> None:
+def test_a_handle_opened_in_the_same_process_shares_the_memory() -> None:
     tensor = torch.zeros(3)
     with shared_by_name():
         open_handles(export_handles({"a": tensor}))["a"].fill_(2)

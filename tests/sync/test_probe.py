@@ -1,4 +1,4 @@
-"""The probe: its prompts, and its judgment of scores."""
+"""The probe: its prompts, and the comparison of scores of engine and trainer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FINE, COARSE = torch.float32, torch.bfloat16
 
 
 def scores(engine: float, trainer: float) -> Scores:
-    """With log-probs that differ from -3 by so much."""
+    """Scores whose log-probs differ from -3 by these amounts."""
     return Scores((-3.0 + engine,) * COUNT, (-3.0 + trainer,) * COUNT)
 
 
 class Fixed:
-    """A trainer that gives these log-probs."""
+    """A trainer with fixed log-probs."""
 
     def __init__(self, log_probs: Tensor) -> None:
         self.given = log_probs
@@ -47,7 +47,7 @@ class Fixed:
 
 
 class CoarseFixed(Fixed):
-    """One that computes in bfloat16."""
+    """A trainer that computes in bfloat16."""
 
     compute_dtype = COARSE
 
@@ -113,7 +113,7 @@ class TestOtherWeights:
         assert [caught.value.facts[name] for name in ("mean", "maximum", "found")] == pytest.approx([0.3] * 3)
 
     def test_differences_of_unlikely_tokens_are_relative(self) -> None:
-        """By hand: of -0.5 a difference of 0.1 is 0.1, of -10 it is 0.01; the mean of both is 0.055."""
+        """A difference of 0.1 counts as 0.1 at -0.5, and as 0.01 at -10; the mean of both is 0.055."""
         expected = torch.tensor([-0.5, -10.0] * (COUNT // 2))
         compared(expected + 0.1, Fixed(expected), 0.0551)
         with raises("sync.scores-differ", expected=0.0549):
@@ -136,7 +136,7 @@ class TestOldWeights:
     def test_the_first_scores_are_accepted(self) -> None:
         assert refuse_old_weights("X", scores(0, 0), None, 0.02) == scores(0, 0)
 
-    def test_an_engine_whose_scores_move_is_accepted(self) -> None:
+    def test_an_engine_whose_scores_change_is_accepted(self) -> None:
         before = scores(0, 0)
         for engine, trainer in ((1e-7, 5.0), (5.0, 0.0), (1e-3, 1e-3)):
             assert refuse_old_weights("X", scores(engine, trainer), before, 0.02) == scores(engine, trainer)
@@ -155,15 +155,15 @@ class TestOldWeights:
         with raises("sync.old-weights", engine="X"):
             refuse_old_weights("X", scores(0, 0.0049 * 5), previous, 0.02)
 
-    def test_accumulated_updates_reset_when_the_engine_moves(self) -> None:
+    def test_accumulated_updates_reset_when_the_engine_changes(self) -> None:
         previous = refuse_old_weights("X", scores(0, 0), None, 0.02)
         previous = refuse_old_weights("X", scores(0, 0.015), previous, 0.02)
         previous = refuse_old_weights("X", scores(0.015, 0.018), previous, 0.02)
         assert refuse_old_weights("X", scores(0.015, 0.03), previous, 0.02) == scores(0.015, 0.018)
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_rounding_with_concurrent_requests_is_not_a_move(self, first: bool) -> None:
-        """Whether the engine computed them with these scores or with those before."""
+    def test_rounding_by_concurrent_requests_is_not_a_change_of_scores(self, first: bool) -> None:
+        """Whether these or the previous scores were computed with concurrent requests."""
         before = scores(0, 0)._replace(concurrent=first)
         now = scores(0.0029, 0.03)._replace(concurrent=not first)
         with raises("sync.old-weights", followed=pytest.approx(0.0029)):
@@ -173,14 +173,14 @@ class TestOldWeights:
         assert refuse_old_weights("X", followed, before, 0.02) == followed
 
     @pytest.mark.parametrize("sign", [1, -1])
-    def test_a_move_of_one_token_is_averaged_over_all(self, sign: int) -> None:
-        trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # by 1/8 on the mean
+    def test_a_change_of_one_token_is_averaged_over_all_tokens(self, sign: int) -> None:
+        trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # changes the mean by 1/8
         moved = scores(0, 0)._replace(trainer=trainer)
         assert refuse_old_weights("X", moved, scores(0, 0), 0.13) == scores(0, 0)
         with raises("sync.old-weights", moved=0.125):
             refuse_old_weights("X", moved, scores(0, 0), 0.12)
 
-    def test_moves_that_cancel_are_detected(self) -> None:
+    def test_changes_that_cancel_are_detected(self) -> None:
         trainer = tuple(-3.0 + (0.1 if i % 2 else -0.1) for i in range(COUNT))
         with raises("sync.old-weights", moved=pytest.approx(0.1)):
             refuse_old_weights("X", scores(0, 0)._replace(trainer=trainer), scores(0, 0), 0.02)

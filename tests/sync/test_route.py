@@ -1,4 +1,4 @@
-"""Which way weights take, by where trainer and engine are."""
+"""The transport of weights, by the places of trainer and engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE, THERE = "node a", "node b"
         ([Seat(HERE, 1)], [Seat(HERE, 1), Seat(HERE, 2)], "object store"),  # only some ranks of the engine
         ([Seat(HERE, 1)], [Seat(HERE, 2)], "object store"),
         ([Seat(HERE, 1), Seat(THERE, 2)], [Seat(HERE, 3)], "object store"),  # the first rank sends
-        ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are a node's own
+        ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are local to a node
         ([Seat(HERE, 1)], [Seat(HERE, 2), Seat(THERE, 3)], "gloo"),
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",))], "cuda ipc"),
         ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2, ("0",))], "nccl"),
@@ -35,16 +35,16 @@ HERE, THERE = "node a", "node b"
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
     ],
 )
-def test_the_nearest_transport_is_chosen(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
+def test_the_fastest_possible_transport_is_chosen(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
     assert choose(senders, receivers) == (transport, (0,) * len(receivers))
 
 
 def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
-    """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
+    """On GPUs shared by ranks of both sides, on two nodes, in any order."""
     trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
     replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]
     assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
-    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each takes them on its first GPU
+    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each receives on its first GPU
     assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
     assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
 
@@ -52,8 +52,8 @@ def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
 @pytest.mark.parametrize(
     ("slots", "nodes", "transport"), [((0, 1, 2), "aab", "gloo"), ((0, 1, 1), "abb", "object store")]
 )
-def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
-    """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
+def test_hosts_that_take_turns_use_the_object_store(slots: tuple[int, ...], nodes: str, transport: str) -> None:
+    """Two ranks of a trainer, and an engine that may share a slot with one of them."""
     trainer = [ProcessSpec(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
     engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
     seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}

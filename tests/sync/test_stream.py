@@ -1,6 +1,6 @@
 """Tests of `stream.py`, `group.py` and `received.py`: weights as a stream, over gloo between threads and processes.
 
-Sides wait for each other longer than a test may take, so a test that ends shows that no side keeps waiting.
+Sender and receivers have timeouts longer than that of a test, so a test that ends proves that none is blocked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Weights = list[tuple[str, Tensor]]
 
 
 def weights_of(seed: int = 0) -> Weights:
-    """Many dtypes and shapes, of no dimension, empty, larger than a bucket, and seen through strides."""
+    """Many dtypes and shapes: scalars, empty, larger than a bucket, and strided."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         "scalar": torch.tensor(2.5),
@@ -59,8 +59,8 @@ def weights_of(seed: int = 0) -> Weights:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Callable[..., Ticket]]:
-    """Makes tickets to a store of this test's own."""
+def new_ticket() -> Iterator[Callable[..., Ticket]]:
+    """A function that creates tickets for a store of this test."""
     stores: list[Any] = []
 
     def ticket(receivers: int = 1, transport: str = "gloo", timeout: float = 600) -> Ticket:
@@ -76,7 +76,7 @@ def meeting() -> Iterator[Callable[..., Ticket]]:
 def received(
     ticket: Ticket, rank: int = 0, take: Callable[[ReceivedWeights], Any] = lambda source: None
 ) -> tuple[Any, ...]:
-    """What a receiver gets: the weights, its receipt, and what it took of the source before."""
+    """The results of a receiver: the weights, its receipt, and the result of `take` on the source."""
     with ticket.open(rank) as source:
         taken = take(source)
         weights = dict(source.weights())
@@ -84,8 +84,10 @@ def received(
         return weights, source.check(receipt), taken
 
 
-def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> tuple[Future[int], list[Future[Any]]]:
-    """A sender and all receivers, to their ends."""
+def send_and_receive(
+    ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any
+) -> tuple[Future[int], list[Future[Any]]]:
+    """Run a sender and all receivers; returns their futures, which are done."""
     with ThreadPoolExecutor(1 + len(ticket.senders)) as pool:
         takers = [pool.submit(received, ticket, rank, **more) for rank, _ in enumerate(ticket.senders)]
         sender = pool.submit(send, ticket, ORIGIN, weights, BUCKET)
@@ -93,11 +95,11 @@ def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> 
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_received_weights_equal_sent_weights(receivers: int, meeting: Callable[..., Ticket]) -> None:
-    """Bit for bit, in order; and each tensor is the receiver's own."""
+def test_received_weights_equal_sent_weights(receivers: int, new_ticket: Callable[..., Ticket]) -> None:
+    """Bit-equal and in order; each tensor is a copy owned by the receiver."""
     weights = weights_of()
-    for _ in range(3):  # that a rank leaves when it is done is no error of the others
-        sender, takers = both(meeting(receivers), weights)
+    for _ in range(3):  # a rank that ends early is not an error for the others
+        sender, takers = send_and_receive(new_ticket(receivers), weights)
         assert sender.result() == sum(tensor.nbytes for _, tensor in weights)
         for taker in takers:
             received_weights, receipt, _ = taker.result()
@@ -110,11 +112,11 @@ def test_received_weights_equal_sent_weights(receivers: int, meeting: Callable[.
             ) == len([name for name, tensor in weights if tensor.nbytes])
 
 
-def test_received_weights_implement_the_trainer_interface(meeting: Callable[..., Ticket]) -> None:
-    """With what an adapter is of, and the trainer's log-probs of the probe."""
+def test_received_weights_implement_the_trainer_interface(new_ticket: Callable[..., Ticket]) -> None:
+    """Including `adapter_of`, and the trainer's log-probs of the probe."""
     probe, scores = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 9]]), tuple(-0.5 * i for i in range(6))
     for adapter_of in (None, "digest x 2"):
-        ticket, origin = meeting(), Origin("actor", 3, adapter_of, probe, scores, "bfloat16")
+        ticket, origin = new_ticket(), Origin("actor", 3, adapter_of, probe, scores, "bfloat16")
         with ThreadPoolExecutor(1) as pool:
             sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
             with ticket.open(0) as source:
@@ -134,7 +136,7 @@ def test_received_weights_implement_the_trainer_interface(meeting: Callable[...,
 
 
 class Damaging(GlooCarrier):
-    """A carrier that changes what it carries."""
+    """A carrier that flips a bit."""
 
     def send(self, flat: Tensor) -> None:
         flat = flat.clone()
@@ -142,21 +144,21 @@ class Damaging(GlooCarrier):
         super().send(flat)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the heads of buckets on their way."""
-    honest = TransferGroup.tell
+def change_messages(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the messages between sender and receivers."""
+    original = TransferGroup.tell
 
     def tell(group: TransferGroup, message: Any) -> None:
         message = json.loads(json.dumps(message))
         change(message)
-        honest(group, message)
+        original(group, message)
 
     monkeypatch.setattr(TransferGroup, "tell", tell)
 
 
-def test_a_flipped_bit_is_detected(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_detected(new_ticket: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "GlooCarrier", Damaging)
-    sender, takers = both(meeting(2), weights_of())
+    sender, takers = send_and_receive(new_ticket(2), weights_of())
     for taker in takers:
         with raises("sync.damaged", role="actor", version=3):
             taker.result()
@@ -165,7 +167,7 @@ def test_a_flipped_bit_is_detected(meeting: Callable[..., Ticket], monkeypatch: 
 
 
 def drop_tensor(message: dict[str, Any]) -> None:
-    if "tensors" in message:  # the last of a bucket, so that the others stay where they are
+    if "tensors" in message:  # the last of a bucket, so that offsets of the others do not change
         message["tensors"] = [entry for entry in message["tensors"] if entry[0] != "strided"]
 
 
@@ -174,18 +176,18 @@ def mix_versions(message: dict[str, Any]) -> None:
         message["version"] = 2
 
 
-def another_shape(message: dict[str, Any]) -> None:
+def change_shape(message: dict[str, Any]) -> None:
     for entry in message.get("tensors", ()):
         if entry[0] == "half":
             entry[2].reverse()
 
 
-def another_digest(message: dict[str, Any]) -> None:
+def change_digest(message: dict[str, Any]) -> None:
     if "digests" in message:
         message["digests"]["half"] = message["digests"]["mask"]
 
 
-def twice(message: dict[str, Any]) -> None:
+def repeat_tensor(message: dict[str, Any]) -> None:
     for entry in message.get("tensors", ()):
         entry[0] = entry[0].replace("layer02", "layer01")
 
@@ -195,20 +197,20 @@ def twice(message: dict[str, Any]) -> None:
     [
         (drop_tensor, "sync.damaged", "strided did not arrive"),
         (mix_versions, "sync.damaged", "a bucket has version 2"),
-        (another_shape, "sync.damaged", "half is not what was sent"),
-        (another_digest, "sync.damaged", "half differ from the digests that the trainer sent last"),
-        (twice, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
+        (change_shape, "sync.damaged", "half is not what was sent"),
+        (change_digest, "sync.damaged", "half differ from the digests that the trainer sent last"),
+        (repeat_tensor, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
     ],
 )
-def test_damage_is_reported_with_its_kind(
+def test_damaged_messages_are_refused_with_the_kind_of_damage(
     change: Callable[[dict[str, Any]], None],
     code: str,
     detail: str,
-    meeting: Callable[..., Ticket],
+    new_ticket: Callable[..., Ticket],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planted(monkeypatch, change)
-    _, [taker] = both(meeting(), weights_of())
+    change_messages(monkeypatch, change)
+    _, [taker] = send_and_receive(new_ticket(), weights_of())
     with raises(code, role="actor", version=3) as caught:
         taker.result()
     assert re.search(detail, str(caught.value))
@@ -223,12 +225,12 @@ def test_a_duplicate_tensor_is_refused() -> None:
         manifest.enter("v", tensor, None)
 
 
-def test_an_error_of_the_sender_ends_all_receivers(meeting: Callable[..., Ticket]) -> None:
+def test_an_error_of_the_sender_ends_all_receivers(new_ticket: Callable[..., Ticket]) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from weights_of()[:5]
         raise ValueError("out of memory")
 
-    sender, takers = both(meeting(2), broken())
+    sender, takers = send_and_receive(new_ticket(2), broken())
     with pytest.raises(ValueError, match="out of memory"):
         sender.result()
     for taker in takers:
@@ -236,26 +238,26 @@ def test_an_error_of_the_sender_ends_all_receivers(meeting: Callable[..., Ticket
             taker.result()
 
 
-def test_an_error_of_a_receiver_ends_sender_and_receivers(meeting: Callable[..., Ticket]) -> None:
-    """In the middle, or before it takes any; a side that does not know the cause reports that the other has ended."""
+def test_an_error_of_a_receiver_ends_sender_and_receivers(new_ticket: Callable[..., Ticket]) -> None:
+    """Before or after the first tensor; the side without the cause reports that the other has ended."""
 
     def refuse(source: ReceivedWeights) -> None:
-        raise ValueError("not mine")
+        raise ValueError("change_messages")
 
     def stop(source: ReceivedWeights) -> None:
         next(source.weights())
-        raise ValueError("not mine")
+        raise ValueError("change_messages")
 
     for take in (refuse, stop):
-        sender, [taker] = both(meeting(), weights_of(), take=take)
-        with pytest.raises(ValueError, match="not mine"):
+        sender, [taker] = send_and_receive(new_ticket(), weights_of(), take=take)
+        with pytest.raises(ValueError, match="change_messages"):
             taker.result()
         with pytest.raises(Interrupted):
             sender.result()
 
 
-def test_partially_read_weights_are_refused(meeting: Callable[..., Ticket]) -> None:
-    ticket = meeting()
+def test_partially_read_weights_are_refused(new_ticket: Callable[..., Ticket]) -> None:
+    ticket = new_ticket()
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         with ticket.open(0) as source:
@@ -267,20 +269,20 @@ def test_partially_read_weights_are_refused(meeting: Callable[..., Ticket]) -> N
 
 
 def test_a_closed_store_ends_waiting_participants() -> None:
-    """Closing the store ends them; later participants find no store."""
+    """Later participants cannot connect."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
     ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
-        while store.num_keys() < 1:  # until it is there
+        while store.num_keys() < 1:  # until the participant waits
             threading.Event().wait(0.01)
         del store
         with pytest.raises(Interrupted):
             sender.result()
 
 
-def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side at most one bucket, besides the tensor that was handed out last."""
+def test_the_memory_of_a_stream_is_bounded(new_ticket: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one bucket on each side, plus the last tensor."""
     buckets: list[int] = []
     alive: dict[int, int] = {}
     sent: dict[str, int] = {}
@@ -304,12 +306,12 @@ def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monke
             assert sum(sent.values()) <= 2 * BUCKET // 5
 
     monkeypatch.setattr(torch, "empty", counted)
-    sender, [taker] = both(meeting(), weights())
+    sender, [taker] = send_and_receive(new_ticket(), weights())
     assert sender.result() == 40 * 4 * (BUCKET // 20)
     assert all(
         torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in taker.result()[0].items()
     )
-    assert 0 < max(buckets) <= 2 * BUCKET  # both sides are in this process
+    assert 0 < max(buckets) <= 2 * BUCKET  # send_and_receive sides are in this process
 
 
 OTHER_SIDE = """if True:
@@ -331,9 +333,9 @@ OTHER_SIDE = """if True:
 """
 
 
-def other_side(ticket: Ticket, what: str) -> subprocess.Popen[str]:
-    """A process that sends, or receives and waits for ever at a tensor; its output must be read by lines, since torch's
-    manager of shared memory keeps it open."""
+def other_process(ticket: Ticket, what: str) -> subprocess.Popen[str]:
+    """A process that sends, or receives and then blocks at a tensor. Read its output by lines: torch's shared memory
+    manager does not close it."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OTHER_SIDE, ticket.transport, str(ticket.port), what]
@@ -342,7 +344,7 @@ def other_side(ticket: Ticket, what: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Handles to shared memory of the CPU in place of a GPU's."""
+    """Handles to shared memory of the CPU instead of CUDA IPC."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     monkeypatch.setattr(ipc, "shared_device", lambda: torch.device("cpu"))
@@ -350,10 +352,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy(strategy)
 
 
-def test_memory_handles_work_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
-    """The way of CUDA IPC, with memory of the CPU: a plain process sends, this one maps what it sends."""
-    ticket = meeting(transport="cuda ipc")
-    with other_side(ticket, "send") as process:
+def test_memory_handles_work_between_two_processes(new_ticket: Callable[..., Ticket], on_cpu: None) -> None:
+    """The protocol of CUDA IPC, with CPU memory: another process sends, this process maps its memory."""
+    ticket = new_ticket(transport="cuda ipc")
+    with other_process(ticket, "send") as process:
         assert process.stdout is not None
         weights, receipt, _ = received(ticket)
         assert int(process.stdout.readline()) == sum(tensor.nbytes for _, tensor in weights_of())
@@ -363,10 +365,10 @@ def test_memory_handles_work_between_two_processes(meeting: Callable[..., Ticket
 
 
 @pytest.mark.parametrize("transport", ["gloo", "cuda ipc"])
-def test_a_killed_receiver_ends_the_sender(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
-    """In the middle: the sender says so at once."""
-    ticket = meeting(transport=transport)
-    with other_side(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
+def test_a_killed_receiver_ends_the_sender(transport: str, new_ticket: Callable[..., Ticket], on_cpu: None) -> None:
+    """Killed after the first tensors; the sender raises without waiting for its timeout."""
+    ticket = new_ticket(transport=transport)
+    with other_process(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         assert any(line == "layer00\n" for line in process.stdout)
@@ -375,8 +377,8 @@ def test_a_killed_receiver_ends_the_sender(transport: str, meeting: Callable[...
             sender.result()
 
 
-def test_each_sender_has_its_own_receivers(meeting: Callable[..., Ticket]) -> None:
-    ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
+def test_each_sender_has_its_own_receivers(new_ticket: Callable[..., Ticket]) -> None:
+    ticket = dataclasses.replace(new_ticket(), senders=(2, 0, 2))
     weights = weights_of()
     with ThreadPoolExecutor(5) as pool:
         takers = [pool.submit(received, ticket, rank) for rank, _ in enumerate(ticket.senders)]

@@ -1,4 +1,4 @@
-"""What an engine wants of a trainer: which tensors are rounded on their way, and what fits where it ends."""
+"""The weights that an engine selects: which tensors are rounded before they are sent, and accepted dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker may leave in its process, and what another would find of it there."""
+"""State of many kinds that a worker may leak in its process, and a snapshot of that state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 NAME = "flowrl_planted"
-_held: list[Any] = []
+_open: list[Any] = []
 
 
 class Weights(torch.nn.Linear):
@@ -31,7 +31,7 @@ class Weights(torch.nn.Linear):
 
 
 def poison() -> None:
-    """Leave something of every kind."""
+    """Change state of every kind."""
     os.environ[NAME] = "planted"
     os.chdir(tempfile.gettempdir())
     os.umask(0o123)
@@ -39,7 +39,7 @@ def poison() -> None:
     sys.path.append(f"/{NAME}")
     setattr(builtins, NAME, True)
     listener = socket.create_server(("127.0.0.1", 0))
-    _held.extend([Weights(4, 4), tempfile.NamedTemporaryFile(prefix=NAME), listener])  # noqa: SIM115 (left open)
+    _open.extend([Weights(4, 4), tempfile.NamedTemporaryFile(prefix=NAME), listener])  # noqa: SIM115 (left open)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     atexit.register(len, NAME)
     threading.Thread(target=threading.Event().wait, name=NAME, daemon=True).start()
@@ -52,7 +52,7 @@ def poison() -> None:
 
 
 def state() -> dict[str, Any]:
-    """What is there, by kind. Two new processes give the same, except for their random numbers."""
+    """The state by kind; equal in two new processes, except for their random numbers."""
     umask = os.umask(0)
     os.umask(umask)
     kinds = [os.readlink(path).split(":")[0] for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -77,26 +77,26 @@ def state() -> dict[str, Any]:
     }
 
 
-def work(does: list[str], fds: list[int]) -> None:
-    """In a worker: do these one after the other, and write what came of the last as JSON.
+def work(actions: list[str], fds: list[int]) -> None:
+    """In a worker: run the actions in order, and write the result of the last as JSON.
 
     Args:
-        does: names of functions of this module, and of some that are only asked for here.
-        fds: a pipe.
+        actions: names of functions of this module, or ``random`` or ``pid``.
+        fds: the write end of a pipe.
     """
     result: Any = None
-    for name in does:
-        result = {"poison": poison, "state": state, "drawn": _drawn, "pid": os.getpid}[name]()
+    for name in actions:
+        result = {"poison": poison, "state": state, "random": _random_numbers, "pid": os.getpid}[name]()
     with open(fds[0], "w") as pipe:
         json.dump(result, pipe)
 
 
 def compute(device: str, fds: list[int]) -> None:
-    """In a worker: whether CUDA was initialized before, and a sum computed on a device, as JSON.
+    """In a worker: write as JSON whether CUDA was initialized before, and a sum computed on the device.
 
     Args:
         device: of torch.
-        fds: a pipe.
+        fds: the write end of a pipe.
     """
     before = torch.cuda.is_initialized()
     total = float(torch.arange(5.0, device=device).square().sum())
@@ -104,5 +104,5 @@ def compute(device: str, fds: list[int]) -> None:
         json.dump([before, total], pipe)
 
 
-def _drawn() -> list[float]:
+def _random_numbers() -> list[float]:
     return [random.random(), float(np.random.random())]

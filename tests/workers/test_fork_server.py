@@ -1,6 +1,6 @@
 """Tests of `fork_server.py` and `fork_server_process.py`: workers are forks of a warm process.
 
-That process has imported their modules. Each worker is as clean as a new process.
+The server process has imported their modules. Each worker starts as clean as a new process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from flowrl.workers import fork_server
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
-from tests.operators.reward.test_pool import is_running, wait_until, wait_until_ended
+from tests.operators.reward.test_pool import wait_until, wait_until_ended
 from tests.workers import poison
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -36,11 +36,11 @@ def server() -> Iterator[ForkServer]:
 
 
 def result(server: ForkServer, *does: str) -> Any:
-    """What a new worker of `tests.workers.poison` writes."""
-    ours, theirs = os.pipe()
-    with open(ours) as pipe:
-        server.fork(f"{poison.__name__}:work", does, [theirs])
-        os.close(theirs)
+    """Run these actions of `tests.workers.poison` in a new worker; returns the result of the last."""
+    read_end, write_end = os.pipe()
+    with open(read_end) as pipe:
+        server.fork(f"{poison.__name__}:work", does, [write_end])
+        os.close(write_end)
         return json.load(pipe)
 
 
@@ -48,17 +48,17 @@ def test_workers_do_not_share_state(server: ForkServer) -> None:
     clean = result(server, "state")
     poisoned = result(server, "poison", "state")
     changed = {kind for kind in clean if clean[kind] != poisoned[kind]}
-    assert changed == clean.keys(), "the test cannot see what was left of the other kinds"
+    assert changed == clean.keys(), "poison() does not change the other kinds of state"
     assert result(server, "state") == clean
 
 
 def test_workers_have_different_random_numbers(server: ForkServer) -> None:
-    first, second = result(server, "drawn"), result(server, "drawn")
+    first, second = result(server, "random"), result(server, "random")
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_another_process_of_the_user_may_connect(server: ForkServer) -> None:
-    """Its connection is the last of the worker's descriptors."""
+def test_another_process_of_the_same_user_can_request_a_worker(server: ForkServer) -> None:
+    """Over the abstract socket; the worker gets the connection as its last file descriptor."""
     request = json.dumps({"target": f"{poison.__name__}:work", "arguments": ["pid"]}).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + server.address)
@@ -67,34 +67,36 @@ def test_another_process_of_the_user_may_connect(server: ForkServer) -> None:
     assert pid not in (os.getpid(), result(server, "pid"))
 
 
-def test_a_malformed_request_does_not_stop_others(server: ForkServer) -> None:
-    for words in (b"", b"\0\0", struct.pack("!I", 99) + b"cut off"):
+def test_malformed_requests_do_not_stop_the_server(server: ForkServer) -> None:
+    for payload in (b"", b"\0\0", struct.pack("!I", 99) + b"cut off"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect("\0" + server.address)
-            connection.sendall(words)
-    ours, theirs = os.pipe()
-    with open(ours) as pipe:
-        server.fork("no_such_module:work", [], [theirs])
-        os.close(theirs)
+            connection.sendall(payload)
+    read_end, write_end = os.pipe()
+    with open(read_end) as pipe:
+        server.fork("no_such_module:work", [], [write_end])
+        os.close(write_end)
         assert pipe.read() == ""
     assert result(server, "pid") > 0
 
 
-def test_a_layer_imports_in_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each environment, and the server itself does not."""
+def test_a_layer_imports_once_per_environment_in_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server process itself does not import the modules of a layer."""
     (tmp_path / "reads_environment.py").write_text(
-        "import os\nFOUND, MADE_BY = os.environ.get('LAYER'), os.getpid()\n"
-        "def work(_, fds):\n    os.write(fds[0], f'{FOUND} {MADE_BY}'.encode())\n"
+        "import os\nLAYER, IMPORTER = os.environ.get('LAYER'), os.getpid()\n"
+        "def work(_, fds):\n    os.write(fds[0], f'{LAYER} {IMPORTER}'.encode())\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def found(server: ForkServer, layer: str) -> list[str]:
         request = {"target": "reads_environment:work", "arguments": None}
         layered = request | {"layer": {"environment": {"LAYER": layer}, "calls": imports(["reads_environment"])}}
-        ours, theirs = os.pipe()
-        with open(ours) as pipe:
-            fork_server.send(server._channel, layered, [theirs])
-            os.close(theirs)
+        read_end, write_end = os.pipe()
+        with open(read_end) as pipe:
+            fork_server.send(server._channel, layered, [write_end])
+            os.close(write_end)
             return pipe.read().split()
 
     with closing(ForkServer([])) as server:
@@ -120,8 +122,8 @@ def test_imports_that_raise_or_exit_are_reported(tmp_path: Path) -> None:
             server.fork("any:thing", None, [])
 
 
-def test_threads_started_by_imports_are_counted(tmp_path: Path) -> None:
-    """A fork would be without them, so the owner decides."""
+def test_wait_until_ready_counts_threads_started_by_imports(tmp_path: Path) -> None:
+    """A fork does not copy them, so the owner must know their number."""
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -130,7 +132,7 @@ def test_threads_started_by_imports_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_the_server_ends_with_a_killed_program(supervised: bool) -> None:
+def test_the_server_ends_when_its_program_is_killed(supervised: bool) -> None:
     source = f"""if True:
         import os, signal
         from flowrl.workers.fork_server import ForkServer
@@ -151,10 +153,10 @@ def test_closing_does_not_wait_for_imports(supervised: bool) -> None:
     assert not server.alive
 
 
-def test_closing_in_a_forked_child_keeps_the_server(server: ForkServer) -> None:
+def test_closing_in_a_forked_child_does_not_end_the_server(server: ForkServer) -> None:
     if (child := os.fork()) == 0:
         server.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert server.alive and is_running(server._process.pid)
+    assert server.alive
     assert result(server, "pid") > 0

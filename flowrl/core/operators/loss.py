@@ -114,19 +114,6 @@ class Loss(HasEffects):
         return self(**{name: columns[name] for name in names}, **injected)
 
 
-def _refuse_state(cls: type[Loss], where: str) -> None:
-    """Refuse a `State`: a loss is called for each micro-batch, on each rank, so its calls count no steps."""
-    if found := next((name for base in cls.__mro__ for name, v in vars(base).items() if isinstance(v, State)), None):
-        raise DefinitionError(
-            f"{where}.{found} is a State, which only operators have: a loss is called for each micro-batch, on each "
-            f"rank. Let an operator before the update have the state and write a column that the loss reads, or use a "
-            f"schedule (flowrl.schedules).",
-            code="operator.state",
-            where=where,
-            state=found,
-        )
-
-
 def _model_ports(reads: Signature, where: str) -> dict[ModelQuantity, str]:
     """The parameters that take outputs of the model."""
     found: dict[ModelQuantity, str] = {}

@@ -1,4 +1,4 @@
-"""The toy engine, and a trainer of its folder."""
+"""The toy engine, and a trainer of the same folder."""
 
 from __future__ import annotations
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from flowrl.protocols.protocols import CacheStats, LiveWeightUpdate, StreamingRollout
-from tests.backends.hosted.toy import KEY, PROBE, Toy, asking, expected
+from tests.backends.hosted.toy import KEY, PROBE, Toy, expected, request_of
 from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
 
 
-def test_requests_start_with_the_next_step_and_leave_when_they_end(engine: Toy) -> None:
+def test_requests_start_in_the_next_step_and_are_returned_when_they_end(engine: Toy) -> None:
     assert isinstance(engine, StreamingRollout)
-    one, two, three = asking("one", [7, 8], 3), asking("two", [9], 1), asking("three", [9, 9, 9], 2)
+    one, two, three = request_of("one", [7, 8], 3), request_of("two", [9], 1), request_of("three", [9, 9, 9], 2)
     engine.submit(one)
     engine.submit(two)
-    assert engine.told == []
+    assert engine.calls == []
     assert engine.step() == ["two"]
     assert engine.take("two") == expected(two)
     engine.submit(three)
@@ -25,24 +25,24 @@ def test_requests_start_with_the_next_step_and_leave_when_they_end(engine: Toy) 
     assert engine.step() == ["one", "three"]
     assert [engine.take("three"), engine.take("one")] == [expected(three), expected(one)]
     assert engine.step() == []
-    assert engine.told == ["begin one", "begin two", "begin three"]
+    assert engine.calls == ["begin one", "begin two", "begin three"]
     assert isinstance(engine, CacheStats) and (engine.context_tokens, engine.cached_tokens) == (6, 2)
 
 
 def test_generate_equals_submitting_requests_and_stepping(engine: Toy) -> None:
     prompts, mask = engine.tokenizer.pad_left([[7, 8, 9], [10]])
-    sampled = engine.generate(prompts, mask, ["a", "b"], asking("", []).sampling, KEY)
-    rows = [expected(asking(name, ids)).ids for name, ids in (("a", [7, 8, 9]), ("b", [10]))]
+    sampled = engine.generate(prompts, mask, ["a", "b"], request_of("", []).sampling, KEY)
+    rows = [expected(request_of(name, ids)).ids for name, ids in (("a", [7, 8, 9]), ("b", [10]))]
     assert sampled.responses.tolist() == rows
     assert sampled.response_mask.all() and (sampled.log_probs == -1).all()
 
 
 def test_requests_that_end_during_generate_are_returned_by_the_next_step(engine: Toy) -> None:
-    """Unless the response was taken, or the request was dropped or submitted again, before that step."""
-    requests = [asking(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
+    """Not if the response was taken, or the request dropped or submitted again, before that step."""
+    requests = [request_of(name, [7], 2) for name in ("named", "taken", "dropped", "again")]
     for each in requests:
         engine.submit(each)
-    engine.generate(*engine.tokenizer.pad_left([[8]]), ["a"], asking("", [], 9).sampling, KEY)
+    engine.generate(*engine.tokenizer.pad_left([[8]]), ["a"], request_of("", [], 9).sampling, KEY)
     assert engine.take("taken") == expected(requests[1])
     engine.drop("dropped")
     engine.take("again")
@@ -53,11 +53,11 @@ def test_requests_that_end_during_generate_are_returned_by_the_next_step(engine:
 
 
 def test_each_request_ends_by_its_own_stop_rule(engine: Toy) -> None:
-    free = expected(asking("a", [7, 8], 9)).ids
+    free = expected(request_of("a", [7, 8], 9)).ids
     text = engine.tokenizer.text(free)
     for rule, length in (({"stop_token_ids": (free[4],)}, 5), ({"stop": (text[2:4],)}, 4), ({"stop": ("none",)}, 9)):
-        engine.submit(asking("a", [7, 8], 9, **rule))
-        engine.submit(asking("b", [7, 8], 9))
+        engine.submit(request_of("a", [7, 8], 9, **rule))
+        engine.submit(request_of("b", [7, 8], 9))
         while "a" not in engine.step():
             pass
         response = engine.take("a")
@@ -68,24 +68,24 @@ def test_each_request_ends_by_its_own_stop_rule(engine: Toy) -> None:
 
 def test_dropped_requests_are_never_returned(engine: Toy) -> None:
     for name in ("waits", "begun", "stays"):
-        engine.submit(asking(name, [7], 2))
+        engine.submit(request_of(name, [7], 2))
     engine.drop("waits")
     engine.step()
     engine.drop("begun")
-    engine.drop("nobody")
-    assert engine.told == ["begin begun", "begin stays", "abort begun"]
-    engine.submit(asking("begun", [8], 1))
+    engine.drop("unknown")
+    assert engine.calls == ["begin begun", "begin stays", "abort begun"]
+    engine.submit(request_of("begun", [8], 1))
     assert sorted(engine.step()) == ["begun", "stays"]
-    assert engine.take("begun") == expected(asking("begun", [8], 1))
+    assert engine.take("begun") == expected(request_of("begun", [8], 1))
     engine.drop("stays")
     with raises("engine.no-response", request="stays"):
         engine.take("stays")
 
 
 def test_a_request_name_in_use_is_refused(engine: Toy) -> None:
-    request = asking("a", [7], 2)
+    request = request_of("a", [7], 2)
     engine.submit(request)
-    for _ in range(3):  # it waits; it is under way; it has ended
+    for _ in range(3):  # queued, running, ended
         with raises("engine.request-exists", request="a"):
             engine.submit(request)
         engine.step()
@@ -94,9 +94,9 @@ def test_a_request_name_in_use_is_refused(engine: Toy) -> None:
 
 def test_unsupported_requests_are_refused_by_submit(engine: Toy) -> None:
     with raises("engine.unsupported-sampling"):
-        engine.submit(asking("a", [7], top_k=3))
+        engine.submit(request_of("a", [7], top_k=3))
     with raises("model.too-long", row="a", found=65, expected=64):
-        engine.submit(asking("a", [7] * 62, 3))
+        engine.submit(request_of("a", [7] * 62, 3))
     assert engine.step() == []
 
 
@@ -106,7 +106,7 @@ def test_unsupported_requests_are_refused_by_submit(engine: Toy) -> None:
 def test_sync_accepts_queued_requests_and_refuses_running_ones(engine: Toy, trainer: Any) -> None:
     engine.scores = PROBE.score(trainer)
     later: Any = Altered(trainer, version=5)
-    begun, waits = asking("begun", [7], 2), asking("waits", [8], 2)
+    begun, waits = request_of("begun", [7], 2), request_of("waits", [8], 2)
     engine.submit(begun)
     engine.step()
     engine.submit(waits)
@@ -125,22 +125,24 @@ def test_sync_accepts_queued_requests_and_refuses_running_ones(engine: Toy, trai
 
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
 def test_a_swap_changes_weights_between_two_tokens(engine: Toy, trainer: Any, caches: Any) -> None:
-    """What has none yet begins again where the engine keeps what it computed."""
+    """With `reuse`, a request without a token yet restarts."""
     assert isinstance(engine, LiveWeightUpdate)
     engine.scores = PROBE.score(trainer)
-    begun, late, waits = (asking(name, [7], tokens) for name, tokens in (("begun", 5), ("late", 3), ("waits", 2)))
+    begun, late, waits = (request_of(name, [7], tokens) for name, tokens in (("begun", 5), ("late", 3), ("waits", 2)))
     engine.submit(begun)
     engine.step()
     engine.submit(late)
     engine.idle = "late"
     engine.step()
     engine.submit(waits)
-    engine.told, engine.idle = [], None
+    engine.calls, engine.idle = [], None
     assert engine.swap(Altered(trainer, version=5), caches).version == 5  # type: ignore[arg-type]
     again = ["abort late"] if caches == "reuse" else []
-    assert engine.told == [f"halt {caches}", *again, f"take {caches}"]
+    assert engine.calls == [f"halt {caches}", *again, f"take {caches}"]
     engine.step()
-    assert engine.told[2 + len(again) :] == ([*map("begin {}".format, ("late", "waits"))] if again else ["begin waits"])
+    assert engine.calls[2 + len(again) :] == (
+        [*map("begin {}".format, ("late", "waits"))] if again else ["begin waits"]
+    )
     engine.swap(Altered(trainer, version=9), caches)  # type: ignore[arg-type]
     assert engine.step() == ["waits"]
     assert engine.step() == ["begun", "late"]
@@ -150,53 +152,53 @@ def test_a_swap_changes_weights_between_two_tokens(engine: Toy, trainer: Any, ca
 
 def test_a_swap_without_running_requests_equals_a_sync(engine: Toy, trainer: Any) -> None:
     engine.scores = PROBE.score(trainer)
-    engine.submit(asking("waits", [8], 2))
+    engine.submit(request_of("waits", [8], 2))
     engine.swap(Altered(trainer, version=5), "reuse")  # type: ignore[arg-type]
-    assert engine.told == ["halt None", "take None"]
+    assert engine.calls == ["halt None", "take None"]
     engine.step()
     assert engine.step() == ["waits"]
-    assert engine.take("waits") == expected(asking("waits", [8], 2), version=5)
+    assert engine.take("waits") == expected(request_of("waits", [8], 2), version=5)
 
 
 def test_running_requests_never_exceed_max_num_seqs(folder: str) -> None:
     engine = Toy(folder, max_num_seqs=3).freeze("of the folder")
-    requests = [asking(f"{i}", [7 + i], 1 + i) for i in range(5)]
+    requests = [request_of(f"{i}", [7 + i], 1 + i) for i in range(5)]
     for each in requests:
         engine.submit(each)
     engine.drop("3")
     assert engine.step() == ["0"]
-    assert engine.told == ["begin 0", "begin 1", "begin 2"]
+    assert engine.calls == ["begin 0", "begin 1", "begin 2"]
     assert engine.step() == ["1"]
-    assert engine.told[3:] == ["begin 4"]
+    assert engine.calls[3:] == ["begin 4"]
     for _ in range(4):
         engine.step()
     assert [engine.take(name) for name in "0124"] == [expected(requests[i]) for i in (0, 1, 2, 4)]
 
 
-def test_sleep_drops_partial_responses_and_keeps_requests(engine: Toy) -> None:
-    requests = [asking(name, [7], 3) for name in ("one", "two", "three")]
+def test_sleep_drops_partial_responses_and_restarts_their_requests(engine: Toy) -> None:
+    requests = [request_of(name, [7], 3) for name in ("one", "two", "three")]
     engine.submit(requests[0])
     engine.submit(requests[1])
     engine.step()
     engine.submit(requests[2])
     engine.sleep()
-    assert engine.told[2:] == ["abort one", "abort two"]
-    for call in (engine.step, lambda: engine.submit(asking("four", [7]))):
+    assert engine.calls[2:] == ["abort one", "abort two"]
+    for call in (engine.step, lambda: engine.submit(request_of("four", [7]))):
         with raises("engine.asleep", engine="Toy"):
             call()
     engine.drop("two")
     engine.wake()
     engine.step()
-    assert engine.told[4:] == ["begin one", "begin three"]
+    assert engine.calls[4:] == ["begin one", "begin three"]
     engine.step()
     assert engine.step() == ["one", "three"]
     assert [engine.take("one"), engine.take("three")] == [expected(requests[0]), expected(requests[2])]
 
 
 def test_close_removes_all_requests(engine: Toy) -> None:
-    engine.submit(asking("begun", [7]))
+    engine.submit(request_of("begun", [7]))
     engine.step()
-    engine.submit(asking("waits", [7]))
+    engine.submit(request_of("waits", [7]))
     engine.close()
     engine.close()
     engine.freeze("of the folder")._start()

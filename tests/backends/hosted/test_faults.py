@@ -1,4 +1,4 @@
-"""Faults of hosted engines, on the toy: an error ends the engine with all requests, and the next sync starts it."""
+"""Faults of hosted engines, with the toy: an error stops the engine and its requests; the next sync restarts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import Caches
-from tests.backends.hosted.toy import PROBE, Toy, asking, expected
+from tests.backends.hosted.toy import PROBE, Toy, expected, request_of
 from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
 
@@ -28,19 +28,19 @@ DEAD = "Worker 1 of 2 of Toy was killed by SIGKILL"
     ],
     ids=["missing", "unreadable", "a worker dies", "its process dies", "other weights"],
 )
-def test_a_failed_sync_stops_the_engine_and_the_next_one_restarts_it(
+def test_a_failed_sync_stops_the_engine_and_the_next_sync_restarts_it(
     engine: Toy, trainer: Any, sent: str | None, settings: dict[str, Any], code: str, facts: dict[str, Any]
 ) -> None:
-    """A process that died is an `EngineError`, after which `restart="role"` may help; weights are a `SyncError`."""
+    """A dead process is an `EngineError`, which `restart="role"` recovers; mismatched weights are a `SyncError`."""
     vars(engine).update({"scores": PROBE.score(trainer), **settings})
     with raises(code, **facts):
         engine.sync(Altered(trainer, 5, sent))  # type: ignore[arg-type]
     assert engine.receipt is None and not engine.alive
     with raises("engine.no-receipt", engine="Toy"):
-        engine.submit(asking("a", [7]))
+        engine.submit(request_of("a", [7]))
     vars(engine).update({"scores": PROBE.score(trainer), "fault": "", "death": None})
     assert engine.sync(Altered(trainer, version=6)).version == 6  # type: ignore[arg-type]
-    engine.submit(request := asking("a", [7], 1))
+    engine.submit(request := request_of("a", [7], 1))
     assert engine.step() == ["a"]
     assert engine.take("a") == expected(request, version=6)
 
@@ -52,16 +52,16 @@ def test_a_failure_to_close_is_a_note_of_the_first_error(engine: Toy, trainer: A
     assert caught.value.__notes__ == ["Ending it failed too (OSError: no end)."]
 
 
-@pytest.mark.parametrize("fault", ["weights", "other", "asleep", "cannot"])
+@pytest.mark.parametrize("fault", ["weights", "other", "asleep", "refuse"])
 def test_a_failed_swap_stops_the_engine_and_is_reported_to_the_requests_in_flight(
     engine: Toy, trainer: Any, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(spec: EngineSpec, caches: Caches) -> None:
-        raise BindError("It cannot reuse them.", code="engine.no-swap")
+    def refuse(spec: EngineSpec, caches: Caches) -> None:
+        raise BindError("It refuse reuse them.", code="engine.no-swap")
 
     engine.scores = [0.5] * 6 if fault == "other" else PROBE.score(trainer)
-    monkeypatch.setattr(EngineSpec, "refuse_swap", cannot if fault == "cannot" else EngineSpec.refuse_swap)
-    engine.submit(asking("begun", [7], 5))
+    monkeypatch.setattr(EngineSpec, "refuse_swap", refuse if fault == "refuse" else EngineSpec.refuse_swap)
+    engine.submit(request_of("begun", [7], 5))
     engine.step()
     engine.sleep() if fault == "asleep" else None
     codes = {"weights": "engine.weights-mismatch", "other": "sync.scores-differ", "asleep": "engine.asleep"}
@@ -79,10 +79,10 @@ def test_a_failed_swap_stops_the_engine_and_is_reported_to_the_requests_in_fligh
 @pytest.fixture(params=["begin", "advance", "interrupted", "short", "version"])
 def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
     """An engine that fails in the next step, with one finished response and two requests in flight."""
-    for name, tokens in (("there", 1), ("begun", 5)):
-        engine.submit(asking(name, [7], tokens))
+    for name, tokens in (("finished", 1), ("begun", 5)):
+        engine.submit(request_of(name, [7], tokens))
     engine.step()
-    engine.submit(asking("waits", [7], 1))
+    engine.submit(request_of("waits", [7], 1))
     if request.param == "version":
         engine.version = "13"
     engine.fault = request.param
@@ -99,7 +99,7 @@ def test_an_error_ends_the_engine_and_all_requests_in_flight(broken: Toy) -> Non
     assert broken.receipt is None and not broken.alive
     with raises("engine.no-receipt", engine="Toy"):
         broken.step()
-    assert len(broken.take("there").ids) == 1
+    assert len(broken.take("finished").ids) == 1
     for name in ("begun", "waits"):
         broken.drop(name)
         with raises("engine.no-response", request=name):
@@ -107,7 +107,7 @@ def test_an_error_ends_the_engine_and_all_requests_in_flight(broken: Toy) -> Non
 
 
 def test_a_request_that_cannot_be_aborted_ends_the_engine(engine: Toy) -> None:
-    engine.submit(asking("a", [7]))
+    engine.submit(request_of("a", [7]))
     engine.step()
     engine.fault = "abort"
     with raises("engine.call-failed", call="abort"):
@@ -116,8 +116,8 @@ def test_a_request_that_cannot_be_aborted_ends_the_engine(engine: Toy) -> None:
 
 
 def test_a_response_with_non_finite_log_probs_is_refused_and_others_continue(engine: Toy) -> None:
-    engine.submit(asking("bad", [7], 2))
-    engine.submit(asking("good", [7], 3))
+    engine.submit(request_of("bad", [7], 2))
+    engine.submit(request_of("good", [7], 3))
     engine.log_prob = float("-inf")
     engine.step()
     assert engine.step() == ["bad"]
@@ -125,4 +125,4 @@ def test_a_response_with_non_finite_log_probs_is_refused_and_others_continue(eng
     with raises("engine.not-finite", engine="Toy", row="bad", token=0, log_prob=float("-inf")):
         engine.take("bad")
     assert engine.step() == ["good"]
-    assert engine.take("good") == expected(asking("good", [7], 3))
+    assert engine.take("good") == expected(request_of("good", [7], 3))

@@ -1,6 +1,6 @@
-"""Tests of `process.py` and `keeper.py`: a process that is called over pipes.
+"""Tests of `process.py` and `keeper.py`: a subprocess that is called over pipes.
 
-They cover its responses, how it dies, and that it leaves nothing.
+They cover its replies, its death, and the removal of its resources.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def process() -> Iterator[EngineProcess]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Another process will see to it, soon."""
+    """Wait until `condition` is true; another process makes it true."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -52,7 +52,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def state(pid: int) -> str | None:
-    """Of a process, as ps would show it; None for one that is not there."""
+    """State letter of a process, as in ps; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -67,25 +67,25 @@ class TestProcess:
     def test_an_error_in_the_process_is_raised_by_the_call(self, process: EngineProcess) -> None:
         with raises("engine.call-failed", engine="Toy", call="fail", error="ValueError: no") as caught:
             process.ask("fail")
-        assert caught.value.message.endswith("\n    these are its words")
+        assert caught.value.message.endswith("\n    last line of output")
         assert process.ask("echo", n=1)["n"] == 1
 
-    @pytest.mark.parametrize(("call", "words"), [("die", "exited with 3"), ("half", "was killed by SIGABRT")])
-    def test_a_process_that_dies_is_reported_and_leaves_no_resources(
-        self, process: EngineProcess, call: str, words: str
+    @pytest.mark.parametrize(("call", "cause"), [("die", "exited with 3"), ("half", "was killed by SIGABRT")])
+    def test_a_dead_process_is_reported_and_close_removes_its_resources(
+        self, process: EngineProcess, call: str, cause: str
     ) -> None:
         reply = process.ask("echo")
-        with raises("engine.process-died", engine="Toy", how=words, when=f"during {call}") as caught:
+        with raises("engine.process-died", engine="Toy", how=cause, when=f"during {call}") as caught:
             process.ask(call)
-        assert "\n    these are its words" in caught.value.message
+        assert "\n    last line of output" in caught.value.message
         with raises("engine.process-died", when="before echo"):
             process.ask("echo")
-        assert str(reply["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
+        assert str(reply["child"]) in {path.name for path in members(process.pid)}  # an orphan until `close`
         process.close()
         self.refuse_leftovers(process, reply)
 
     def test_shared_memory_of_a_call_that_kills_the_process_is_removed(self, process: EngineProcess) -> None:
-        """As an engine that dies while it starts."""
+        """As for an engine that dies during startup."""
         with raises("engine.process-died", how="exited with 3", when="during grow") as caught:
             process.ask("grow")
         name = caught.value.message.split()[-1]
@@ -93,7 +93,7 @@ class TestProcess:
         process.close()
         assert not Path("/dev/shm", name).exists()
 
-    def test_close_leaves_no_process_or_shared_memory(self, process: EngineProcess) -> None:
+    def test_close_removes_processes_and_shared_memory(self, process: EngineProcess) -> None:
         reply = process.ask("echo")
         assert shared_memory(process.pid) == {Path("/dev/shm", reply["memory"])}
         process.close()
@@ -101,7 +101,7 @@ class TestProcess:
         self.refuse_leftovers(process, reply)
 
     def test_calls_work_with_more_than_1023_open_files(self, process: EngineProcess) -> None:
-        """Its pipe may have any number; select.select takes none past 1,023."""
+        """`select.select` supports file descriptors up to 1,023 only."""
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         number = 1500
         if limits[1] != resource.RLIM_INFINITY and limits[1] <= number:
@@ -127,7 +127,7 @@ class TestProcess:
         assert not Path(folder.name).exists()
 
     def test_the_keeper_removes_files_after_both_processes_are_killed(self) -> None:
-        """As Ray kills an actor and the processes that this has started."""
+        """Ray kills an actor and the processes that it has started this way."""
         code = (
             "import json, os, signal, tempfile; from flowrl.backends.hosted.process import EngineProcess;"
             "folder = tempfile.TemporaryDirectory(prefix='flowrl-test-');"
@@ -157,15 +157,15 @@ class TestProcess:
         assert done.returncode == -signal.SIGKILL, done.stderr
         eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
 
-    def test_the_keeper_is_detached_from_its_parent(self) -> None:
-        """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
+    def test_the_keeper_is_not_a_child_of_its_starter(self) -> None:
+        """Killing a process with its children does not kill its keeper, which ends when its pipe closes."""
         descriptor, name = tempfile.mkstemp(dir="/dev/shm")
         os.close(descriptor)
         life = start_keeper([Path(name)])
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        of_mine = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
-        # By the folder that each is given: rewards have keepers, too, and theirs are children of this process.
-        assert not [path for path in of_mine if b"flowrl-keeper-" in path.read_bytes()]
+        command_lines = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
+        # Selected by folder: keepers of reward processes are children of this process.
+        assert not [path for path in command_lines if b"flowrl-keeper-" in path.read_bytes()]
         assert Path(name).exists()
         os.close(life)
         eventually(lambda: not Path(name).exists())
@@ -179,7 +179,7 @@ class TestProcess:
     def test_the_process_ignores_a_flowrl_package_in_the_working_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Such as the checkout of another version."""
+        """It may be a checkout of another version."""
         (tmp_path / "flowrl").mkdir()
         (tmp_path / "flowrl" / "__init__.py").write_text("raise RuntimeError('not this one')")
         monkeypatch.chdir(tmp_path)
@@ -189,14 +189,14 @@ class TestProcess:
         process.close()
 
     def test_the_process_gets_the_environment_variables_of_its_owner(self, process: EngineProcess) -> None:
-        process.ask("echo")  # it runs; before that, /proc may know no environment of it
+        process.ask("echo")  # now it runs; /proc may not have its environment before
         variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"COLOR=red" in variables
         assert os.environ.get("COLOR") is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
-def test_expected_weights_are_those_that_a_trainer_sends(kind: str, tmp_path: Path) -> None:
+def test_names_and_shapes_of_expected_weights_equal_those_a_trainer_sends(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, kind)
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
     sent = {name: (tensor.shape, tensor.dtype) for name, tensor in trainer.weights()}
@@ -211,9 +211,9 @@ def test_expected_weights_are_those_that_a_trainer_sends(kind: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("sent", "name"),
     [
-        ([("a", (2, 3))], "b"),  # is missing
-        ([("a", (2, 3)), ("b", (3,))], "b"),  # has another shape
-        ([("a", (2, 3)), ("c", (3,))], "c"),  # is unknown
+        ([("a", (2, 3))], "b"),  # missing
+        ([("a", (2, 3)), ("b", (3,))], "b"),  # another shape
+        ([("a", (2, 3)), ("c", (3,))], "c"),  # unknown
     ],
 )
 def test_weights_with_other_names_or_shapes_are_refused(sent: list[tuple[str, tuple[int, ...]]], name: str) -> None:
@@ -223,7 +223,7 @@ def test_weights_with_other_names_or_shapes_are_refused(sent: list[tuple[str, tu
 
 
 def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32) -> IncomingWeights:
-    """At an engine that computes in `dtype`."""
+    """Weights of version 4 for an engine with dtype `dtype`."""
     source: Any = SimpleNamespace(version=4, weights=lambda: weights)
     return IncomingWeights(source, None, {"a": torch.zeros(2, 3), "b": torch.zeros(4)}, dtype, "folder")
 
@@ -253,12 +253,12 @@ def test_weights_sent_at_lower_precision_are_refused(sent: torch.dtype, engine: 
 
 
 def test_matrices_for_a_bfloat16_engine_are_rounded_before_hashing() -> None:
-    """As the engine itself would round them: half of the bytes. What it may keep in float32 goes as it is."""
+    """Rounding halves the bytes sent. Vectors, which the engine may store in float32, are sent unrounded."""
     draw = torch.Generator().manual_seed(0)
     sent = {"a": torch.randn(2, 3, generator=draw), "b": torch.randn(4, generator=draw)}
     arrival = arrival_of(sent.items(), torch.bfloat16)
-    came = dict(arrival.weights())
-    assert torch.equal(came["a"], sent["a"].bfloat16()) and torch.equal(came["b"], sent["b"])
+    received = dict(arrival.weights())
+    assert torch.equal(received["a"], sent["a"].bfloat16()) and torch.equal(received["b"], sent["b"])
     assert arrival.nbytes == 6 * 2 + 4 * 4
     assert arrival.digest == weights_digest({"a": sent["a"].bfloat16(), "b": sent["b"]}.items())
 

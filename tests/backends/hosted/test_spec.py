@@ -1,4 +1,4 @@
-"""Which swaps the specs of vLLM and SGLang support."""
+"""Specs of vLLM and SGLang refuse unsupported live weight updates."""
 
 from __future__ import annotations
 

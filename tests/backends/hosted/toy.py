@@ -19,28 +19,28 @@ from flowrl.sync.probe import Probe
 
 KEY = Key.of(3)
 PROBE = Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]])
-FIRST, LETTERS = 6, 70  # of the tokens that it answers with
+FIRST, LETTERS = 6, 70  # the range of sampled ids
 
 
-def said(ids: Sequence[int], seed: int, count: int) -> list[int]:
-    """What the toy says after `ids`."""
+def completion(ids: Sequence[int], seed: int, count: int) -> list[int]:
+    """The deterministic completion of `ids`."""
     return [FIRST + (sum(ids) + seed + 3 * i) % LETTERS for i in range(count)]
 
 
 class Toy(HostedRollout):
-    """`told` records the calls."""
+    """Records its calls in `calls`."""
 
     name = "Toy"
 
     def __init__(self, folder: str, **settings: Any) -> None:
         super().__init__(EngineSpec(folder, **settings), ChatTokenizer(folder), 0)
         self._probe, self._arithmetic = PROBE, self._dtype()
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.alive, self.version, self.log_prob, self.fault = True, "0", -1.0, ""
         self.death: str | None = None
         self.scores: Sequence[float] = ()
-        self.idle: str | None = None  # a request that it does not get on with
-        self.under_way: dict[str, tuple[list[int], Sampling, int, list[str]]] = {}
+        self.idle: str | None = None  # a request that makes no progress
+        self.running: dict[str, tuple[list[int], Sampling, int, list[str]]] = {}
 
     @property
     def _lives(self) -> bool:
@@ -51,7 +51,7 @@ class Toy(HostedRollout):
 
     def _stop(self) -> None:
         self.alive = False
-        self.under_way.clear()
+        self.running.clear()
         if self.fault == "close":
             raise OSError("no end")
 
@@ -65,47 +65,47 @@ class Toy(HostedRollout):
 
     def _begin(self, name: str, ids: Sequence[int], settings: Any, seed: int) -> None:
         self._fail("begin")
-        self.told.append(f"begin {name}")
-        assert name not in self.under_way and 0 <= seed < 2**63
-        self.under_way[name] = ([*ids], settings, seed, [])
+        self.calls.append(f"begin {name}")
+        assert name not in self.running and 0 <= seed < 2**63
+        self.running[name] = ([*ids], settings, seed, [])
 
     def _advance(self) -> dict[str, RawResponse]:
-        """It does not know of stop tokens, and so says too much."""
-        assert self.under_way
+        """Ignores stop tokens, so the base class must cut the response."""
+        assert self.running
         self._fail("advance")
         if self.fault == "interrupted":
             raise KeyboardInterrupt
         responses = {}
-        for name, (ids, sampling, seed, versions) in [*self.under_way.items()]:
+        for name, (ids, sampling, seed, versions) in [*self.running.items()]:
             if self.idle == name:
                 continue
             versions.append(self.version)
             if len(versions) == sampling.max_new_tokens or self.fault == "short":
-                del self.under_way[name]
-                tokens, log_probs = said(ids, seed, len(versions)), [self.log_prob] * len(versions)
+                del self.running[name]
+                tokens, log_probs = completion(ids, seed, len(versions)), [self.log_prob] * len(versions)
                 responses[name] = RawResponse(tokens, log_probs, versions, "length", len(ids) // 2)
         return responses
 
     def _abort(self, name: str) -> None:
         self._fail("abort")
-        self.told.append(f"abort {name}")
-        del self.under_way[name]
+        self.calls.append(f"abort {name}")
+        del self.running[name]
 
     def _fail(self, call: str) -> None:
         if self.fault == call:
             raise EngineError("The toy broke.", code="engine.call-failed", engine="Toy", call=call)
 
     def _halt(self, caches: Caches | None) -> list[str]:
-        self.told.append(f"halt {caches}")
-        return [name for name, (*_, versions) in self.under_way.items() if not versions] if caches == "reuse" else []
+        self.calls.append(f"halt {caches}")
+        return [name for name, (*_, versions) in self.running.items() if not versions] if caches == "reuse" else []
 
     def _death(self) -> str | None:
         return self.death
 
     def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         self._fail("take")
-        assert (caches is None) == (not self.under_way)
-        self.told.append(f"take {caches}")
+        assert (caches is None) == (not self.running)
+        self.calls.append(f"take {caches}")
         for _ in arrival.weights():
             pass
         self.version = str(arrival.version)
@@ -118,16 +118,16 @@ class Toy(HostedRollout):
         return torch.float32
 
     def _release(self) -> None:
-        assert not self.under_way
+        assert not self.running
 
     def _resume(self) -> None: ...
 
 
-def asking(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more: Any) -> Request:
+def request_of(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more: Any) -> Request:
     sampling = Sampling(1.0, more.pop("top_k", 0), 1.0, tokens, ignore_eos=True, **more)
     return Request(name, ids, sampling, KEY.answer(name, turn))
 
 
 def expected(request: Request, version: int = 0) -> Response:
-    ids = said(request.ids, request.key.bits & (2**63 - 1), request.sampling.max_new_tokens)
+    ids = completion(request.ids, request.key.bits & (2**63 - 1), request.sampling.max_new_tokens)
     return Response(ids, [-1.0] * len(ids), [version] * len(ids), "length")

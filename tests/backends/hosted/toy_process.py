@@ -1,4 +1,4 @@
-"""A process for tests of `EngineProcess`: it echoes requests, has shared memory and a child, and dies when told to."""
+"""A process for tests of `EngineProcess`: it echoes requests, has shared memory and a child, and dies on request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flowrl.backends.hosted.keeper import NOTE
 
 
 def main(requests: Connection, replies: Connection) -> None:
-    """Answers until its parent is gone."""
+    """Reply to requests until the parent ends."""
     memory = SharedMemory(create=True, size=4096)
-    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]  # nobody cleans up
+    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]  # so that no resource tracker removes it
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    print("these are its words", flush=True)
+    print("last line of output", flush=True)
     while True:
         message, body = requests.recv(), requests.recv_bytes()
         match message.pop("call"):
@@ -29,7 +29,7 @@ def main(requests: Connection, replies: Connection) -> None:
                 replies.send({"error": "ValueError: no"})
             case "die":
                 os._exit(3)
-            case "grow":  # and die, once it is noted
+            case "grow":  # and die, once the keeper has recorded it
                 more = SharedMemory(create=True, size=4096)
                 resource_tracker.unregister(more._name, "shared_memory")  # type: ignore[attr-defined]
                 print(more.name, flush=True)

@@ -1,6 +1,6 @@
-"""Faults of `SGLang` with a toy in the place of its process: each is named, and the next sync starts it again.
+"""Faults of `SGLang` with a toy process: each is reported, and the next sync restarts the engine.
 
-tests/engines/sglang/test_sglang.py has one fault of the real process in every run, and the others nightly.
+tests/engines/sglang/test_sglang.py tests one fault of the real process on every commit, and the others nightly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.models import tiny_folder
 KILLED = {"engine": "SGLang", "how": "was killed by SIGKILL"}
 
 
-class Agreeing(Altered):
+class ScoresZero(Altered):
     """A trainer that scores every token 0, as the toy does."""
 
     def log_probs(self, batch: Any) -> Tensor:
@@ -62,8 +62,8 @@ def without_sglang() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny: str) -> Agreeing:
-    return Agreeing(TorchTrainer(tiny, device="cpu").build(CONTEXT), version=4)
+def trainer(tiny: str) -> ScoresZero:
+    return ScoresZero(TorchTrainer(tiny, device="cpu").build(CONTEXT), version=4)
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +84,18 @@ def process_of(engine: SGLangEngine) -> EngineProcess:
     return engine._process
 
 
-def answers(engine: SGLangEngine, sampling: Sampling = GREEDY) -> list[list[int]]:
+def responses(engine: SGLangEngine, sampling: Sampling = GREEDY) -> list[list[int]]:
     prompts, mask = ragged(engine, [4, 9])
     return rows(engine.generate(prompts, mask, names(2), sampling, KEY))
 
 
 def refuse_unsynced(engine: SGLangEngine, trainer: Any) -> None:
-    """Without a receipt it must not generate; a sync must bring it back."""
+    """Assert that the engine refuses to generate until the next sync."""
     assert engine.receipt is None
     with raises("engine.no-receipt", engine="SGLang"):
-        answers(engine)
+        responses(engine)
     assert engine.sync(trainer).digest == weights_digest(trainer.weights())
-    assert answers(engine) == [[WORD] * GREEDY.max_new_tokens] * 2
+    assert responses(engine) == [[WORD] * GREEDY.max_new_tokens] * 2
 
 
 def test_a_process_killed_during_generation_is_reported_and_restarted_by_the_next_sync(
@@ -110,7 +110,7 @@ def test_a_process_killed_during_generation_is_reported_and_restarted_by_the_nex
 
     monkeypatch.setattr(process, "reply", killed)
     with raises("engine.process-died", **KILLED, when="during generate"):
-        answers(engine, replace(GREEDY, max_new_tokens=ENDLESS + 1))
+        responses(engine, replace(GREEDY, max_new_tokens=ENDLESS + 1))
     assert not members(group)
     refuse_unsynced(engine, trainer)
 
@@ -152,7 +152,7 @@ def test_the_digest_detects_weights_damaged_in_transit(
 def test_generation_with_weights_of_another_version_is_refused(engine: SGLangEngine) -> None:
     engine._ask("end", version="13")
     with raises("engine.version-mismatch", engine="SGLang", found=("13",)):
-        answers(engine)
+        responses(engine)
     assert engine.receipt is None
 
 
@@ -168,11 +168,11 @@ def test_a_failed_start_leaves_no_processes_or_files(
 ) -> None:
     started: list[tuple[EngineProcess, Path]] = []
 
-    def noted(*given: Any) -> EngineProcess:
-        started.append((process := toy_process(*given), Path(given[-1].name)))
+    def recorded(*arguments: Any) -> EngineProcess:
+        started.append((process := toy_process(*arguments), Path(arguments[-1].name)))
         return process
 
-    monkeypatch.setattr(module, "EngineProcess", noted)
+    monkeypatch.setattr(module, "EngineProcess", recorded)
     with raises(code, **facts):
         SGLang(tiny, dtype="float32", **settings).build(CONTEXT)
     [(process, folder)] = started
@@ -183,15 +183,15 @@ def test_a_failed_start_leaves_no_processes_or_files(
 def test_dtype_auto_is_bfloat16_for_a_float32_folder(
     stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what SGLang is called with; by itself it would make that float16."""
+    """Checked by SGLang's arguments; SGLang's own default would be float16."""
     folder = Path(tiny_folder(tmp_path))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
     requests: list[dict[str, Any]] = []
 
     class Refusing:
-        def __init__(self, *given: Any) -> None:
-            self.close = given[-1].cleanup
+        def __init__(self, *arguments: Any) -> None:
+            self.close = arguments[-1].cleanup
 
         def send(self, arguments: dict[str, Any]) -> None:
             requests.append(arguments)

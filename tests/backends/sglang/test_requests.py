@@ -1,4 +1,4 @@
-"""`RequestPool` without SGLang: a fake tokenizer manager has the pitfalls of SGLang's (0.5.23)."""
+"""`RequestPool` without SGLang: a fake tokenizer manager behaves like SGLang's (0.5.23)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import pytest
 from flowrl.backends.sglang.requests import RequestPool, ResponseRequest
 from flowrl.data.text.tokenizer import ChatTokenizer
 
-LONG = 60.0  # seconds, which are never waited for
-FIRST = 6  # of the ordinary tokens
+LONG = 60.0  # seconds; no test waits so long
+FIRST = 6  # the first ordinary token
 
 
 class Manager:
-    """A token of each row in every turn of the event loop, and one list a row that it goes on adding to.
+    """Samples one token per row in each turn of the event loop, and appends it to the row's list of ids.
 
-    An abort is heeded a step later. It is forgotten if the scheduler does not have the row yet, and it ends all whose
-    id begins so. One that is aborted while it has no room is told its tokens and versions, and nothing else.
+    An abort takes effect one step later. It is lost if the scheduler does not have the row yet, and it aborts all rows
+    whose ids start with the output_of_row id. The output of a row aborted without memory has ids and versions only.
     """
 
     def __init__(self) -> None:
         self.rid_to_state: dict[str, Any] = {}
         self.requests: list[Any] = []
-        self.told = 0  # outputs
-        self.slow = 0  # turns that a request takes on its way to the scheduler
-        self.held = False  # no row is computed
-        self.roomless = False
+        self.outputs_sent = 0  # outputs
+        self.slow = 0  # turns before a request reaches the scheduler
+        self.paused = False  # no row is computed
+        self.without_memory = False
         self.fault: Exception | None = None
 
     async def generate_request(self, request: Any, http: None) -> AsyncIterator[dict[str, Any]]:
         assert request.stream and request.return_logprob
         assert not self.rid_to_state.keys() & set(request.rid)
-        rows = {rid: SimpleNamespace(dispatched=False, aborted=False, ids=[], told=0) for rid in request.rid}
+        rows = {rid: SimpleNamespace(dispatched=False, aborted=False, ids=[], outputs_sent=0) for rid in request.rid}
         self.rid_to_state |= rows
         self.requests.append(request)
         for _ in range(self.slow):
@@ -48,28 +48,28 @@ class Manager:
             if self.fault is not None:
                 raise self.fault
             for i, rid in enumerate(request.rid):
-                if rid in rows and not (self.held and not rows[rid].aborted):
-                    given = self.step(rid, rows[rid], request.input_ids[i], request.sampling_params[i])
-                    self.told += given is not None
+                if rid in rows and not (self.paused and not rows[rid].aborted):
+                    output_of_row = self.step(rid, rows[rid], request.input_ids[i], request.sampling_params[i])
+                    self.outputs_sent += output_of_row is not None
                     if rid not in self.rid_to_state:
                         del rows[rid]
-                    if given is not None:
-                        yield given
+                    if output_of_row is not None:
+                        yield output_of_row
 
     def step(self, rid: str, state: Any, context: list[int], settings: dict[str, Any]) -> dict[str, Any] | None:
-        """Another token of a row; what is told of it."""
-        heeded = state.aborted
+        """Sample another token of a row; returns the output to send, if any."""
+        aborting = state.aborted
         state.ids.append(FIRST + (sum(context) + len(state.ids)) % 26)
-        if heeded or len(state.ids) == settings["max_new_tokens"]:
+        if aborting or len(state.ids) == settings["max_new_tokens"]:
             del self.rid_to_state[rid]
-            last = output(rid, state.ids, "abort" if heeded else "length")
-            if heeded and self.roomless:
+            last = output(rid, state.ids, "abort" if aborting else "length")
+            if aborting and self.without_memory:
                 for known in ("cached_tokens", "output_token_sampling_logprobs"):
                     del last["meta_info"][known]
             return last
-        if state.told and len(state.ids) - state.told < settings.get("stream_interval", 1):
+        if state.outputs_sent and len(state.ids) - state.outputs_sent < settings.get("stream_interval", 1):
             return None
-        state.told = len(state.ids)
+        state.outputs_sent = len(state.ids)
         return output(rid, state.ids)
 
     def abort_request(self, rid: str) -> None:
@@ -102,7 +102,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 
 class Process:
-    """A pool, and the loop that runs while it is waited for."""
+    """A pool, and the event loop that runs during its calls."""
 
     def __init__(self, manager: Manager, tokenizer: ChatTokenizer, loop: asyncio.Runner) -> None:
         self.pool, self._loop = RequestPool(manager, tokenizer), loop
@@ -110,12 +110,12 @@ class Process:
     def wait(self, what: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run(what)
 
-    def some(self, *new: ResponseRequest, seconds: float = LONG, **alike: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self.wait(self.pool.some(new, seconds, **alike))
+    def some(self, *new: ResponseRequest, seconds: float = LONG, **common: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.wait(self.pool.some(new, seconds, **common))
         return found
 
     def all(self, *new: ResponseRequest) -> dict[str, Any]:
-        """Together with the requests in flight."""
+        """Responses of all new and in-flight requests."""
         found = self.some(*new)
         while self.pool._in_flight:
             found |= self.some()
@@ -127,7 +127,9 @@ def process(manager: Manager, tiny: str, loop: asyncio.Runner) -> Process:
     return Process(manager, ChatTokenizer(tiny), loop)
 
 
-def asked(name: str, tokens: int, *stop: str, ids: tuple[int, ...] = (0,), support: bool = False) -> ResponseRequest:
+def request_of(
+    name: str, tokens: int, *stop: str, ids: tuple[int, ...] = (0,), support: bool = False
+) -> ResponseRequest:
     return ResponseRequest(name, [*ids], 11, {"temperature": 1.0, "max_new_tokens": tokens}, stop, support)
 
 
@@ -139,11 +141,11 @@ def letters(count: int, start: int = 0) -> list[int]:
 def test_a_response_has_ids_log_probs_versions_and_finish_reason(
     process: Process, manager: Manager, support: bool
 ) -> None:
-    answer = process.some(asked("a", 4, ids=(2, 3), support=support), lora_path="policy")["a"]
+    response = process.some(request_of("a", 4, ids=(2, 3), support=support), lora_path="policy")["a"]
     log_probs = [-i / (16 if support else 8) for i in range(4)]
     ids, versions = letters(4, start=5), ["4", "4", "4", "5"]
     expected = {"ids": ids, "log_probs": log_probs, "cached": 3, "versions": versions, "ended": "{'type': 'length'}"}
-    assert answer == expected
+    assert response == expected
     [request] = manager.requests
     (settings,) = request.sampling_params
     assert settings == {"temperature": 1.0, "max_new_tokens": 4, "sampling_seed": 11, "stream_interval": 4}
@@ -152,75 +154,75 @@ def test_a_response_has_ids_log_probs_versions_and_finish_reason(
 
 
 def test_new_requests_reach_the_scheduler_in_one_message(process: Process, manager: Manager) -> None:
-    new = [asked(str(i), 20 + i, *(["zz"] if i == 5 else []), ids=(i,), support=i > 6) for i in range(10)]
-    answers = process.all(*new)
-    assert [answers[str(i)]["ids"] for i in range(10)] == [letters(20 + i, start=i) for i in range(10)]
+    new = [request_of(str(i), 20 + i, *(["zz"] if i == 5 else []), ids=(i,), support=i > 6) for i in range(10)]
+    responses = process.all(*new)
+    assert [responses[str(i)]["ids"] for i in range(10)] == [letters(20 + i, start=i) for i in range(10)]
     [request] = manager.requests
     assert request.return_sampling_mask == [i > 6 for i in range(10)]
-    assert manager.told == 9 * 2 + 25  # the first and the last, but for one that is looked at
+    assert manager.outputs_sent == 9 * 2 + 25  # first and last outputs, but all of the one with a stop string
 
 
-def test_requests_join_and_leave_while_others_are_in_flight(process: Process) -> None:
-    assert list(process.some(asked("long", 60), asked("short", 2))) == ["short"]
-    assert list(process.some(asked("middle", 3))) == ["middle"]
+def test_requests_can_start_and_end_while_others_are_in_flight(process: Process) -> None:
+    assert list(process.some(request_of("long", 60), request_of("short", 2))) == ["short"]
+    assert list(process.some(request_of("middle", 3))) == ["middle"]
     assert process.some()["long"]["ids"] == letters(60)
 
 
 def test_responses_that_end_in_one_step_are_returned_together(process: Process) -> None:
-    assert len(process.some(*(asked(str(i), 5) for i in range(40)))) == 40
+    assert len(process.some(*(request_of(str(i), 5) for i in range(40)))) == 40
 
 
-def test_step_waits_no_longer_than_its_time_limit(process: Process) -> None:
-    """And has begun what is new all the same, even where something ended before."""
-    assert process.some(asked("a", 9), seconds=0.0) == {}
+def test_some_returns_after_its_time_limit_and_starts_new_requests(process: Process) -> None:
+    """New requests start even if a response is ready."""
+    assert process.some(request_of("a", 9), seconds=0.0) == {}
     while not process.pool._ended:
         process.wait(asyncio.sleep(0))
-    assert list(process.some(asked("b", 9))) == ["a"]
+    assert list(process.some(request_of("b", 9))) == ["a"]
     assert list(process.some(seconds=LONG)) == ["b"]
 
 
-@pytest.mark.parametrize("roomless", [False, True])
-def test_a_request_ends_soon_after_its_stop_string(process: Process, manager: Manager, roomless: bool) -> None:
-    """With the tokens that there were when it was found, whatever SGLang adds to its lists or leaves out then."""
-    manager.roomless = roomless
-    answers = process.all(asked("a", 50, "ef", "no", support=True), asked("b", 20, "EF"))
-    assert answers["a"]["ids"] == letters(6)
-    assert answers["a"]["log_probs"] == [-i / 16 for i in range(6)]
-    assert answers["a"]["cached"] == 3 and answers["a"]["versions"] == ["4"] * 3 + ["5"] * 3
-    assert answers["b"]["ids"] == letters(20)
+@pytest.mark.parametrize("without_memory", [False, True])
+def test_a_request_ends_at_its_stop_string(process: Process, manager: Manager, without_memory: bool) -> None:
+    """The response has the tokens up to the stop string, whatever SGLang appends or omits afterwards."""
+    manager.without_memory = without_memory
+    responses = process.all(request_of("a", 50, "ef", "no", support=True), request_of("b", 20, "EF"))
+    assert responses["a"]["ids"] == letters(6)
+    assert responses["a"]["log_probs"] == [-i / 16 for i in range(6)]
+    assert responses["a"]["cached"] == 3 and responses["a"]["versions"] == ["4"] * 3 + ["5"] * 3
+    assert responses["b"]["ids"] == letters(20)
 
 
 def test_dropping_a_request_aborts_no_other_request(process: Process) -> None:
-    """SGLang would end ten more: those whose ids begin with a 1."""
-    process.some(*(asked(str(i), 30) for i in range(20)), seconds=0.0)
+    """SGLang itself would also abort the ten others whose ids start with 1."""
+    process.some(*(request_of(str(i), 30) for i in range(20)), seconds=0.0)
     process.pool.drop("1")
-    process.pool.drop("nobody")
-    answers = process.all()
-    assert answers.keys() == {str(i) for i in range(20)} - {"1"}
-    assert all(answer["ids"] == letters(30) for answer in answers.values())
+    process.pool.drop("unknown")
+    responses = process.all()
+    assert responses.keys() == {str(i) for i in range(20)} - {"1"}
+    assert all(response["ids"] == letters(30) for response in responses.values())
 
 
 def test_the_name_of_a_dropped_request_can_be_reused_at_once(process: Process) -> None:
-    process.some(asked("a", 30), seconds=0.0)
+    process.some(request_of("a", 30), seconds=0.0)
     process.pool.drop("a")
-    assert process.all(asked("a", 3, ids=(7,)))["a"]["ids"] == letters(3, start=7)
+    assert process.all(request_of("a", 3, ids=(7,)))["a"]["ids"] == letters(3, start=7)
 
 
 def test_an_ended_request_can_be_dropped_before_it_is_returned(process: Process) -> None:
-    process.some(asked("a", 9), seconds=0.0)
+    process.some(request_of("a", 9), seconds=0.0)
     while not process.pool._ended:
         process.wait(asyncio.sleep(0))
     process.pool.drop("a")
     assert process.some(seconds=0.0) == {}
 
 
-@pytest.mark.parametrize(("slow", "roomless"), [(0, False), (0, True), (9, False)])
+@pytest.mark.parametrize(("slow", "without_memory"), [(0, False), (0, True), (9, False)])
 def test_dropped_requests_are_aborted_before_the_next_call(
-    process: Process, manager: Manager, slow: int, roomless: bool
+    process: Process, manager: Manager, slow: int, without_memory: bool
 ) -> None:
-    """Also requests that have not reached the scheduler yet, which could not abort them."""
-    manager.slow, manager.roomless = slow, roomless
-    process.some(asked("a", 10**6), asked("b", 10**6), seconds=0.0)
+    """Also those that have not reached the scheduler, which ignores an abort of unknown requests."""
+    manager.slow, manager.without_memory = slow, without_memory
+    process.some(request_of("a", 10**6), request_of("b", 10**6), seconds=0.0)
     assert len(manager.rid_to_state) == 2
     process.pool.drop("a")
     process.pool.drop("b")
@@ -232,4 +234,4 @@ def test_dropped_requests_are_aborted_before_the_next_call(
 def test_an_sglang_error_is_raised(process: Process, manager: Manager) -> None:
     manager.fault = ValueError("the request is too long")
     with pytest.raises(ValueError, match="too long"):
-        process.some(asked("a", 4))
+        process.some(request_of("a", 4))

@@ -1,4 +1,4 @@
-"""A toy in the place of `flowrl.backends.sglang.server`: it notes weights, scores every token 0, needs no SGLang."""
+"""A toy instead of `flowrl.backends.sglang.server`: it records weights, scores every token 0, needs no SGLang."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flowrl.backends.sglang.requests import ResponseRequest
 from flowrl.sync.digest import tensor_digest
 
 WORD = 20
-"""The one token that it answers with."""
+"""The only token that it samples."""
 ENDLESS = 100
-"""Tokens; a longer answer never ends, and no other beside it."""
+"""Tokens; a longer response never ends, and blocks concurrent ones."""
 
 
 class Toy:
@@ -56,7 +56,7 @@ class Toy:
 
 
 def main(requests: Connection, replies: Connection) -> None:
-    """What the process runs, until its parent ends it."""
+    """Main function of the process; runs until the parent ends it."""
     arguments, _ = requests.recv(), requests.recv_bytes()
     toy: Any = None
     message: dict[str, Any] = {"call": "describe"}

@@ -13,12 +13,12 @@ from tests.support.models import KINDS, tiny_folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The folder of a kind of model, created on first use."""
-    made: dict[str, str] = {}
+    folders: dict[str, str] = {}
 
     def of(kind: str) -> str:
-        if kind not in made:
-            made[kind] = tiny_folder(tmp_path_factory.mktemp("models"), kind)
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tiny_folder(tmp_path_factory.mktemp("models"), kind)
+        return folders[kind]
 
     return of
 

@@ -1,4 +1,4 @@
-"""Model folders that do not hold what they say: refused by name, before anything is computed with them."""
+"""Malformed model folders are refused with an error that names the fault, before any computation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
-    """Changes ``config.json``; None takes a key out."""
+    """Change ``config.json``; None removes a key."""
 
     def change(path: Path) -> None:
         stated = json.loads((path / "config.json").read_text()) | changes
@@ -38,7 +38,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 def weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    """Changes the weights."""
+    """Change the weights."""
 
     def rewrite(path: Path) -> None:
         tensors = load_file(path / WEIGHTS)
@@ -80,19 +80,19 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "more layers": (config(num_hidden_layers=3), "model.missing-weights"),
     "no layers": (config(num_hidden_layers=0), "model.unexpected-weights"),
     "a negative number of layers": (config(num_hidden_layers=-1), "model.unexpected-weights"),
-    "a weight is missing": (weights(lambda held: held.pop(UP)), "model.missing-weights"),
-    "no head": (weights(lambda held: held.pop("lm_head.weight")), "model.missing-weights"),
-    "one too many": (weights(lambda held: held.update(ghost=torch.ones(2))), "model.unexpected-weights"),
-    "renamed": (weights(lambda held: held.update(other=held.pop(UP))), "model.missing-weights"),
-    "misshaped": (weights(lambda held: held.update({UP: held[UP][1:].clone()})), "model.missing-weights"),
+    "a weight is missing": (weights(lambda tensors: tensors.pop(UP)), "model.missing-weights"),
+    "no head": (weights(lambda tensors: tensors.pop("lm_head.weight")), "model.missing-weights"),
+    "one too many": (weights(lambda tensors: tensors.update(ghost=torch.ones(2))), "model.unexpected-weights"),
+    "renamed": (weights(lambda tensors: tensors.update(other=tensors.pop(UP))), "model.missing-weights"),
+    "misshaped": (weights(lambda tensors: tensors.update({UP: tensors[UP][1:].clone()})), "model.missing-weights"),
     "a larger vocabulary": (config(vocab_size=200), "model.missing-weights"),
     "another width": (config(hidden_size=32, num_attention_heads=1), "model.missing-weights"),
     "another head size": (config(head_dim=16), "model.missing-weights"),
     "NaN": (
-        weights(lambda held: held[UP].view(-1)[7:8].fill_(float("nan"))),
+        weights(lambda tensors: tensors[UP].view(-1)[7:8].fill_(float("nan"))),
         "model.not-finite",
     ),
-    "infinity": (weights(lambda held: held[UP].fill_(-float("inf"))), "model.not-finite"),
+    "infinity": (weights(lambda tensors: tensors[UP].fill_(-float("inf"))), "model.not-finite"),
     "cut off": (cut, "model.not-loadable"),
     "empty weights": (put(WEIGHTS, b""), "model.not-loadable"),
     "weights of zeros": (put(WEIGHTS, bytes(4096)), "model.not-loadable"),
@@ -146,9 +146,9 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(MALFORMED))
 def test_a_malformed_folder_is_refused(name: str, folder: Folder, tmp_path: Path) -> None:
-    break_it, code = MALFORMED[name]
+    damage, code = MALFORMED[name]
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    break_it(tmp_path)
+    damage(tmp_path)
     for backend in (TorchScorer(str(tmp_path), device="cpu"), TorchRollout(str(tmp_path), device="cpu")):
         with raises(code, **FACTS.get(name, {})):
             backend.build(CONTEXT)
@@ -157,9 +157,9 @@ def test_a_malformed_folder_is_refused(name: str, folder: Folder, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["fewer layers", "more layers", "one too many", "misshaped", "NaN", "infinity"])
 def test_a_malformed_folder_is_refused_by_sharded_loading(name: str, folder: Folder, tmp_path: Path) -> None:
-    break_it, code = MALFORMED[name]
+    damage, code = MALFORMED[name]
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    break_it(tmp_path)
+    damage(tmp_path)
     try:
         with raises(code, **FACTS.get(name, {})):
             TorchScorer(str(tmp_path), device="cpu", offload=True).build(RANK)
@@ -185,7 +185,7 @@ def test_a_critic_refuses_a_folder_without_embeddings(folder: Folder, tmp_path: 
 def test_buffers_stored_by_older_versions_are_accepted(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do they keep a model from going straight into shards."""
+    """Sharded loading accepts them, too."""
     truth = TorchScorer(folder("llama"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
     old = weights(lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
@@ -214,7 +214,7 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     model = AutoModelForSequenceClassification.from_pretrained(folder("llama"), num_labels=1)
     model.save_pretrained(tmp_path / "scores")
     char_tokenizer().save_pretrained(tmp_path / "scores")
-    if offload:  # straight into shards
+    if offload:  # loads directly into shards
         monkeypatch.delattr("flowrl.backends.torch.train.shards.load_causal_lm")
     try:
         critic = TorchCritic(str(tmp_path / "scores"), device="cpu", offload=offload).build(context)
@@ -227,7 +227,7 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     assert saved.keys() == body.keys() and all(torch.equal(saved[name], body[name]) for name in body)
 
 
-def test_a_malicious_pickle_runs_when_unpickled(tmp_path: Path) -> None:
+def test_the_malicious_pickle_of_these_tests_runs_when_unpickled(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "run")))
     assert (tmp_path / "run").exists()
 
@@ -239,6 +239,6 @@ def test_tokens_outside_the_vocabulary_are_refused(folder: Folder) -> None:
     for token in (-1, len(char_tokenizer())):
         ids = batch.input_ids.clone()
         ids[2][batch.attention_mask[2].nonzero()[0]] = token
-        for engine, ask in zip(engines, ("log_probs", "values"), strict=True):
+        for engine, call in zip(engines, ("log_probs", "values"), strict=True):
             with raises("model.unknown-token", row=2, token_id=token):
-                getattr(engine, ask)(batch._replace(input_ids=ids))
+                getattr(engine, call)(batch._replace(input_ids=ids))

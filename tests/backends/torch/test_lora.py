@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what is merged, what is synced, and the reference that is the actor with its adapter off."""
+"""LoRA: training, merging, syncing, and the reference, which is the actor with its adapter disabled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADAPTER = LoRA(r=4, alpha=8)
 
 
 class Context:
-    """A build context that knows one actor."""
+    """A build context with one actor."""
 
     def __init__(self, actor: Any = None, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.actor, self.seed, self.rank, self.world_size = actor, seed, rank, world_size
@@ -52,7 +52,7 @@ def rollout(folder: str | None, actor: Any = None, **settings: Any) -> Any:
 
 
 class Pull:
-    """Log-probs weighed by a column."""
+    """Log-probs weighted by a column."""
 
     wants_entropy = False
     of_distribution = None
@@ -72,7 +72,7 @@ def stored(engine: Any) -> dict[str, Tensor]:
 
 
 def peft_folder(engine: Any, base: str, path: Path) -> str:
-    """The adapter as PEFT would have written it."""
+    """Save the adapter in PEFT's format; returns the folder."""
     save_file(dict(engine.adapter_weights()), path / "adapter_model.safetensors")
     named = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name, _ in engine.adapter_weights()}
     config: Any = LoraConfig(r=ADAPTER.r, lora_alpha=8, target_modules=sorted(named), base_model_name_or_path=base)
@@ -81,7 +81,7 @@ def peft_folder(engine: Any, base: str, path: Path) -> str:
     return str(path)
 
 
-# What is trained
+# Training
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
@@ -98,7 +98,7 @@ def test_an_update_changes_only_the_adapter(folders: dict[str, str], kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: str) -> None:
+def test_an_adapter_step_equals_the_chain_rule_on_full_weights(folders: dict[str, str], kind: str) -> None:
     """W = W0 + s B A (Hu et al. 2021), so dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, with dL/dW of the merged model."""
     engine = trainer(folders[kind], optimizer=SGD(lr=1.0), grad_clip=None)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: s
             tensor.copy_(0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i)))
     before = {name: tensor.double() for name, tensor in engine.adapter_weights()}
     whole = trainer(folders[kind], lora=None, optimizer=SGD(lr=1.0), grad_clip=None)
-    whole.model.load_state_dict(dict(engine.weights()), strict=False)  # tied ones are there once
+    whole.model.load_state_dict(dict(engine.weights()), strict=False)  # tied weights are listed once
     tensors = dict(named_weights(whole.model))
     start = {name: tensor.double().clone() for name, tensor in tensors.items()}
     train(whole, 1)
@@ -114,7 +114,7 @@ def test_an_adapter_step_matches_the_chain_rule(folders: dict[str, str], kind: s
     train(engine, 1)
     for name, after in engine.adapter_weights():
         layer, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-        w = slope[f"{layer}.weight"].T if kind == "gpt2" else slope[f"{layer}.weight"]  # Conv1D holds W transposed
+        w = slope[f"{layer}.weight"].T if kind == "gpt2" else slope[f"{layer}.weight"]  # Conv1D stores W transposed
         a, b = (before[f"base_model.model.{layer}.{p}.weight"] for p in ("lora_A", "lora_B"))
         due = 2 * (b.T @ w if part == "lora_A" else w @ a.T)
         assert float((before[name] - after.double() - due).norm() / due.norm()) < 1e-4, name
@@ -146,7 +146,7 @@ def test_only_target_layers_are_adapted(folders: dict[str, str]) -> None:
     assert every == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-# What is merged
+# Merging
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
@@ -170,10 +170,10 @@ def test_peft_loads_the_adapter_by_its_names(folders: dict[str, str], kind: str,
     engine = trainer(folders[kind])
     train(engine)
     base = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, peft_folder(engine, folders[kind], tmp_path)).eval()
+    peft_model = PeftModel.from_pretrained(base, peft_folder(engine, folders[kind], tmp_path)).eval()
     ids = torch.arange(10, 22)[None]
     with torch.no_grad():
-        torch.testing.assert_close(theirs(input_ids=ids).logits, engine.model(input_ids=ids).logits)
+        torch.testing.assert_close(peft_model(input_ids=ids).logits, engine.model(input_ids=ids).logits)
 
 
 def test_experts_stay_unfused_in_saved_folders(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_shared_reference_equals_the_base_model_bit_for_bit(folders: dict[str,
     for _ in range(2):
         assert torch.equal(reference.log_probs(ragged()), truth)
         before = engine.log_probs(ragged())
-        assert torch.equal(reference.log_probs(ragged()), truth)  # and the adapter is on again after it
+        assert torch.equal(reference.log_probs(ragged()), truth)  # and the adapter is enabled again
         assert torch.equal(engine.log_probs(ragged()), before)
         train(engine)
         assert not torch.equal(engine.log_probs(ragged()), before)
@@ -284,7 +284,7 @@ def test_only_adapter_weights_are_synced(folders: dict[str, str], kind: str) -> 
         for tokens, log_probs in outputs[1:]:
             assert tokens == outputs[0][0]
             torch.testing.assert_close(log_probs, outputs[0][1], atol=1e-5, rtol=1e-5)
-        assert torch.equal(outputs[1][1], outputs[0][1])  # the same arithmetic
+        assert torch.equal(outputs[1][1], outputs[0][1])  # the same computation
         results.append(outputs[0][1])
         train(engine)
     assert results[0].shape != results[2].shape or (results[0] - results[2]).abs().max() > 0.01
@@ -335,7 +335,7 @@ def test_a_bfloat16_rollout_has_the_cast_adapter(folders: dict[str, str]) -> Non
     assert len(greedy(receiver)[0]) == 4
 
 
-def test_each_rank_of_a_rollout_is_a_full_replica(folders: dict[str, str]) -> None:
+def test_each_rank_of_a_rollout_gets_the_same_synced_adapter(folders: dict[str, str]) -> None:
     engine, spec = trainer(folders["llama"]), TorchRollout(folders["llama"], ranks=2, lora=ADAPTER, device="cpu")
     assert (spec.receives, TorchRollout(folders["llama"]).receives) == ("adapter_weights", "weights")
     replicas = [spec.build(Context(rank=rank, world_size=2)) for rank in range(2)]
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(folders: dict[str, str], 
         assert weights_digest(other.weights()) == before
 
 
-# What is refused
+# Refusals
 
 
 def test_unknown_target_layers_are_refused(folders: dict[str, str]) -> None:
@@ -406,7 +406,7 @@ def test_unknown_target_layers_are_refused(folders: dict[str, str]) -> None:
             LoRA(**bad)  # type: ignore[arg-type]
 
 
-def test_without_peft_the_error_names_the_extra_to_install(
+def test_without_peft_lora_is_refused_with_the_extra_to_install(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -433,7 +433,7 @@ def test_grpo_trains_an_adapter(folders: dict[str, str], own: bool, prompts_file
     assert Graph.from_dict(bound.graph.to_dict()).fingerprint() == bound.graph.fingerprint()
     run = Training(bound, PromptData(prompts_file), steps=3, prompts=3, folder=str(tmp_path / "run")).run()
     kl = [metrics["actor/kl_loss"] for metrics in run.metrics]
-    assert kl[0] == 0.0 < kl[2]  # exactly: old, new and reference are one arithmetic
+    assert kl[0] == 0.0 < kl[2]  # exactly 0: old, new and reference log-probs are the same computation
     actor = run.engines["actor"]
     assert actor.version == 3
     saved = TorchScorer(str(tmp_path / "run" / "actor"), device="cpu").build(Context())

@@ -1,5 +1,5 @@
-"""Architectures that differ from a plain decoder: what they compute is that of a float64 pass with plain attention,
-padded or not, with a cache or without, with an adapter or merged; or they are refused by name."""
+"""Architectures that differ from a plain decoder equal a float64 pass with plain attention (with padding, with a cache,
+with an adapter), or are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowrl.backends.torch.score.packed import ATTENTION
 from flowrl.data.text.tokenizer import assemble
 from tests.backends.torch.generate.rollouts import KEY, SAMPLED, full_log_probs, names
 from tests.backends.torch.generate.rollouts import ragged as prompts_of
-from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, trainer, whole
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, all_rows, trainer
 from tests.nightly import nightly_except
 from tests.support.architectures import architecture
 from tests.support.errors import raises
@@ -37,7 +37,7 @@ ON_EVERY_COMMIT = ["deepseek_v3", "gpt_oss", "jamba"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     """The folder of an architecture, created on first use."""
     path, folders = tmp_path_factory.mktemp("architectures"), dict[str, str]()
 
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     yield of
 
 
-def truth(folder: str, batch: Ragged) -> Tensor:
+def float64_log_probs(folder: str, batch: Ragged) -> Tensor:
     """Log-probs of each row alone, unpadded, by one float64 pass with plain attention."""
     plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
@@ -62,7 +62,7 @@ def truth(folder: str, batch: Ragged) -> Tensor:
 
 
 def test_probe_tolerance_covers_reduced_precision_matmuls() -> None:
-    """Each setting in a process of its own, since it is the whole process's."""
+    """Each setting in its own process, since it is global to a process."""
     code = """if True:
         import os
         import torch
@@ -82,27 +82,27 @@ def test_probe_tolerance_covers_reduced_precision_matmuls() -> None:
 
 
 @pytest.mark.parametrize("kind", nightly_except(ON_EVERY_COMMIT, SCORED))
-def test_log_probs_match_eager_attention_in_float64(kind: str, made: Folder) -> None:
+def test_log_probs_match_eager_attention_in_float64(kind: str, folder_of: Folder) -> None:
     batch = ragged(rows=4, prompt=12)
-    found = TorchScorer(made(kind), device="cpu").build(CONTEXT).log_probs(batch)
-    torch.testing.assert_close(found.double(), truth(made(kind), batch), atol=3e-5, rtol=1e-5)
+    found = TorchScorer(folder_of(kind), device="cpu").build(CONTEXT).log_probs(batch)
+    torch.testing.assert_close(found.double(), float64_log_probs(folder_of(kind), batch), atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", nightly_except(ON_EVERY_COMMIT, CACHED))
-def test_cached_decoding_equals_full_forward_passes(kind: str, made: Folder) -> None:
-    actor = trainer(made(kind))
+def test_cached_decoding_equals_full_forward_passes(kind: str, folder_of: Folder) -> None:
+    actor = trainer(folder_of(kind))
     engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
     engine.sync(actor)
     prompts, mask = prompts_of(engine, [3, 9, 3, 1])
     sampled = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
-    plain: Any = AutoModelForCausalLM.from_pretrained(made(kind), attn_implementation="eager", dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder_of(kind), attn_implementation="eager", dtype=torch.float32)
     expected = full_log_probs(plain.eval(), prompts, mask, sampled, SAMPLED.temperature)
     torch.testing.assert_close(sampled.log_probs[sampled.response_mask].double(), expected, atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", nightly_except(["deepseek_v3", "jamba"], ADAPTED))
-def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, made: Folder, tmp_path: Path) -> None:
-    engine = trainer(made(kind), lora=LoRA(r=2, alpha=2))
+def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, folder_of: Folder, tmp_path: Path) -> None:
+    engine = trainer(folder_of(kind), lora=LoRA(r=2, alpha=2))
     with torch.no_grad():
         for i, (_, tensor) in enumerate(engine.adapter_weights()):
             tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i)))
@@ -110,9 +110,9 @@ def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, made: Folde
     merged = TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged())
     torch.testing.assert_close(engine.log_probs(ragged()), merged, atol=3e-5, rtol=1e-5)
     before = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
-    engine.update(ragged(), [whole(ragged())], Pull())
+    engine.update(ragged(), [all_rows(ragged())], Pull())
     idle = [name for name, tensor in engine.adapter_weights() if torch.equal(tensor, before[name])]
-    # No token need have come to an expert, and rows are too short to be compressed.
+    # Some experts may have no tokens, and short rows are not compressed.
     assert not [name for name in idle if "expert" not in name and "compressor" not in name]
 
 
@@ -121,28 +121,30 @@ def test_every_adapted_linear_layer_affects_the_log_probs(kind: str, made: Folde
     [
         ("recurrent_gemma", "RecurrentGemmaForCausalLM"),
         ("rwkv", "RwkvForCausalLM"),
-        ("xlstm", "xLSTMForCausalLM"),  # has no attention_mask
+        ("xlstm", "xLSTMForCausalLM"),  # no parameter attention_mask
     ],
 )
-def test_models_that_cannot_distinguish_padding_from_tokens_are_refused(kind: str, name: str, made: Folder) -> None:
+def test_models_that_cannot_distinguish_padding_from_tokens_are_refused(
+    kind: str, name: str, folder_of: Folder
+) -> None:
     with raises("model.padding", architecture=name):
-        TorchTrainer(made(kind), device="cpu").build(CONTEXT)
+        TorchTrainer(folder_of(kind), device="cpu").build(CONTEXT)
 
 
-def test_nan_outputs_are_not_reported_as_a_padding_error(folder: Folder, tmp_path: Path) -> None:
-    """Weights that are finite, and a scale that is not."""
+def test_nan_outputs_are_reported_as_not_finite_and_not_as_a_padding_error(folder: Folder, tmp_path: Path) -> None:
+    """Finite weights, but a NaN in the config."""
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
-    stated = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(stated | {"rms_norm_eps": float("nan")}))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": float("nan")}))
     for backend in (TorchScorer, TorchTrainer, TorchCritic):
         with raises("model.not-finite"):
             backend(str(tmp_path), device="cpu").build(CONTEXT)
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv", "minimax", "deepseek_v4"])
-def test_models_whose_cache_changes_results_are_refused(kind: str, made: Folder) -> None:
-    with raises("model.cache", path=made(kind)):
-        TorchRollout(made(kind), device="cpu").build(CONTEXT)
+def test_models_whose_cache_changes_results_are_refused(kind: str, folder_of: Folder) -> None:
+    with raises("model.cache", path=folder_of(kind)):
+        TorchRollout(folder_of(kind), device="cpu").build(CONTEXT)
 
 
 # Attention
@@ -153,23 +155,23 @@ def attention_of(engine: Any) -> str:
 
 
 @pytest.mark.parametrize("spec", [TorchScorer, TorchTrainer, TorchRollout])
-def test_fused_attention_is_used_only_where_it_equals_the_model(spec: Any, folder: Folder, made: Folder) -> None:
-    fused = "sdpa" if spec is TorchRollout else ATTENTION  # which is the same, row by row
+def test_fused_attention_is_used_only_where_it_equals_the_model(spec: Any, folder: Folder, folder_of: Folder) -> None:
+    fused = "sdpa" if spec is TorchRollout else ATTENTION  # equivalent for single rows
     for path, named, used in [
         (folder("llama"), None, fused),
         (folder("llama"), "sdpa", fused),
         (folder("llama"), "eager", "eager"),
         (folder("gemma2"), None, "eager"),
         (folder("gemma2"), "eager", "eager"),
-        (made("vaultgemma"), None, "eager"),
-        (made("falcon"), None, "eager"),
+        (folder_of("vaultgemma"), None, "eager"),
+        (folder_of("falcon"), None, "eager"),
     ]:
         assert attention_of(spec(path, attention=named, device="cpu").build(CONTEXT)) == used
     with raises("model.attention", architecture="Gemma2ForCausalLM", attention="sdpa") as caught:
         spec(folder("gemma2"), attention="sdpa", device="cpu").build(CONTEXT)
     assert "softcap" in caught.value.message
     with raises("model.not-loadable"):
-        spec(made("gpt_oss"), attention="sdpa", device="cpu").build(CONTEXT)
+        spec(folder_of("gpt_oss"), attention="sdpa", device="cpu").build(CONTEXT)
 
 
 def test_attention_soft_caps_are_detected_with_small_weights(folder: Folder, tmp_path: Path) -> None:
@@ -187,10 +189,10 @@ def test_attention_with_different_results_is_not_used(folder: Folder, monkeypatc
     sdpa = utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     @functools.wraps(sdpa)
-    def wrong(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def scaled(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return sdpa(module, 1.01 * query, *args, **kwargs)
 
-    monkeypatch.setitem(utils.AttentionInterface._global_mapping, "sdpa", wrong)
+    monkeypatch.setitem(utils.AttentionInterface._global_mapping, "sdpa", scaled)
     assert attention_of(TorchScorer(folder("llama"), device="cpu").build(CONTEXT)) == "eager"
     with raises("model.attention", attention="sdpa"):
         TorchScorer(folder("llama"), attention="sdpa", device="cpu").build(CONTEXT)

@@ -34,7 +34,7 @@ from flowrl.run.engine.build import EngineBuilder
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, weights_of
 from tests.support.kernel import exact
-from tests.support.other_policies import Ask, judged, league, self_play, twice
+from tests.support.other_policies import JudgePrompt, judged, league, self_play, twice
 from tests.support.runs import walk
 
 
@@ -69,7 +69,7 @@ class TestWhatIsLegal:
 
     def test_a_policy_that_judges_itself_and_one_that_improves_on_a_draft(self) -> None:
         own_judge = judged().edit(set={"judge.rollout": Role("rollout"), "judge.top_k": 5})
-        assert "ask" in {node.name for node in own_lineage(own_judge, "update_actor")}
+        assert "judge_prompt" in {node.name for node in own_lineage(own_judge, "update_actor")}
         assert found(own_judge) == []
         assert found(own_judge.edit(lag=1)) == [("FR006", "generate")]  # and not what it says as a judge
         corrected = {"correction": After("group_advantage", RolloutCorrection())}
@@ -79,7 +79,7 @@ class TestWhatIsLegal:
         def improved(batch: PromptBatch):  # type: ignore[no-untyped-def]
             prompts = Repeat(2)(batch)
             draft = Generate(temperature=0.0).named("draft")(prompts)
-            rows = Generate()(Ask()(draft.input_ids, draft.attention_mask, prompts.row_id))
+            rows = Generate()(JudgePrompt()(draft.input_ids, draft.attention_mask, prompts.row_id))
             advantages = GroupAdvantage()(Reward(exact)(rows, prompts), rows.response_mask, prompts.uid)
             return Sync()(UpdateActor()(rows, old_log_probs=OldLogProb()(rows), advantages=advantages))
 
@@ -141,7 +141,7 @@ class TestPlanted:
         @algorithm
         def cut(batch: PromptBatch, *, temperature: float):  # type: ignore[no-untyped-def]
             rollout = Generate(temperature)(batch)
-            question = Ask()(rollout.input_ids, rollout.attention_mask, batch.row_id)
+            question = JudgePrompt()(rollout.input_ids, rollout.attention_mask, batch.row_id)
             rows = Back()(question.prompts, question.prompt_mask)
             equal = Equal()(rows.response_mask)
             return Sync()(UpdateActor()(rows, old_log_probs=OldLogProb()(rows), advantages=equal))

@@ -24,7 +24,7 @@ from tests.support.errors import raises
 from tests.support.jobs import job_of
 
 HOST = ProcessSpec(("actor",), 1, 2, (1,))
-# Every error of Ray that another process may cause, constructed as Ray does; whether a new process would help.
+# Errors of Ray that another process may cause, constructed as Ray does; True if a new process would recover.
 RAISED = {
     exceptions.ActorDiedError(): True,
     exceptions.ActorUnavailableError("no answer", b"a" * 16): True,
@@ -77,7 +77,7 @@ def test_a_call_that_times_out_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None
         answer(None, HOST, "update_actor in step 3", Colocate(2, deadline=60.0))
 
 
-def test_an_actor_that_does_not_start_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_fails_to_start_is_not_reported_as_died(monkeypatch: pytest.MonkeyPatch) -> None:
     error = exceptions.ActorDiedError(exceptions.RayTaskError("__init__", "no such module", ImportError()))
     monkeypatch.setattr(faults.ray, "get", raising(error))
     with raises("host.start-failed", task="starting", host="the general host") as caught:
@@ -110,8 +110,8 @@ def test_errors_survive_pickling(error: FlowrlError) -> None:
     assert getattr(copy, "host", None) == getattr(error, "host", None)
 
 
-def test_a_failure_has_code_and_facts_of_its_error() -> None:
-    failure = Failure.of(SyncError("lost", code="sync.made-up", version=3), "sync failed", node="sync", step=2)
+def test_a_failure_record_has_code_and_facts_of_its_error() -> None:
+    failure = Failure.of(SyncError("no receipt", code="sync.made-up", version=3), "sync failed", node="sync", step=2)
     error = pickle.loads(pickle.dumps(failure)).error()
     assert type(error) is NodeError and error.message == "sync failed"
     assert (error.code, error.facts) == (
@@ -124,10 +124,8 @@ def test_a_failure_has_code_and_facts_of_its_error() -> None:
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
-def test_errors_of_ray_in_the_driver_name_the_task(
-    error: Exception, tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As prompts are put into the object store."""
+def test_errors_of_the_object_store_name_the_task(error: Exception, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver puts the prompts of a step into the object store."""
     runner = RayRunner(SimpleNamespace())  # type: ignore[arg-type]
     graph = job_of("grpo", tiny).graph
     monkeypatch.setattr(ray, "put", raising(error))

@@ -1,4 +1,4 @@
-"""`PendingCalls` on a fake clock, with results from the test; Ray is not started."""
+"""`PendingCalls` with a fake clock and a fake of Ray's calls; Ray is not started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTS = [*ACTOR, ROLLOUT, None]
 
 
 class Ray:
-    """A fake of Ray: references are names, whose results come at given times."""
+    """A fake of Ray: references are names; their results are ready at given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.times, self.pings = 0.0, dict[str, float](), list[str]()
@@ -49,8 +49,8 @@ class Ray:
     def _wait(self, refs: list[str], seconds: float) -> tuple[list[str], list[str]]:
         until = self.now + max(0.0, seconds)
         self.now = min([until, *(max(self.now, self.times[ref]) for ref in refs if ref in self.times)])
-        there = [ref for ref in refs if self._is_done(ref)]
-        return there, [ref for ref in refs if ref not in there]
+        done = [ref for ref in refs if self._is_done(ref)]
+        return done, [ref for ref in refs if ref not in done]
 
     def _get(self, ref: str, timeout: float) -> int:
         if any(ref.endswith(faults.named(host)) for host in self.gone):
@@ -80,18 +80,18 @@ def test_finished_calls_are_returned_once(ray: Ray) -> None:
 
 
 @pytest.mark.parametrize("host", [ACTOR[1], None])
-def test_a_dead_host_is_found_within_seconds_though_ray_lost_the_call(host: ProcessSpec | None, ray: Ray) -> None:
-    """The call that it got as it died has no result; a ping afterwards fails."""
+def test_a_dead_host_is_detected_within_seconds_if_its_call_never_returns(host: ProcessSpec | None, ray: Ray) -> None:
+    """The call has no result, but a ping after the death fails."""
     calls = calls_of(ray, 3600.0)
-    calls.add("lost", host, "update_actor in step 3", "update_actor")
+    calls.add("unanswered", host, "update_actor in step 3", "update_actor")
     calls.add("busy", ROLLOUT, "generate in step 5", "generate")
     ray.gone.add(host)
     with raises("host.died", task="update_actor in step 3", host=faults.named(host)):
-        calls.next(["lost", "busy"])
+        calls.next(["unanswered", "busy"])
     assert ray.now <= 3 * GRACE_SECONDS
 
 
-def test_a_busy_host_is_pinged_once_and_the_general_host_repeatedly(ray: Ray) -> None:
+def test_a_busy_host_has_one_pending_ping_and_an_idle_host_gets_many(ray: Ray) -> None:
     """A host responds after its work, so one ping is pending; the general host responds at once."""
     calls = calls_of(ray)
     ray.times["done"] = 65.0
@@ -102,8 +102,8 @@ def test_a_busy_host_is_pinged_once_and_the_general_host_repeatedly(ray: Ray) ->
     assert ray.pings.count("the general host") == 6
 
 
-def test_each_call_has_its_own_limit(ray: Ray) -> None:
-    """Also a later call with a shorter limit."""
+def test_each_call_has_its_own_deadline(ray: Ray) -> None:
+    """A later call with a shorter deadline fails first."""
     calls = calls_of(ray)
     calls.add("slow", ACTOR[0], "loading actor", "build", 600.0)
     ray.now = 30.0
@@ -117,26 +117,26 @@ def test_each_call_has_its_own_limit(ray: Ray) -> None:
     assert ray.now == 600.0
 
 
-def test_a_straggler_is_logged(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
-    """After a tenth of its limit, then each time that its duration has doubled; with what the others do."""
+def test_a_straggler_is_logged_each_time_its_duration_doubles(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    """First after a tenth of its deadline; the message names the calls of the other hosts."""
     calls = calls_of(ray, 1000.0)
     for rank in range(2):
         calls.add(f"update {rank}", ACTOR[rank], "update_actor in step 3", "update_actor")
     ray.now = 40.0
-    calls.add("ahead", ROLLOUT, "generate in step 5", "generate")
-    ray.times |= {"update 0": 50.0, "ahead": 1060.0}
-    assert calls.next(["update 0", "update 1", "ahead"]) == ["update 0"]
+    calls.add("next_step", ROLLOUT, "generate in step 5", "generate")
+    ray.times |= {"update 0": 50.0, "next_step": 1060.0}
+    assert calls.next(["update 0", "update 1", "next_step"]) == ["update 0"]
     assert not caplog.messages
     ray.times["update 1"] = 460.0
-    assert calls.next(["update 1", "ahead"]) == ["update 1"]
-    [first, ahead, *later] = caplog.messages
+    assert calls.next(["update 1", "next_step"]) == ["update 1"]
+    [first, next_step, *later] = caplog.messages
     assert first == (
         "update_actor in step 3 has run for 100 s without a response from actor rank 1. Meanwhile: rollout rank 0 has "
         "run generate in step 5 for 60 s; idle: actor rank 0, the general host. It counts as stuck after 1000 s "
         "(Split(deadline=...))."
     )
-    assert ahead.startswith("generate in step 5 has run for 100 s without a response from rollout rank 0.")
-    assert "Meanwhile: actor rank 1 has run update_actor in step 3 for 140 s; idle" in ahead
+    assert next_step.startswith("generate in step 5 has run for 100 s without a response from rollout rank 0.")
+    assert "Meanwhile: actor rank 1 has run update_actor in step 3 for 140 s; idle" in next_step
     assert [message.partition(" without")[0] for message in later] == [
         f"{what} has run for {seconds} s"
         for what, seconds in [
@@ -148,8 +148,8 @@ def test_a_straggler_is_logged(ray: Ray, caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_a_node_that_always_takes_long_is_not_a_straggler(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
-    """It is one once it takes twice as long as ever before."""
+def test_a_usually_slow_node_is_not_a_straggler(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    """It becomes one when it takes twice as long as its longest call so far."""
     calls = calls_of(ray, 1000.0)
     for step, seconds in enumerate((300.0, 500.0, 610.0)):
         ray.times[f"{step}"] = ray.now + seconds

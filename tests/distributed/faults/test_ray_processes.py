@@ -31,7 +31,7 @@ def room() -> Iterator[None]:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches only on Linux")
 @pytest.mark.usefixtures("room")
-def test_a_death_is_noticed_whatever_the_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_a_ray_process_is_detected_for_any_file_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def high(process: int) -> int:
         low = opened(process)
         descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, HIGH)

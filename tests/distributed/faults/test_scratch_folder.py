@@ -14,7 +14,7 @@ from flowrl.distributed.faults.scratch_folder import scratch_folder
 from tests.operators.reward.test_pool import wait_until
 
 
-def test_it_exists_in_the_block() -> None:
+def test_the_folder_exists_only_within_the_block() -> None:
     with scratch_folder() as folder:
         (folder / "state").mkdir()
         (folder / "state" / "w").write_text("weights")
@@ -26,7 +26,7 @@ def test_it_exists_in_the_block() -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "_exit"])
-def test_it_is_removed_when_the_process_is_killed(how: str, tmp_path: Path) -> None:
+def test_the_folder_is_removed_when_the_process_is_killed(how: str, tmp_path: Path) -> None:
     end = "os._exit(1)" if how == "_exit" else f"os.kill(os.getpid(), signal.{how})"
     source = f"""if True:
         import os, signal
@@ -40,6 +40,6 @@ def test_it_is_removed_when_the_process_is_killed(how: str, tmp_path: Path) -> N
     assert done.returncode == (1 if how == "_exit" else -getattr(signal, how))
     folder = Path(done.stdout.strip())
     wait_until(lambda: not folder.exists())
-    folder.mkdir()  # as a process does that briefly outlives the driver
+    folder.mkdir()  # as a worker process that briefly outlives the driver may do
     (folder / "more").write_text("weights")
     wait_until(lambda: not folder.exists())

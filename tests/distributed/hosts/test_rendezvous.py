@@ -29,21 +29,21 @@ def addresses_of(port: int) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-def test_a_store_at_the_loopback_is_on_no_other_interface() -> None:
+def test_a_store_at_loopback_listens_on_no_other_interface() -> None:
     store = store_at(LOOPBACK, 30.0)
     assert addresses_of(store.port) == {"0100007F"}
-    guest = c10d.TCPStore(LOOPBACK, store.port, None, False, timeout=timedelta(seconds=30))
-    guest.set("key", "value")
+    client = c10d.TCPStore(LOOPBACK, store.port, None, False, timeout=timedelta(seconds=30))
+    client.set("key", "value")
     assert store.get("key") == b"value"
     assert store.timeout == timedelta(seconds=30)
 
 
-def test_every_store_has_a_port_of_its_own() -> None:
+def test_each_store_has_its_own_port() -> None:
     stores = [store_at(LOOPBACK, 30.0) for _ in range(3)]
     assert len({store.port for store in stores}) == 3
 
 
-def test_an_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_is_set_only_where_the_environment_names_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(3, "eth0"), (1, "lo")])
     environment = {"GLOO_SOCKET_IFNAME": "eth0"}
     monkeypatch.setattr(meeting.os, "environ", environment)
@@ -56,8 +56,8 @@ def test_an_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("nodes", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a")])
-def test_a_job_on_one_machine_stays_on_the_loopback(nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not two ranks of one machine that send to an engine on another."""
+def test_a_job_on_one_machine_uses_loopback_only(nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on one machine that send to an engine on another machine do not."""
     plans = [ProcessSpec(("actor",), 0, 2, (0,)), ProcessSpec(("actor",), 1, 2, (1,))]
     plans.append(ProcessSpec(("rollout",), 0, 1, (2,)))
     calls: list[tuple[str, Any]] = []
@@ -83,7 +83,7 @@ def test_a_job_on_one_machine_stays_on_the_loopback(nodes: tuple[str, ...], monk
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_single_process_stays_on_the_loopback_too(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_process_uses_loopback_only(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     monkeypatch.setattr("flowrl.distributed.hosts.host.stay_on_loopback", lambda: calls.append(None))
     host: Any = object.__new__(Host)

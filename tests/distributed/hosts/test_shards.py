@@ -1,4 +1,4 @@
-"""Shards: each row is on one rank, groups are not split, and ranks have about equal work."""
+"""Shards: each row is on one rank, groups are not split, and ranks have a balanced number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def loads(shares: list[np.ndarray], weights: list[int]) -> list[int]:
 
 
 @given(TOKENS, RANKS)
-def test_rows(tokens: list[int], ranks: int) -> None:
+def test_rows_are_partitioned_with_balanced_tokens(tokens: list[int], ranks: int) -> None:
     shares = shard("row", len(tokens), ranks, np.array(tokens, dtype=np.int32), None)
     assert len(shares) == ranks
     assert sorted(row for share in shares for row in share.tolist()) == list(range(len(tokens)))
@@ -30,7 +30,7 @@ def test_rows(tokens: list[int], ranks: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 6)), max_size=40), RANKS)
-def test_groups(rows: list[tuple[int, int]], ranks: int) -> None:
+def test_groups_are_partitioned_unsplit_with_balanced_tokens(rows: list[tuple[int, int]], ranks: int) -> None:
     tokens, uids = [n for n, _ in rows], [f"prompt-{g}" for _, g in rows]
     shares = shard("group", len(rows), ranks, np.array(tokens, dtype=np.int32), uids)
     assert sorted(row for share in shares for row in share.tolist()) == list(range(len(rows)))
@@ -49,19 +49,19 @@ def test_shards_are_deterministic(tokens: list[int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_a_batch_is_on_every_rank(rows: int) -> None:
+def test_batch_granularity_gives_every_rank_all_rows(rows: int) -> None:
     assert [share.tolist() for share in shard("batch", rows, 3, None, None)] == [list(range(rows))] * 3
 
 
 @pytest.mark.parametrize("granularity", ["row", "group"])
-def test_more_ranks_than_rows(granularity: str) -> None:
+def test_surplus_ranks_get_no_rows(granularity: str) -> None:
     shares = shard(granularity, 2, 5, None, ["a", "b"])  # type: ignore[arg-type]
     assert sorted(len(share) for share in shares) == [0, 0, 0, 1, 1]
     assert all(share.dtype == np.int64 for share in shares)
 
 
 @pytest.mark.parametrize("granularity", ["row", "group", "batch"])
-def test_no_rows(granularity: str) -> None:
+def test_an_empty_batch_gives_empty_shards(granularity: str) -> None:
     assert [share.tolist() for share in shard(granularity, 0, 2, None, [])] == [[], []]  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def test_a_single_rank_has_all_rows_in_order() -> None:
     assert [s.tolist() for s in shard("group", 4, 1, np.array([9, 1, 5, 2]), None)] == [[0, 1, 2, 3]]
 
 
-def test_rows_are_distributed_by_tokens() -> None:
+def test_a_long_row_balances_several_short_ones() -> None:
     shares = shard("row", 4, 2, np.array([10, 10, 10, 30]), None)
     assert [s.tolist() for s in shares] == [[3], [0, 1, 2]]
 

@@ -16,10 +16,10 @@ def test_warnings_of_flowrl_are_collected_and_relayed_once(caplog: pytest.LogCap
         logging.getLogger("flowrl.operators.reward.operator").warning("%d rows, 100%% of them", 3)
         logging.getLogger("flowrl").error("worse")
         logging.getLogger("flowrl").info("nothing of note")
-        logging.getLogger("transformers").warning("not ours")
-        other = threading.Thread(target=logging.getLogger("flowrl").warning, args=["of another node"])
-        other.start()
-        other.join()
+        logging.getLogger("transformers").warning("not of flowrl")
+        thread = threading.Thread(target=logging.getLogger("flowrl").warning, args=["of another node"])
+        thread.start()
+        thread.join()
     logging.getLogger("flowrl").warning("afterwards")
     expected = [
         Warned("flowrl.operators.reward.operator", logging.WARNING, "3 rows, 100% of them"),

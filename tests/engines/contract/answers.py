@@ -23,7 +23,7 @@ from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Sleeper
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
-from tests.engines.contract.sources import Altered, Batch, Crooked
+from tests.engines.contract.sources import Altered, Batch, SendsOtherWeights
 from tests.support.errors import raises
 from tests.support.hashes import hashes
 from tests.support.models import EOS, SPECIALS, VOCAB
@@ -51,16 +51,16 @@ def rows(sampled: Sampled) -> list[list[int]]:
 
 
 def by_torch(source: Any, folder: str, prompts: Tensor, mask: Tensor, sampling: Sampling = GREEDY) -> list[list[int]]:
-    """What a fresh `TorchRollout` answers with the weights of `source`."""
+    """Greedy responses of a new `TorchRollout` with the weights of `source`."""
     engine = TorchRollout(folder, device="cpu").build(CONTEXT)
     engine.sync(source)
     return rows(engine.generate(prompts, mask, names(len(prompts)), sampling, KEY))
 
 
-def refuse_other_log_probs(
+def assert_log_probs_of(
     trainer: TorchTrainerEngine, prompts: Tensor, mask: Tensor, sampled: Sampled, temperature: float
 ) -> None:
-    """Those of the engine must be those of the trainer, and 0 off the mask."""
+    """Assert that log-probs of the engine equal the trainer's, and are 0 off the mask."""
     expected = trainer.log_probs(to_score(prompts, mask, sampled, temperature))
     assert sampled.log_probs.dtype == torch.float32
     assert (sampled.log_probs - expected).abs().max() < 1e-4
@@ -68,22 +68,22 @@ def refuse_other_log_probs(
 
 
 def to_score(prompts: Tensor, mask: Tensor, sampled: Sampled, temperature: float) -> Batch:
-    """Prompts with responses, as `Scorer.log_probs` reads them."""
+    """Prompts and responses as a batch for `Scorer.log_probs`."""
     ids, attention, positions = assemble(prompts, mask, sampled.responses, sampled.response_mask)
     return Batch(ids, attention, positions, sampled.response_mask, torch.full((len(ids),), temperature))
 
 
 def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
-    """float64 ``[response vocab]`` by one forward pass, without cache or padding."""
+    """Float64 logits ``[response vocab]`` of one forward pass, without cache or padding."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor([prompt + response])).logits[0]
     return logits[len(prompt) - 1 : -1].double()
 
 
-class AnswerTests:
+class GenerationTests:
     """Tokens and log-probs."""
 
-    nucleus_of_whole: ClassVar[bool] = False  # whether top-p is of the distribution before top-k
+    top_p_before_top_k: ClassVar[bool] = False  # whether top-p filters the distribution before top-k
 
     def test_the_engine_is_a_rollout_and_a_sleeper(self, engine: Rollout) -> None:
         assert isinstance(engine, Rollout)
@@ -91,12 +91,12 @@ class AnswerTests:
 
     def test_greedy_tokens_equal_transformers(self, engine: Rollout, trainer: TorchTrainerEngine, folder: str) -> None:
         prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
-        answers = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
-        for ids, kept, answer in zip(prompts, mask, answers, strict=True):
+        responses = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
+        for ids, attended, response in zip(prompts, mask, responses, strict=True):
             generated = trainer.model.generate(
-                ids[kept][None], do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=EOS
+                ids[attended][None], do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=EOS
             )
-            assert answer == generated[0, int(kept.sum()) :].tolist()
+            assert response == generated[0, int(attended.sum()) :].tolist()
 
     @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
     def test_log_probs_match_the_trainer(
@@ -104,7 +104,7 @@ class AnswerTests:
     ) -> None:
         prompts, mask = ragged(engine, [3, 1, 25, 131, 9, 2, 60, 4])
         sampled = engine.generate(prompts, mask, names(8), Sampling(temperature, 0, 1.0, 40), KEY)
-        refuse_other_log_probs(trainer, prompts, mask, sampled, temperature or 1.0)
+        assert_log_probs_of(trainer, prompts, mask, sampled, temperature or 1.0)
 
     @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (12, 0.8), (1, 1.0)])
     def test_log_probs_are_renormalized_after_top_k_and_top_p(
@@ -112,11 +112,11 @@ class AnswerTests:
     ) -> None:
         prompts, mask = ragged(engine, [3, 1, 9, 14])
         sampled = engine.generate(prompts, mask, names(4), Sampling(0.9, top_k, top_p, 24), KEY)
-        for ids, kept, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
-            for t, logits in enumerate(logits_of(trainer.model, ids[kept].tolist(), response)):
+        for ids, attended, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            for t, logits in enumerate(logits_of(trainer.model, ids[attended].tolist(), response)):
                 probabilities, order = (logits / 0.9).softmax(-1).sort(descending=True)
                 first = torch.arange(VOCAB) < (top_k or VOCAB)
-                reached = probabilities if self.nucleus_of_whole else probabilities / probabilities[first].sum()
+                reached = probabilities if self.top_p_before_top_k else probabilities / probabilities[first].sum()
                 within = first & (reached.cumsum(-1) - reached < top_p)  # what came before has not reached it
                 nucleus = dict(zip(order[within].tolist(), probabilities[within].tolist(), strict=True))
                 expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
@@ -141,12 +141,12 @@ class AnswerTests:
 
     def test_only_eos_and_stop_tokens_end_a_response(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [3] * 64)
-        stop = 20  # and not others of 10 to 29, as the folder's generation config may say
+        stop = 20  # not the other tokens, whatever the folder's generation config contains
         sampling = Sampling(1.5, 0, 1.0, max_new_tokens=60, stop_token_ids=(stop,))
-        answers = rows(engine.generate(prompts, mask, names(64), sampling, KEY))
-        assert {row[-1] for row in answers if len(row) < 60} == {EOS, stop}
-        assert all({EOS, stop}.isdisjoint(row[:-1]) for row in answers)
-        assert {token for row in answers for token in row[:-1]} >= {11, 15, 25}
+        responses = rows(engine.generate(prompts, mask, names(64), sampling, KEY))
+        assert {row[-1] for row in responses if len(row) < 60} == {EOS, stop}
+        assert all({EOS, stop}.isdisjoint(row[:-1]) for row in responses)
+        assert {token for row in responses for token in row[:-1]} >= {11, 15, 25}
 
     @pytest.mark.parametrize("top_k", [0, 40])
     def test_ignore_eos_continues_after_eos(self, engine: Rollout, trainer: TorchTrainerEngine, top_k: int) -> None:
@@ -154,12 +154,12 @@ class AnswerTests:
         stop = 20
         sampling = Sampling(1.5, top_k, 1.0, max_new_tokens=60, stop_token_ids=(stop,), ignore_eos=True)
         sampled = engine.generate(prompts, mask, names(64), sampling, KEY)
-        answers = rows(sampled)
-        assert {row[-1] for row in answers if len(row) < 60} == {stop}
-        assert all(stop not in row[:-1] for row in answers)
-        assert any(EOS in row[:-1] for row in answers)
+        responses = rows(sampled)
+        assert {row[-1] for row in responses if len(row) < 60} == {stop}
+        assert all(stop not in row[:-1] for row in responses)
+        assert any(EOS in row[:-1] for row in responses)
         if top_k == 0:
-            refuse_other_log_probs(trainer, prompts, mask, sampled, 1.5)
+            assert_log_probs_of(trainer, prompts, mask, sampled, 1.5)
 
     @pytest.mark.parametrize("ignore_eos", [False, True])
     def test_a_response_ends_with_the_token_that_completes_a_stop_string(
@@ -176,7 +176,7 @@ class AnswerTests:
             ended = (p for p in prefixes if any(string in engine.tokenizer.text(p) for string in strings))
             assert row == next(ended, whole)
         assert sum(map(len, rows(sampled))) < sum(map(len, long)) / 2
-        refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
+        assert_log_probs_of(trainer, prompts, mask, sampled, 1.0)
 
     def test_stop_strings_work_with_top_k_and_top_p(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
         prompts, mask = ragged(engine, [4, 7, 3, 12])
@@ -191,8 +191,8 @@ class AnswerTests:
     def test_a_sequence_may_be_as_long_as_the_model_allows(self, engine: Rollout, trainer: Any, folder: str) -> None:
         prompts, mask = ragged(engine, [200])
         whole = Sampling(0.0, 0, 1.0, max_new_tokens=56)
-        answers = rows(engine.generate(prompts, mask, names(1), whole, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask, whole)
+        responses = rows(engine.generate(prompts, mask, names(1), whole, KEY))
+        assert responses == by_torch(trainer, folder, prompts, mask, whole)
 
     def test_generating_zero_rows_returns_empty_columns(self, engine: Rollout) -> None:
         none = torch.zeros(0, 3, dtype=torch.int64)
@@ -209,14 +209,14 @@ class AnswerTests:
             (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "engine.invalid-prompts"),
             (prompts, mask.long(), "engine.invalid-prompts"),
         ]
-        for ids, kept, code in faults:
+        for ids, attended, code in faults:
             with raises(code):
-                engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
+                engine.generate(ids, attended, names(len(ids)), GREEDY, KEY)
         assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
 
 
 def adapted_trainer(folder: str, alpha: float = 12.0, seed: int = 0) -> LoRATrainerEngine:
-    """A trainer of an adapter that says something, over the weights of `folder`."""
+    """A trainer with a nonzero adapter on the weights of `folder`."""
     trainer = TorchTrainer(folder, device="cpu", lora=replace(ADAPTER, alpha=alpha)).build(CONTEXT)
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in trainer.adapter_weights():
@@ -226,11 +226,11 @@ def adapted_trainer(folder: str, alpha: float = 12.0, seed: int = 0) -> LoRATrai
 
 
 class AdapterTests:
-    """An engine over a folder, to which an adapter is sent and nothing else; `adapted` is the engine."""
+    """Engines that load a folder and sync only an adapter; `adapted` is the engine."""
 
     def test_only_the_adapter_is_synced(self, adapted: Any, folder: str) -> None:
-        prompts, mask = ragged(adapted, [3, 150, 9])  # one is long enough to be found in a cache
-        answers = []
+        prompts, mask = ragged(adapted, [3, 150, 9])  # one is long enough for the prefix cache
+        responses = []
         for seed in (0, 1):
             trainer = adapted_trainer(folder, seed=seed)
             receipt = adapted.sync(Altered(trainer, version=4 + seed))
@@ -239,10 +239,10 @@ class AdapterTests:
             assert receipt.bytes == sum(tensor.nbytes for _, tensor in trainer.adapter_weights())
             assert receipt.bytes < 0.5 * sum(tensor.nbytes for _, tensor in trainer.weights())
             sampled = adapted.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 40), KEY)
-            refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
-            answers.append(rows(adapted.generate(prompts, mask, names(3), GREEDY, KEY)))
-            assert answers[-1] == by_torch(trainer, folder, prompts, mask)
-        assert answers[0] != answers[1]
+            assert_log_probs_of(trainer, prompts, mask, sampled, 1.0)
+            responses.append(rows(adapted.generate(prompts, mask, names(3), GREEDY, KEY)))
+            assert responses[-1] == by_torch(trainer, folder, prompts, mask)
+        assert responses[0] != responses[1]
 
     def test_an_adapter_of_another_base_is_refused(self, adapted: Any, folder: str, trainer: Any) -> None:
         with raises("checkpoint.mismatch", found=None):
@@ -257,17 +257,17 @@ class AdapterTests:
         adapted.close()
         adapted.sync(trainer)
         prompts, mask = ragged(adapted, [3, 9])
-        answers = rows(adapted.generate(prompts, mask, names(2), GREEDY, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask)
+        responses = rows(adapted.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert responses == by_torch(trainer, folder, prompts, mask)
 
 
 class SyncTests:
-    """Weights that come from a trainer into an engine that holds its own."""
+    """Weight transfer from a trainer to an engine with its own copy."""
 
     transport: ClassVar[str]
 
-    def bear(self, engine: Any, version: str) -> None:
-        """Let the engine itself think that its weights are of another version."""
+    def set_version(self, engine: Any, version: str) -> None:
+        """Set the version of weights inside the engine, bypassing flowrl."""
         raise NotImplementedError
 
     def test_sync_loads_new_weights_and_returns_a_receipt(
@@ -292,8 +292,8 @@ class SyncTests:
         receipt = engine.sync(trainer)
         assert receipt.digest == weights_digest(trainer.weights())
         prompts, mask = ragged(engine, [3, 9])
-        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask)
+        responses = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert responses == by_torch(trainer, folder, prompts, mask)
 
     def test_the_engine_has_its_own_copy_of_the_weights(self, engine: Any, other: Any) -> None:
         engine.sync(other)
@@ -314,22 +314,22 @@ class SyncTests:
         prompts, mask = ragged(engine, [4, 9])
         with raises("engine.sync-failed", engine=engine.name):
             engine.sync(Altered(other, fault="raises"))
-        engine.close()  # again, which is nothing
+        engine.close()  # idempotent
         assert engine.receipt is None
         with raises("engine.no-receipt"):
             engine.generate(prompts, mask, names(2), GREEDY, KEY)
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
-        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask)
+        responses = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert responses == by_torch(trainer, folder, prompts, mask)
 
     def test_the_probe_detects_an_engine_with_old_weights(self, surviving: Any, other: Any, trainer: Any) -> None:
         with raises("sync.scores-differ", engine=surviving.name):
-            surviving.sync(Crooked(other, trainer.weights()))
+            surviving.sync(SendsOtherWeights(other, trainer.weights()))
         assert surviving.receipt is None
 
     def test_generation_with_externally_updated_weights_is_refused(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4])
-        self.bear(engine, "13")
+        self.set_version(engine, "13")
         with raises("engine.version-mismatch", engine=engine.name, found=("13",)):
             engine.generate(prompts, mask, names(1), GREEDY, KEY)
         assert engine.receipt is None
@@ -348,11 +348,11 @@ class SyncTests:
         assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == before
 
 
-def refuse_other_frozen(frozen: Any, folder: str, trainer: TorchTrainerEngine) -> None:
-    """An engine that is frozen must answer at once, with the weights of its folder, which are the trainer's."""
+def assert_frozen_engine_generates(frozen: Any, folder: str, trainer: TorchTrainerEngine) -> None:
+    """Assert that a frozen engine generates without a sync, with the weights of its folder, equal to the trainer's."""
     assert frozen.receipt.version == 0
     assert frozen.receipt.digest == weights_digest(trainer.weights())
     prompts, mask = ragged(frozen, [5, 2, 9])
     sampled = frozen.generate(prompts, mask, names(3), GREEDY, KEY)
     assert rows(sampled) == by_torch(trainer, folder, prompts, mask)
-    refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)
+    assert_log_probs_of(trainer, prompts, mask, sampled, 1.0)

@@ -1,6 +1,7 @@
-"""What every rollout engine must do that takes requests, as tests that the file of each engine inherits.
+"""Contract of rollout engines with requests: tests that the test file of each engine inherits.
 
-The file gives the fixtures `engine` (with the weights of `trainer`), `trainer`, `other` and `folder`, as for `answers`.
+The file provides the fixtures `engine` (with the weights of `trainer`), `trainer`, `other` and `folder`, as for
+`answers`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, StreamingRollout
-from tests.engines.contract.answers import GREEDY, KEY, logits_of, names, ragged, refuse_other_log_probs, rows
+from tests.engines.contract.answers import GREEDY, KEY, assert_log_probs_of, logits_of, names, ragged, rows
 from tests.engines.contract.sources import Altered
 from tests.operators.engines.test_interact import prompts_of
 from tests.support.errors import raises
@@ -33,7 +34,7 @@ SAMPLINGS = [
     replace(FREE, max_new_tokens=1),
 ]
 LONG = 140
-"""Tokens of a context that is long enough to be found in the cache of any engine (vLLM's blocks have 128 on a CPU)."""
+"""Tokens of a context that is long enough for the prefix cache of any engine (vLLM's blocks have 128 on a CPU)."""
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -42,7 +43,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def finished(engine: Any, count: int) -> dict[str, Response]:
-    """Step until so many have ended."""
+    """Step until `count` requests have ended."""
     taken: dict[str, Response] = {}
     while len(taken) < count:
         taken |= {name: engine.take(name) for name in engine.step()}
@@ -50,13 +51,13 @@ def finished(engine: Any, count: int) -> dict[str, Response]:
 
 
 def alone(engine: Any, request: Request) -> Response:
-    """The answer where nothing else is asked for."""
+    """The response to the request without concurrent ones."""
     engine.submit(replace(request, name="alone"))
     return finished(engine, 1)["alone"]
 
 
-def refuse_other_response(engine: Any, model: Any, request: Request, response: Response) -> None:
-    """It must be as the model would have it: log-probs, greedy tokens, and where it ends."""
+def assert_response_of(engine: Any, model: Any, request: Request, response: Response) -> None:
+    """Assert that log-probs, greedy tokens and the end of a response are those of the model."""
     sampling, logits = request.sampling, logits_of(model, list(request.ids), response.ids)
     if sampling.temperature == 0:
         assert response.ids == logits.argmax(-1).tolist()
@@ -76,40 +77,40 @@ def refuse_other_response(engine: Any, model: Any, request: Request, response: R
     assert response.ended == "stop" or len(response.ids) == sampling.max_new_tokens
 
 
-def refuse_stale_turns(engine: Any, held: Any, other: Any, own_draws: bool = True) -> None:
-    """A second turn must go on from what is known of the first with the weights of `held`, and with those of `other`
-    from nothing; and no weights come while it is under way."""
+def assert_turns_use_synced_weights(engine: Any, synced: Any, other: Any, samples_by_key: bool = True) -> None:
+    """Assert that a second turn reuses the cache of the first with the weights of `synced`, but not with those of
+    `other`; and that a sync during a request is refused."""
 
-    def asked(request: Request, source: Any) -> tuple[Response, int]:
-        """The response, and how many tokens before it were known."""
+    def complete(request: Request, source: Any) -> tuple[Response, int]:
+        """The response, and the number of cached tokens."""
         before = engine.cached_tokens
         response = alone(engine, request)
         mask = torch.ones(1, len(response.ids), dtype=torch.bool)
         ids, log_probs, versions = (torch.tensor([column]) for column in response[:3])
         sampled = Sampled(ids, mask, log_probs, versions)
         context = torch.tensor([request.ids])
-        refuse_other_log_probs(source, context, torch.ones_like(context, dtype=torch.bool), sampled, 1.0)
+        assert_log_probs_of(source, context, torch.ones_like(context, dtype=torch.bool), sampled, 1.0)
         assert set(response.versions) == {engine.receipt.version}
         return response, engine.cached_tokens - before
 
     one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), retain_cache=True)
-    first, _ = asked(one, held)
+    first, _ = complete(one, synced)
     two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.answer("a", 1))
-    second, known = asked(two, held)
+    second, known = complete(two, synced)
     assert 128 <= known < len(two.ids)
     engine.submit(two)
     if engine.step() == []:
         with raises("engine.requests-in-flight", requests=1, request="a"):
             engine.sync(other)
-        assert finished(engine, 1)["a"].ids == second.ids or not own_draws
+        assert finished(engine, 1)["a"].ids == second.ids or not samples_by_key
     engine.drop("a")
     engine.sync(Altered(other, version=8))
-    third, known = asked(two, other)
+    third, known = complete(two, other)
     assert known == 0 and set(third.versions) == {8}
 
 
 class Counts(Environment):
-    """Three turns; says back how long the answer was, and rewards it by that."""
+    """Three turns; replies with the length of the response, which is also its reward."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
@@ -122,59 +123,59 @@ async def doubter(chat: Chat, row: Row) -> float:
 
 
 def calling(text: str) -> list[ToolCall]:
-    """Takes every other text for a call."""
+    """Parse every other text as a tool call."""
     return [ToolCall("letters", {"count": len(text)})] if len(text) % 2 else []
 
 
 async def letters(count: int) -> str:
-    """As many letters."""
+    """A text of `count` letters."""
     return "x" * count
 
 
 class RequestTests:
-    """Requests, one by one and beside each other; and episodes."""
+    """Single and concurrent requests, and episodes."""
 
-    own_draws: ClassVar[bool] = True  # an answer draws from its key alone, so it is the same in any company
+    samples_by_key: ClassVar[bool] = True  # responses depend only on the key of their request, not on concurrent ones
 
     def test_requests_join_and_leave_between_steps_over_several_turns(
         self, engine: Any, trainer: TorchTrainerEngine
     ) -> None:
-        """Each with a sampling of its own."""
+        """Each request has its own sampling parameters."""
         assert isinstance(engine, StreamingRollout)
         context = {str(i): tokens(LONG if i == 0 else 3 + 2 * i, i) for i in range(len(SAMPLINGS))}
         turn, waiting, left = dict.fromkeys(context, 0), list(context), len(context)
-        asked: list[tuple[Request, Response]] = []
-        under_way: dict[str, Request] = {}
+        completed: list[tuple[Request, Response]] = []
+        running: dict[str, Request] = {}
 
         def ask(name: str) -> None:
             key = KEY.answer(name, turn[name])
-            under_way[name] = Request(name, context[name], SAMPLINGS[int(name)], key, retain_cache=turn[name] < 2)
-            engine.submit(under_way[name])
+            running[name] = Request(name, context[name], SAMPLINGS[int(name)], key, retain_cache=turn[name] < 2)
+            engine.submit(running[name])
 
         while left:
             if waiting:
                 ask(waiting.pop(0))
             for name in engine.step():
-                request, response = under_way.pop(name), engine.take(name)
-                asked.append((request, response))
+                request, response = running.pop(name), engine.take(name)
+                completed.append((request, response))
                 context[name] = [*context[name], *response.ids, *tokens(3, turn[name])]
                 turn[name] += 1
                 if turn[name] < 3:
                     ask(name)
                 else:
                     left -= 1
-        assert engine.step() == [] and len(asked) == 3 * len(SAMPLINGS)
-        for request, response in asked:
-            refuse_other_response(engine, trainer.model, request, response)
+        assert engine.step() == [] and len(completed) == 3 * len(SAMPLINGS)
+        for request, response in completed:
+            assert_response_of(engine, trainer.model, request, response)
             assert set(response.versions) == {engine.receipt.version}
-            assert not self.own_draws or alone(engine, request).ids == response.ids
+            assert not self.samples_by_key or alone(engine, request).ids == response.ids
 
     def test_generate_equals_submitting_requests_and_stepping(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4, 9, 140, 4])
-        sampling = FREE if self.own_draws else GREEDY
+        sampling = FREE if self.samples_by_key else GREEDY
         requests = [
-            Request(name, ids[kept].tolist(), sampling, KEY.answer(name))
-            for ids, kept, name in zip(prompts, mask, names(4), strict=True)
+            Request(name, ids[attended].tolist(), sampling, KEY.answer(name))
+            for ids, attended, name in zip(prompts, mask, names(4), strict=True)
         ]
         for request in requests:
             engine.submit(request)
@@ -182,8 +183,8 @@ class RequestTests:
         whole = engine.generate(prompts, mask, names(4), sampling, KEY)
         assert [taken[name].ids for name in names(4)] == rows(whole)
         for name, log_probs in zip(names(4), whole.log_probs, strict=True):
-            ours = taken[name].log_probs
-            assert ours == pytest.approx(log_probs[: len(ours)].tolist(), abs=2e-5)
+            submitted_log_probs = taken[name].log_probs
+            assert submitted_log_probs == pytest.approx(log_probs[: len(submitted_log_probs)].tolist(), abs=2e-5)
 
     def test_dropping_a_request_does_not_change_the_others(self, engine: Any, trainer: TorchTrainerEngine) -> None:
         stays, gone = (Request(name, tokens(5, 1), replace(GREEDY, ignore_eos=True), KEY) for name in ("stays", "gone"))
@@ -195,7 +196,7 @@ class RequestTests:
         engine.submit(again)
         taken = finished(engine, 2)
         for request in (stays, again):
-            refuse_other_response(engine, trainer.model, request, taken[request.name])
+            assert_response_of(engine, trainer.model, request, taken[request.name])
         engine.submit(gone)
         engine.step()
         engine.drop("gone")
@@ -204,7 +205,7 @@ class RequestTests:
     def test_a_turn_reuses_caches_but_never_those_of_old_weights(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
-        refuse_stale_turns(engine, trainer, other, self.own_draws)
+        assert_turns_use_synced_weights(engine, trainer, other, self.samples_by_key)
 
     def test_sleep_during_a_response_restarts_the_response(self, engine: Any, trainer: TorchTrainerEngine) -> None:
         requests = [Request(name, tokens(6, 3), replace(FREE, max_new_tokens=30), KEY.answer(name)) for name in "ab"]
@@ -216,8 +217,8 @@ class RequestTests:
         engine.wake()
         taken = finished(engine, 2)
         for request, ids in zip(requests, expected, strict=True):
-            assert not self.own_draws or taken[request.name].ids == ids
-            refuse_other_response(engine, trainer.model, request, taken[request.name])
+            assert not self.samples_by_key or taken[request.name].ids == ids
+            assert_response_of(engine, trainer.model, request, taken[request.name])
 
     # Episodes
 
@@ -245,18 +246,18 @@ class RequestTests:
         monkeypatch.setattr(engine, "take", taken)
         interact = Interact(**settings, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
         batch = interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=metrics)
-        told = metrics.compute()
-        assert (batch.policy_version == 3).all() and told["episodes/failed"] == 0
-        assert told["throughput/context_tokens"] == sum(len(context) for _, context, _ in given)
-        assert 0 <= told["throughput/cached_share"] < 1
+        logged = metrics.compute()
+        assert (batch.policy_version == 3).all() and logged["episodes/failed"] == 0
+        assert logged["throughput/context_tokens"] == sum(len(context) for _, context, _ in given)
+        assert 0 <= logged["throughput/cached_share"] < 1
         assert batch.turns.tolist() == [sum(name == str(i) for name, _, _ in given) for i in range(12)]
         assert batch.turns.max() > 1
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
         for i, attended in enumerate(batch.attention_mask.bool()):
             ids, turns = batch.input_ids[i][attended].tolist(), [each[1:] for each in given if each[0] == str(i)]
             assert all(ids[: len(context)] == context for context, _ in turns)
-            assert all(ids[len(context) :][: len(said.ids)] == said.ids for context, said in turns)
+            assert all(ids[len(context) :][: len(turn.ids)] == turn.ids for context, turn in turns)
             sampled = batch.response_mask[i]
-            assert batch.responses[i][sampled].tolist() == [token for _, said in turns for token in said.ids]
-            log_probs = torch.tensor([log_prob for _, said in turns for log_prob in said.log_probs])
+            assert batch.responses[i][sampled].tolist() == [token for _, turn in turns for token in turn.ids]
+            log_probs = torch.tensor([log_prob for _, turn in turns for log_prob in turn.log_probs])
             assert torch.equal(batch.rollout_log_probs[i][sampled], log_probs)

@@ -1,4 +1,4 @@
-"""Trainers that a sync reads from, with faults to order."""
+"""Trainers as sources of a sync, with optional faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowrl.backends.torch.score.engine import TorchTrainerEngine
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Processes that are not related open CPU tensors by the names of files, and not by descriptors."""
+    """Share CPU tensors by file names instead of descriptors, so that unrelated processes can open them."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -25,7 +25,7 @@ def shared_by_name() -> Iterator[None]:
 
 
 class Batch(NamedTuple):
-    """What `log_probs` reads."""
+    """The columns that `log_probs` reads."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -35,12 +35,12 @@ class Batch(NamedTuple):
 
 
 class Altered:
-    """A trainer under another version, or whose weights leave it with a fault.
+    """A trainer with another version, or with a fault in its exported weights.
 
     Args:
         trainer: the real one.
-        version: to bear.
-        fault: ``"missing"``, ``"unknown"``, ``"twice"``, ``"shape"`` or ``"raises"``: of the weight in the middle.
+        version: of the weights.
+        fault: ``"missing"``, ``"unknown"``, ``"twice"``, ``"shape"`` or ``"raises"``: in the middle weight.
     """
 
     def __init__(self, trainer: TorchTrainerEngine, version: int = 1, fault: str | None = None) -> None:
@@ -52,7 +52,7 @@ class Altered:
     def log_probs(self, batch: Any) -> Tensor:
         return self._trainer.log_probs(batch)
 
-    # These are here since a Protocol need not look for them through __getattr__.
+    # Explicit members: checks of a Protocol do not use __getattr__.
     @property
     def adapter_of(self) -> str:
         return str(self._trainer.adapter_of)  # type: ignore[attr-defined]
@@ -80,13 +80,13 @@ class Altered:
                     raise ValueError(f"no fault {unknown!r}")
 
 
-class Crooked(Altered):
-    """A trainer that sends other weights than it scores by.
+class SendsOtherWeights(Altered):
+    """A trainer that sends weights other than those it scores with.
 
     Args:
-        trainer: by which it scores.
-        sent: by their names.
-        version: to bear.
+        trainer: whose weights score.
+        sent: the weights to send, with their names.
+        version: of the weights.
     """
 
     def __init__(self, trainer: TorchTrainerEngine, sent: Iterable[tuple[str, Tensor]], version: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""What every rollout engine must do whose weights change under answers, as tests that the file of each engine inherits.
+"""Contract of live weight updates: tests that the test file of each engine inherits.
 
-The file gives the fixtures `engine` (with the weights of `trainer`, version 0), `trainer` and `other`, as for
-`answers`. What is right is said by transformers: by whole passes, or over a cache that other weights have filled.
+The file provides the fixtures `engine` (with the weights of `trainer`, version 0), `trainer` and `other`, as for
+`answers`. The reference is transformers: full passes, or passes with a cache computed by older weights.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.protocols.protocols import Request, Response
 from tests.engines.contract.answers import KEY, logits_of, names, ragged, rows
 from tests.engines.contract.requests import FREE, LONG, alone, finished, tokens
-from tests.engines.contract.sources import Altered, Crooked
+from tests.engines.contract.sources import Altered, SendsOtherWeights
 from tests.support.errors import raises
 
 MANY = 40
 """Requests of `LONG` tokens, which are more than vLLM reads in one step on a CPU."""
 
 
-def over_older(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
-    """float64 ``[response vocab]``, each by the model of its version, over keys and values of those before."""
+def logits_with_old_caches(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
+    """Float64 logits ``[response vocab]``: each token by its version, with the cache of the earlier versions."""
     ids = torch.tensor([[*prompt, *response.ids]])
     cache, seen, ends, logits = DynamicCache(), 0, len(prompt) - 1, []
     for version, tokens_of in groupby(response.versions):
@@ -41,49 +41,51 @@ def over_older(models: Mapping[int, Any], prompt: Sequence[int], response: Respo
     return torch.cat(logits)
 
 
-def each_alone(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
-    """float64 ``[response vocab]``, each by the model of its version, which has computed all that stands before."""
+def logits_with_own_caches(models: Mapping[int, Any], prompt: Sequence[int], response: Response) -> Tensor:
+    """Float64 logits ``[response vocab]``: each token by its version, which also computes its full context."""
     whole = {version: logits_of(models[version], [*prompt], response.ids) for version in set(response.versions)}
     return torch.stack([whole[version][i] for i, version in enumerate(response.versions)])
 
 
-def refuse_others(
+def assert_log_probs_by_version(
     models: Mapping[int, Any], prompt: Sequence[int], response: Response, caches: str, temperature: float = 1.0
 ) -> None:
-    """Log-probs must be those of the versions that the response says, to where each ends."""
-    logits = (over_older if caches == "reuse" else each_alone)(models, prompt, response) / temperature
+    """Assert that each log-prob is that of the token's recorded version."""
+    logits = (logits_with_old_caches if caches == "reuse" else logits_with_own_caches)(
+        models, prompt, response
+    ) / temperature
     expected = logits.log_softmax(-1).gather(1, torch.tensor(response.ids)[:, None])[:, 0]
     assert response.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
     assert response.versions == sorted(response.versions)
 
 
-def bystander(engine: Any, prompt: Sequence[int], taken: dict[str, Response]) -> tuple[Request, Response, int]:
-    """A request that is new, its answer, and how many tokens before that were known; what ends before is taken, too."""
+def bystander(engine: Any, prompt: Sequence[int], responses: dict[str, Response]) -> tuple[Request, Response, int]:
+    """A new request, its response and number of cached tokens; requests that end earlier are added to `responses`."""
     request = Request("bystander", [*prompt], FREE, KEY.answer("bystander"))
     known = engine.cached_tokens
     engine.submit(request)
-    while "bystander" not in taken:
-        taken |= finished(engine, 1)
-    return request, taken.pop("bystander"), engine.cached_tokens - known
+    while "bystander" not in responses:
+        responses |= finished(engine, 1)
+    return request, responses.pop("bystander"), engine.cached_tokens - known
 
 
 def clock(count: int) -> Request:
-    """What ends when as many tokens have been drawn of what is submitted beside it, or about as many."""
+    """A request that ends after `count` tokens, at about the same token of concurrent requests."""
     return Request("clock", [9], replace(FREE, max_new_tokens=count), KEY)
 
 
-def by_the_clock(engine: Any, taken: dict[str, Response]) -> None:
-    """Step until it has ended; what ends before is taken, too."""
-    while "clock" not in taken:
-        taken |= finished(engine, 1)
-    del taken["clock"]
+def step_until_clock_ends(engine: Any, responses: dict[str, Response]) -> None:
+    """Step until the clock request ends; requests that end earlier are added to `responses`."""
+    while "clock" not in responses:
+        responses |= finished(engine, 1)
+    del responses["clock"]
 
 
-def refuse_tokens_of_other_versions(engine: Any, trainer: TorchTrainerEngine, other: Any, caches: Any) -> None:
-    """Weights must change twice, under answers that have drawn, under some that have not, and under one that goes on
-    for a turn."""
-    models, taken = {0: trainer.model, 5: other.model, 7: trainer.model}, dict[str, Response]()
-    # An engine in a process of its own does not wait for the swaps, so answers are long. The first one goes on later.
+def assert_tokens_of_their_versions(engine: Any, trainer: TorchTrainerEngine, other: Any, caches: Any) -> None:
+    """Swap weights twice during requests, some without a token yet, and one with a second turn; assert that each
+    token has the log-prob of its version."""
+    models, responses = {0: trainer.model, 5: other.model, 7: trainer.model}, dict[str, Response]()
+    # An engine in its own process does not wait for swaps, so responses are long. The first one has a second turn.
     samplings = [replace(FREE, max_new_tokens=110 if i else 60) for i in range(MANY)]
     requests = {
         str(i): Request(str(i), tokens(LONG, i), sampling, KEY.answer(str(i)), retain_cache=i == 0)
@@ -92,30 +94,32 @@ def refuse_tokens_of_other_versions(engine: Any, trainer: TorchTrainerEngine, ot
     for request in (clock(1), *requests.values()):
         engine.submit(request)
     for version, source in ((5, other), (7, trainer)):
-        by_the_clock(engine, taken)
+        step_until_clock_ends(engine, responses)
         engine.submit(clock(3))
         receipt = engine.swap(Altered(source, version=version), caches)
         assert receipt.version == version == engine.receipt.version
-    by_the_clock(engine, taken)
-    request, response, _ = bystander(engine, tokens(LONG, 1), taken)
-    refuse_others(models, request.ids, response, "recompute")
-    while len(taken) < MANY:
-        taken |= finished(engine, 1)
-    for name, asked in requests.items():
-        refuse_others(models, asked.ids, taken[name], caches)
-    assert sum(set(response.versions) == {0, 5, 7} for response in taken.values()) > 2
-    turn = replace(requests["0"], ids=[*requests["0"].ids, *taken["0"].ids, 9, 9], sampling=FREE)
-    refuse_others(models, turn.ids, alone(engine, turn), "recompute")
-    request, response, known = bystander(engine, tokens(LONG, 2), taken)
+    step_until_clock_ends(engine, responses)
+    request, response, _ = bystander(engine, tokens(LONG, 1), responses)
+    assert_log_probs_by_version(models, request.ids, response, "recompute")
+    while len(responses) < MANY:
+        responses |= finished(engine, 1)
+    for name, each in requests.items():
+        assert_log_probs_by_version(models, each.ids, responses[name], caches)
+    assert sum(set(response.versions) == {0, 5, 7} for response in responses.values()) > 2
+    turn = replace(requests["0"], ids=[*requests["0"].ids, *responses["0"].ids, 9, 9], sampling=FREE)
+    assert_log_probs_by_version(models, turn.ids, alone(engine, turn), "recompute")
+    request, response, known = bystander(engine, tokens(LONG, 2), responses)
     assert known == 0 or caches == "recompute", "computed with older weights"
-    refuse_others(models, request.ids, response, "recompute")
-    assert bystander(engine, request.ids, taken)[2] >= 128, "nothing is found in the cache, so nothing stale could be"
+    assert_log_probs_by_version(models, request.ids, response, "recompute")
+    assert bystander(engine, request.ids, responses)[2] >= 128, (
+        "nothing is found in the cache, so nothing stale could be"
+    )
 
 
 class SwapTests:
-    """Weights that change between two tokens."""
+    """Weight changes between two tokens."""
 
-    own_draws: ClassVar[bool] = True
+    samples_by_key: ClassVar[bool] = True
 
     @pytest.fixture(params=["recompute", "reuse"])
     def caches(self, request: pytest.FixtureRequest) -> Any:
@@ -124,16 +128,16 @@ class SwapTests:
     def test_each_token_was_sampled_by_its_recorded_version(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
     ) -> None:
-        refuse_tokens_of_other_versions(engine, trainer, other, caches)
+        assert_tokens_of_their_versions(engine, trainer, other, caches)
 
     def test_swapping_in_equal_weights_changes_no_token(
         self, engine: Any, trainer: TorchTrainerEngine, caches: Any
     ) -> None:
-        if not self.own_draws:
-            pytest.skip("it draws for all rows from one generator")
-        asked = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
-        undisturbed = alone(engine, asked)
-        engine.submit(asked)
+        if not self.samples_by_key:
+            pytest.skip("the engine samples all rows from one generator")
+        request = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
+        undisturbed = alone(engine, request)
+        engine.submit(request)
         for _ in range(7):
             engine.step()
         engine.swap(Altered(trainer, version=5), caches)
@@ -170,16 +174,16 @@ class SwapTests:
         for i, ids in enumerate(rows(sampled)):
             response = Response(ids, sampled.log_probs[i].tolist(), sampled.versions[i].tolist(), "length")
             assert set(response.versions) == {0, 5}
-            refuse_others(models, prompts[i][mask[i]].tolist(), response, caches)
+            assert_log_probs_by_version(models, prompts[i][mask[i]].tolist(), response, caches)
 
     def test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
-        """By the probe, which is computed beside them; the engine ends, and names the swap to what was under way."""
+        """The probe runs concurrently with requests; the engine stops, and running requests get the error."""
         engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
         engine.step()
         with raises("sync.scores-differ", engine=engine.name):
-            engine.swap(Crooked(other, trainer.weights(), version=5), "recompute")
+            engine.swap(SendsOtherWeights(other, trainer.weights(), version=5), "recompute")
         assert engine.receipt is None
         with raises("engine.swap-failed", engine=engine.name, error="SyncError"):
             engine.step()

@@ -1,4 +1,4 @@
-"""What an engine of SGLang's leaves behind when it has ended: nothing."""
+"""Leaks of ended SGLang engines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def left_by_sglang(mark: str) -> set[str]:
-    """Processes of engines that have this mark in their environment, which all that they start inherit; and shared
-    memory and folders that belong to no process any more. Others may run engines meanwhile."""
+def leaks_of_sglang(mark: str) -> set[str]:
+    """Processes with this mark in their environment, which subprocesses inherit; and shared memory and folders without
+    a living owner. Engines of other programs are ignored."""
     processes, environments, mapped = set(), b"", b""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours to look at
+        with suppress(OSError):  # it has ended, or belongs to another user
             environment = (process / "environ").read_bytes()
             environments += environment
             mapped += (process / "maps").read_bytes()
@@ -27,7 +27,7 @@ def left_by_sglang(mark: str) -> set[str]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Another process will see to it, soon."""
+    """Wait until `condition` is true; another process makes it true."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline

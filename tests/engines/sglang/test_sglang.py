@@ -1,8 +1,8 @@
 """Tests of `backends/sglang/engine.py` and `backends/sglang/server.py` with the real engine.
 
 The references are full forward passes of transformers, `TorchRollout` and `TorchTrainer`. The tests share the engine;
-after a test that ends it, the next sync starts it again, which takes 15 seconds or more. Most faults are therefore
-nightly here; every commit runs them in tests/backends/sglang/test_faults.py, on a toy.
+after a test that ends it, the next sync restarts it, which takes 15 seconds or more. Most faults are therefore
+nightly here; every commit runs them in tests/backends/sglang/test_faults.py, with a toy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.engines.contract.answers import (
     GREEDY,
     KEY,
     AdapterTests,
-    AnswerTests,
+    GenerationTests,
     SyncTests,
     by_torch,
     names,
@@ -44,8 +44,8 @@ from tests.engines.contract.answers import (
     to_score,
 )
 from tests.engines.contract.sources import shared_by_name
-from tests.engines.contract.swaps import refuse_tokens_of_other_versions
-from tests.engines.sglang.process_leaks import eventually, left_by_sglang
+from tests.engines.contract.swaps import assert_tokens_of_their_versions
+from tests.engines.sglang.process_leaks import eventually, leaks_of_sglang
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
 
@@ -61,7 +61,7 @@ def running(folder: str) -> Iterator[SGLangEngine]:
 
 @pytest.fixture
 def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
-    """The one of this file, with the weights of `trainer`."""
+    """The engine of this file, with the weights of `trainer`."""
     running.sync(trainer)
     return running
 
@@ -79,23 +79,23 @@ def scheduler_of(engine: SGLangEngine) -> int:
 
 
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], set[str]]:
-    """What engines that were started by this test have left."""
+def leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], set[str]]:
+    """A function that lists the leaks of engines that this test started."""
     monkeypatch.setenv("FLOWRL_TEST", str(tmp_path))
-    before = left_by_sglang(str(tmp_path))
-    return lambda: left_by_sglang(str(tmp_path)) - before
+    before = leaks_of_sglang(str(tmp_path))
+    return lambda: leaks_of_sglang(str(tmp_path)) - before
 
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
-class TestAnswers(AnswerTests):
+class TestGeneration(GenerationTests):
     """On SGLang."""
 
-    nucleus_of_whole = True
+    top_p_before_top_k = True
 
     def test_generation_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
         prompts, mask = ragged(engine, [4, 7])
-        requests = [ids[kept].tolist() for ids, kept in zip(prompts, mask, strict=True)]
+        requests = [ids[attended].tolist() for ids, attended in zip(prompts, mask, strict=True)]
         sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
         long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
         sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))
@@ -120,7 +120,7 @@ class TestSync(SyncTests):
 
     transport = "pipe"
 
-    def bear(self, engine: SGLangEngine, version: str) -> None:
+    def set_version(self, engine: SGLangEngine, version: str) -> None:
         engine._ask("begin")
         engine._ask("end", version=version)
 
@@ -137,8 +137,8 @@ class TestSync(SyncTests):
     def test_a_swap_changes_weights_between_two_tokens(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
-        """By default SGLang is a step ahead of what it says, and all the same each token is of its version."""
-        refuse_tokens_of_other_versions(engine, trainer, other, "recompute")
+        """By default SGLang computes one step ahead of its outputs; tokens still have the correct version."""
+        assert_tokens_of_their_versions(engine, trainer, other, "recompute")
 
     def test_a_sync_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +152,7 @@ class TestSync(SyncTests):
     def test_the_process_opens_shared_tensors(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As tensors of a GPU are; here by shared memory."""
+        """With shared memory, as CUDA IPC does with tensors on a GPU."""
         monkeypatch.setattr("flowrl.backends.sglang.engine.can_share", lambda tensors: True)
         with shared_by_name():
             receipt = engine.sync(other)
@@ -167,7 +167,7 @@ class TestSync(SyncTests):
         process = process_of(engine)
         process.ask("begin")
         process.ask("take", save({name: tensor.detach().contiguous() for name, tensor in other.weights()}))
-        # Not at the end of an update, SGLang still has what it computed with older weights: the prompts would show it.
+        # Before the end of an update, SGLang still has the prefix cache of older weights.
         stale = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
         process.ask("end", version="0")
         expected = by_torch(other, folder, prompts, mask)
@@ -198,24 +198,24 @@ OWNER = """if True:
     import os, signal, sys
     from flowrl.backends import SGLang, TorchTrainer
     from flowrl.backends.hosted.keeper import shared_memory
-    from tests.engines.contract.answers import CONTEXT, refuse_other_frozen
+    from tests.engines.contract.answers import CONTEXT, assert_frozen_engine_generates
     engine = SGLang(sys.argv[1], frozen=True, dtype="float32", max_num_seqs=4).build(CONTEXT)
-    refuse_other_frozen(engine, sys.argv[1], TorchTrainer(sys.argv[1], device="cpu").build(CONTEXT))
+    assert_frozen_engine_generates(engine, sys.argv[1], TorchTrainer(sys.argv[1], device="cpu").build(CONTEXT))
     pid = engine._process.pid
     print(pid, *shared_memory(pid), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill a process of the engine while it generates: it must be named, and nothing of the engine be left."""
+def assert_death_is_reported(engine: SGLangEngine, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a process of the engine during generation; assert that the error names it and that nothing leaks."""
     process = process_of(engine)
     group, segments = process.pid, shared_memory(process.pid)
     assert segments
     answer = process.reply
 
-    def killed(call: str) -> dict[str, Any]:  # the request is under way
-        monkeypatch.setattr(process, "reply", answer)  # after a scheduler's death some replies still come
+    def killed(call: str) -> dict[str, Any]:  # the request is in flight
+        monkeypatch.setattr(process, "reply", answer)  # after the death of the scheduler some replies still arrive
         os.kill(victim, signal.SIGKILL)
         return answer(call)
 
@@ -235,7 +235,7 @@ class TestProcess:
     def test_a_process_killed_during_generation_is_reported_and_leaves_no_resources(
         self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        refuse_other_death(engine, process_of(engine).pid, monkeypatch)
+        assert_death_is_reported(engine, process_of(engine).pid, monkeypatch)
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
@@ -248,7 +248,7 @@ class TestProcess:
         victim: str,
     ) -> None:
         pid = process_of(engine).pid if victim == "the process" else scheduler_of(engine)
-        refuse_other_death(engine, pid, monkeypatch)
+        assert_death_is_reported(engine, pid, monkeypatch)
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
         prompts, mask = ragged(engine, [4] * 2)
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
@@ -266,7 +266,7 @@ class TestProcess:
 
     @pytest.mark.nightly
     def test_a_frozen_engine_uses_its_folder_and_ends_with_its_owner_process(self, folder: str) -> None:
-        """The owner is killed, and so can end nothing by itself."""
+        """The owner is killed, so it cannot end the engine itself."""
         done = subprocess.run([sys.executable, "-c", OWNER, folder], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == -signal.SIGKILL, done.stderr
         group, *segments = done.stdout.split()
@@ -278,8 +278,8 @@ class TestProcess:
 @pytest.mark.engines("sglang")
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-class TestOthers:
-    """Engines with other settings, after the shared one has ended: there is not memory for many."""
+class TestOtherSettings:
+    """Engines with other settings, after the shared one has ended, to save memory."""
 
     def test_tied_weights_are_loaded_on_two_devices(self, running: SGLangEngine, tmp_path: Path) -> None:
         running.close()
@@ -316,12 +316,12 @@ class TestOthers:
         ],
     )
     def test_a_failed_start_is_explained_and_leaves_no_resources(
-        self, folder: str, settings: dict[str, Any], code: str, words: str, left: Callable[[], set[str]]
+        self, folder: str, settings: dict[str, Any], code: str, words: str, leaks: Callable[[], set[str]]
     ) -> None:
         with raises(code) as caught:
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
         assert words in caught.value.message
-        eventually(lambda: not left())
+        eventually(lambda: not leaks())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Requests to the real SGLang one by one, and episodes that are played on it."""
+"""Single requests to the real SGLang, and episodes on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowrl.episodes import Answer, Reply
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request
 from tests.engines.contract.answers import CONTEXT, KEY
-from tests.engines.contract.requests import FREE, Counts, RequestTests, alone, finished, refuse_other_response, tokens
+from tests.engines.contract.requests import FREE, Counts, RequestTests, alone, assert_response_of, finished, tokens
 from tests.engines.contract.sources import Altered
 from tests.engines.contract.swaps import SwapTests
 from tests.operators.engines.test_interact import Flaky, prompts_of
@@ -28,7 +28,7 @@ from tests.support.errors import raises
 
 @pytest.fixture(scope="module")
 def running(folder: str) -> Iterator[SGLangEngine]:
-    """A step ahead of what it says it cannot swap weights and keep what was computed."""
+    """Without overlap scheduling, with which SGLang cannot swap weights and reuse caches."""
     settings = {"disable_overlap_schedule": True}
     engine = SGLang(folder, dtype="float32", max_num_seqs=64, engine_args=settings).build(CONTEXT)
     yield engine
@@ -37,7 +37,7 @@ def running(folder: str) -> Iterator[SGLangEngine]:
 
 @pytest.fixture
 def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
-    """The one of this file, with the weights of `trainer`."""
+    """The engine of this file, with the weights of `trainer`."""
     running.sync(trainer)
     return running
 
@@ -52,7 +52,7 @@ def pid_of(engine: SGLangEngine) -> int:
 class TestSwaps(SwapTests):
     """On SGLang."""
 
-    own_draws = False
+    samples_by_key = False
 
     @pytest.mark.nightly
     def test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(
@@ -66,10 +66,10 @@ class TestSwaps(SwapTests):
 class TestRequests(RequestTests):
     """On SGLang."""
 
-    own_draws = False
+    samples_by_key = False
 
     def test_dropped_requests_do_not_block_the_next_sync(self, engine: SGLangEngine, other: TorchTrainerEngine) -> None:
-        """One that is computed, one that SGLang has not begun, and some that wait in it for room."""
+        """A running request, one that SGLang has not started, and some that wait for memory."""
         long = replace(FREE, max_new_tokens=200)
         for i in range(90):
             engine.submit(Request(str(i), tokens(4, i), replace(long, stop=("no such text",) * (i % 2)), KEY))
@@ -79,7 +79,7 @@ class TestRequests(RequestTests):
             engine.drop(name)
         engine.sync(Altered(other, version=5))
         request = Request("0", tokens(4, 1), FREE, KEY)
-        refuse_other_response(engine, other.model, request, alone(engine, request))
+        assert_response_of(engine, other.model, request, alone(engine, request))
 
     def test_a_failing_environment_does_not_affect_other_episodes(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
@@ -93,7 +93,7 @@ class TestRequests(RequestTests):
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
     def test_a_long_response_does_not_block_other_episodes(self, engine: SGLangEngine) -> None:
-        """A step is short although nothing ends: who waits for an environment that replies goes on."""
+        """Steps return even if no request ends, so episodes whose environment replies continue."""
         engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
         steps = 1
         while not engine.step():
@@ -127,8 +127,8 @@ class TestRequests(RequestTests):
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
     def test_externally_updated_weights_end_the_engine(self, engine: SGLangEngine) -> None:
-        """By itself SGLang updates none while answers are under way; of the next one it says the version. This test is
-        the last of the file, since it leaves the engine ended."""
+        """SGLang itself does not update weights during requests; the next response has the new version. This is the
+        last test of the file, since it ends the engine."""
         for name in "ab":
             engine.submit(Request(name, tokens(6, 3), FREE, KEY))
             if name == "a":

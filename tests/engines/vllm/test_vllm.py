@@ -1,8 +1,8 @@
 """Tests of `backends/vllm/engine.py` with the real engine.
 
 The references are full forward passes of transformers, `TorchRollout` and `TorchTrainer`. The tests share the session's
-engine; after a test that ends it, the next sync starts it again. tests/backends/hosted/test_faults.py tests the faults
-that hosted engines share, on a toy.
+engine; after a test that ends it, the next sync restarts it. tests/backends/hosted/test_faults.py tests the faults
+that hosted engines share, with a toy.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from tests.engines.contract.answers import (
     GREEDY,
     KEY,
     AdapterTests,
-    AnswerTests,
+    GenerationTests,
     SyncTests,
     adapted_trainer,
+    assert_frozen_engine_generates,
     by_torch,
     names,
     ragged,
-    refuse_other_frozen,
     rows,
     to_score,
 )
-from tests.engines.contract.requests import FREE, RequestTests, refuse_stale_turns, tokens
+from tests.engines.contract.requests import FREE, RequestTests, assert_turns_use_synced_weights, tokens
 from tests.engines.contract.sources import Altered
-from tests.engines.contract.swaps import SwapTests, refuse_tokens_of_other_versions
+from tests.engines.contract.swaps import SwapTests, assert_tokens_of_their_versions
 from tests.engines.vllm.vllm_slot import VLLM_SETTINGS, VLLMSlot
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
 
-BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU: nothing shorter is ever found in it
+BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU: shorter prefixes are not cached
 
 
 @pytest.fixture
 def engine(vllm: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine) -> VLLMEngine:
-    """The session's, with the weights of `trainer`."""
+    """The engine of the session, with the weights of `trainer`."""
     vllm_slot.claim(vllm).sync(trainer)
     return vllm
 
 
 @pytest.fixture(scope="module")
-def ahead(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
-    """One that schedules a step while another is computed, as vLLM does on a GPU."""
+def overlapping(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
+    """An engine that schedules a step while another is computed, as vLLM does on a GPU."""
     from vllm.platforms.cpu import CpuPlatform
 
     plain = CpuPlatform.check_and_update_config
@@ -82,7 +82,7 @@ def ahead(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
 
 
 @needs_vllm
-class TestAnswers(AnswerTests):
+class TestGeneration(GenerationTests):
     """On vLLM."""
 
 
@@ -92,7 +92,7 @@ class TestSync(SyncTests):
 
     transport = "copy"
 
-    def bear(self, engine: VLLMEngine, version: str) -> None:
+    def set_version(self, engine: VLLMEngine, version: str) -> None:
         engine._llm.update_weight_version(version)
 
 
@@ -115,7 +115,7 @@ def test_generate_equals_vllm_with_the_same_seeds(engine: VLLMEngine) -> None:
     seeds = [KEY.derive(row).bits & (2**63 - 1) for row in names(4)]
     settings: dict[str, Any] = dict(temperature=0.9, top_k=12, top_p=0.9, max_tokens=20, ignore_eos=True, logprobs=0)
     outputs = engine._llm.generate(
-        [{"prompt_token_ids": ids[kept].tolist()} for ids, kept in zip(prompts, mask, strict=True)],
+        [{"prompt_token_ids": ids[attended].tolist()} for ids, attended in zip(prompts, mask, strict=True)],
         [SamplingParams(**settings, seed=seed, detokenize=False) for seed in seeds],
         use_tqdm=False,
     )
@@ -150,33 +150,33 @@ def test_a_row_depends_only_on_its_key(engine: VLLMEngine) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("clears", [True, False])
 def test_a_sync_clears_the_prefix_cache(
     engine: VLLMEngine,
     other: TorchTrainerEngine,
     folder: str,
     monkeypatch: pytest.MonkeyPatch,
-    forgets: bool,
+    clears: bool,
 ) -> None:
     prompts, mask = ragged(engine, [BLOCK + 20] * 4)
     engine.generate(prompts, mask, names(4), GREEDY, KEY)
-    if not forgets:  # to see that the prompts are long enough to show it
+    if not clears:  # to see that the prompts are long enough to show it
         monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
     engine.sync(other)
     answers = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
-    assert (answers == by_torch(other, folder, prompts, mask)) == forgets
+    assert (answers == by_torch(other, folder, prompts, mask)) == clears
 
 
 def nudge(trainer: TorchTrainerEngine) -> None:
-    """Change all weights by less than a probe tolerates."""
+    """Change all weights by less than the tolerance of the probe."""
     with torch.no_grad():
         for _, tensor in trainer.weights():
             tensor.mul_(1 + 1e-4)
 
 
 @contextmanager
-def delivering_nothing(engine: VLLMEngine) -> Iterator[None]:
-    """Within, vLLM takes weights, and says that all is well, and does nothing with them."""
+def ignoring_weights(engine: VLLMEngine) -> Iterator[None]:
+    """Within the block, vLLM reports success for new weights, but ignores them."""
     llm = engine._llm
     rpc = llm.collective_rpc
 
@@ -192,13 +192,13 @@ def delivering_nothing(engine: VLLMEngine) -> Iterator[None]:
 
 @needs_vllm
 def test_an_undelivered_small_update_is_detected(surviving: VLLMEngine, folder: str) -> None:
-    """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
+    """The update is within the tolerance, and the digest and vLLM's reply are correct."""
     engine, trainer = surviving, TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
     before = torch.tensor(engine.probe.score(trainer))
     nudge(trainer)
     assert 1e-5 < (torch.tensor(engine.probe.score(trainer)) - before).abs().mean() < 1e-3
-    with delivering_nothing(engine), raises("sync.old-weights", engine="vLLM", followed=0.0):
+    with ignoring_weights(engine), raises("sync.old-weights", engine="vLLM", followed=0.0):
         engine.sync(trainer)
     assert engine.receipt is None
     assert engine.sync(trainer).digest == weights_digest(trainer.weights())
@@ -225,7 +225,7 @@ def test_an_interrupted_engine_restarts(
 
 @needs_vllm
 def test_an_undelivered_swap_with_requests_in_flight_is_detected(engine: VLLMEngine, folder: str) -> None:
-    """A small one. In company scores are rounded otherwise, so that they are not the same bit by bit."""
+    """A small update. With concurrent requests, scores differ by rounding, so they are not bit-equal."""
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
     for i in range(9):
@@ -234,7 +234,7 @@ def test_an_undelivered_swap_with_requests_in_flight_is_detected(engine: VLLMEng
     nudge(trainer)
     engine.swap(Altered(trainer, version=1), "reuse")
     nudge(trainer)
-    with delivering_nothing(engine), raises("sync.old-weights", engine="vLLM"):
+    with ignoring_weights(engine), raises("sync.old-weights", engine="vLLM"):
         engine.swap(Altered(trainer, version=2), "reuse")
     assert engine.receipt is None
 
@@ -262,10 +262,10 @@ def test_tied_weights_are_loaded_twice_and_dropped_by_sleep_level_2(vllm_slot: V
 @needs_vllm
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
 def test_a_running_step_ends_before_weights_change(
-    ahead: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+    overlapping: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:
-    vllm_slot.claim(ahead).sync(trainer)
-    refuse_tokens_of_other_versions(ahead, trainer, other, caches)
+    vllm_slot.claim(overlapping).sync(trainer)
+    assert_tokens_of_their_versions(overlapping, trainer, other, caches)
 
 
 @needs_vllm
@@ -285,7 +285,7 @@ def test_a_frozen_engine_uses_its_folder_and_ends_with_its_last_reference(
     vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str
 ) -> None:
     engine = vllm_slot.start(VLLM(folder, frozen=True, **VLLM_SETTINGS))
-    refuse_other_frozen(engine, folder, trainer)
+    assert_frozen_engine_generates(engine, folder, trainer)
     end = engine._end
     del engine
     gc.collect()
@@ -306,7 +306,7 @@ def test_a_failed_start_is_explained(vllm_slot: VLLMSlot, folder: str, settings:
         vllm_slot.start(VLLM(folder, **VLLM_SETTINGS | settings))
 
 
-BESIDE = """if True:
+WITH_GROUP = """if True:
     import sys, torch
     from flowrl.backends import VLLM, TorchTrainer
     from flowrl.errors import BindError
@@ -323,9 +323,9 @@ BESIDE = """if True:
 
 @needs_vllm
 def test_starting_with_an_existing_process_group_is_refused(folder: str) -> None:
-    """It would end that with its own: of a trainer that offloads, say, which has to live on. In a process of its own,
-    since here other vLLM have been before."""
-    command, root = [sys.executable, "-c", BESIDE, folder], ROOT
+    """vLLM would destroy the existing group, such as that of a trainer with offload. Runs in a separate process, since
+    other tests started vLLM in this one."""
+    command, root = [sys.executable, "-c", WITH_GROUP, folder], ROOT
     done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "[vllm.process-group]" in done.stdout and "place=Colocate(1)" in done.stdout
@@ -348,7 +348,7 @@ class TestAdapters(AdapterTests):
     def test_turns_use_the_latest_adapter(self, adapted: VLLMEngine, folder: str) -> None:
         first, second = (adapted_trainer(folder, seed=seed) for seed in (0, 1))
         adapted.sync(Altered(first, version=2))
-        refuse_stale_turns(adapted, first, second)
+        assert_turns_use_synced_weights(adapted, first, second)
 
 
 # Without the engine

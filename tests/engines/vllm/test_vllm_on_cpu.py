@@ -1,4 +1,4 @@
-"""What vLLM cannot do on a CPU: read a prompt in pieces for a row with a generator of its own, and odd head sizes."""
+"""Limits of vLLM on a CPU: chunked prefill of rows with their own generator, and unsupported head sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.models import char_tokenizer, tiny_config
 pytestmark = pytest.mark.engines("vllm")
 
 
-def test_more_prompt_tokens_than_max_num_batched_tokens(
+def test_prompts_longer_than_max_num_batched_tokens_have_exact_log_probs(
     vllm: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine
 ) -> None:
     engine = vllm_slot.claim(vllm)

@@ -1,6 +1,6 @@
-"""Tests of `backends/vllm/worker.py`: tensor parallel 2, as two worker processes on a CPU, with weights by gloo.
+"""Tests of `backends/vllm/worker.py`: tensor parallel 2, with two worker processes on a CPU and weights over gloo.
 
-Every commit runs what one start shows: weights that reach both workers by either transport, and a killed worker.
+Every commit runs the tests that need one start: weights on both workers by either transport, and a killed worker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flowrl.data.keys import Key
 from flowrl.protocols.protocols import Sampled, Sampling
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
-from tests.engines.contract.requests import refuse_stale_turns
+from tests.engines.contract.requests import assert_turns_use_synced_weights
 from tests.engines.contract.sources import Altered, shared_by_name
-from tests.engines.contract.swaps import refuse_tokens_of_other_versions
+from tests.engines.contract.swaps import assert_tokens_of_their_versions
 from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.support.errors import raises
 from tests.support.hashes import hashes
@@ -57,13 +57,13 @@ def engine(folder: str, vllm_slot: VLLMSlot) -> VLLMEngine:
 
 
 def children(of: int | None = None) -> set[int]:
-    """vLLM's workers under a process, this one by default; zombies left out."""
+    """vLLM's workers under a process, this one by default; without zombies."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has just ended
         state, parent = rest.split()[:2]
         if int(parent) == (of or os.getpid()) and state != "Z" and name.startswith("VLLM"):
             found.add(int(status.parent.name))
@@ -91,7 +91,7 @@ def by_torch(source: Any, folder: str) -> list[list[int]]:
 
 
 def count_hashes(worker: Any) -> None:
-    """In a worker of vLLM's: note each tensor that it hashes."""
+    """In a worker of vLLM: record each tensor that it hashes."""
     from flowrl.backends.vllm import worker as module
 
     honest, worker.hashed = module.tensor_digest, []
@@ -110,7 +110,7 @@ def hashed_so_far(worker: Any) -> list[str]:
 def test_weights_reach_both_tensor_parallel_workers(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
-    """Which hash each tensor once, as this process does."""
+    """Each worker hashes each tensor once, as this process does."""
     engine._llm.collective_rpc(count_hashes)
     for version, source in enumerate([trainer, other, trainer]):
         with hashes() as hashed:
@@ -141,7 +141,7 @@ def test_turns_use_the_latest_weights(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
 ) -> None:
     engine.sync(trainer)
-    refuse_stale_turns(engine, trainer, other)
+    assert_turns_use_synced_weights(engine, trainer, other)
 
 
 @pytest.mark.nightly
@@ -150,13 +150,13 @@ def test_a_swap_changes_weights_between_two_tokens(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:
     engine.sync(trainer)
-    refuse_tokens_of_other_versions(engine, trainer, other, caches)
+    assert_tokens_of_their_versions(engine, trainer, other, caches)
 
 
 def test_workers_open_shared_tensors(
     engine: VLLMEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As tensors of a GPU are; here by shared memory."""
+    """With shared memory, as CUDA IPC does with tensors on a GPU."""
     monkeypatch.setattr("flowrl.backends.vllm.worker.can_share", lambda tensors: True)
     with shared_by_name():
         receipt = engine.sync(other)
@@ -204,7 +204,7 @@ def test_a_worker_killed_during_generation_is_reported_and_leaves_no_resources(
 
 
 def on_worker(engine: VLLMEngine, act: str) -> None:
-    """Let the worker of rank 1 fail, or die, at the third tensor that it is to load."""
+    """Let the worker of rank 1 fail or die when it loads the third tensor."""
 
     def plant(worker: Any) -> None:
         model, loaded = worker.weight_transfer_engine.model, 0
@@ -245,7 +245,7 @@ def test_a_worker_that_fails_in_a_sync_does_not_block_the_others(
     code: str,
     facts: dict[str, Any],
 ) -> None:
-    """A process that is gone is started anew by `restart="role"`, weights that it cannot take are not."""
+    """`restart="role"` recovers from a dead process, but not from weights that it cannot load."""
     engine.sync(trainer)
     on_worker(engine, act)
     started = time.monotonic()
@@ -262,7 +262,7 @@ def test_a_worker_that_fails_in_a_sync_does_not_block_the_others(
 def test_a_late_start_failure_leaves_no_resources(
     folder: str, vllm_slot: VLLMSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the workers are there; here vLLM does not even end without an error."""
+    """The start fails after the workers have started, and shutting down vLLM raises, too."""
     vllm_slot.free()
     before = children()
     segments: set[Path] = set()
@@ -324,7 +324,7 @@ def test_workers_end_with_the_process_that_started_them(folder: str, tmp_path: P
 
 
 def alive(processes: set[int]) -> set[int]:
-    """Those that are not dead: a zombie is, which nobody has waited for."""
+    """The processes that are alive; zombies are not."""
     found = set()
     for number in processes:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

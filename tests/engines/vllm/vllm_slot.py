@@ -1,4 +1,4 @@
-"""The place for a vLLM in the process of the tests, and small settings for it."""
+"""The single vLLM of the test process, and small settings for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VLLM_SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 64 << 20,
 
 
 class VLLMSlot:
-    """A process holds one vLLM at a time: to start one, or to claim the slot for it, ends all others."""
+    """A process can have one vLLM at a time: starting or claiming one ends all others."""
 
     def __init__(self) -> None:
         self._engines = WeakSet[VLLMEngine]()
@@ -26,7 +26,7 @@ class VLLMSlot:
         return engine
 
     def claim(self, engine: VLLMEngine) -> VLLMEngine:
-        """End all other engines, so that a sync may start this one again."""
+        """End all other engines, so that a sync may restart this one."""
         for other in self._engines:
             if other is not engine:
                 other.close()

@@ -130,7 +130,7 @@ def test_the_cluster_of_a_process_is_reused_until_it_is_shut_down(tiny: str, tmp
         REUSED,
         str(tmp_path / "desk"),
         tiny,
-        RAY_ADDRESS=nothing_there(),
+        RAY_ADDRESS=unused_address(),
     )
     lines = [line for line in printed.splitlines() if "Loading weights" not in line]
     loopback = "0100007F"
@@ -192,7 +192,9 @@ def joining(address: str, token: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_a_joined_cluster_keeps_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
+def test_a_job_on_a_joined_cluster_runs_or_is_refused_and_the_cluster_survives(
+    head: str, token: dict[str, str], tiny: str, tmp_path: Path
+) -> None:
     """A job is refused if the cluster is too small, the address is another one, or the token is wrong.
 
     An engine with several slots sees the GPUs of all of them, an engine with one slot sees one GPU.
@@ -249,7 +251,7 @@ def disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
-def nothing_there() -> str:
+def unused_address() -> str:
     """An address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -257,12 +259,12 @@ def nothing_there() -> str:
 
 
 @pytest.mark.usefixtures("disconnected")
-@pytest.mark.parametrize("mute", [False, True])
-def test_an_address_that_does_not_respond(mute: bool, tiny: str) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_address_that_does_not_respond_is_refused(silent: bool, tiny: str) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        address = f"127.0.0.1:{server.getsockname()[1]}" if mute else nothing_there()
+        address = f"127.0.0.1:{server.getsockname()[1]}" if silent else unused_address()
         job = Job(job_of("grpo", tiny).graph, Colocate(1, address=address))
         started = time.monotonic()
         with raises("cluster.address", address=address), job.open():
@@ -271,13 +273,13 @@ def test_an_address_that_does_not_respond(mute: bool, tiny: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:port", "ray://host:1"])
-def test_an_invalid_address(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with raises("cluster.address", address=address), connected(Colocate(1, address=address)):
         raise AssertionError("connected")
 
 
 @pytest.mark.usefixtures("disconnected")
-def test_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_ray_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise Exception("The current node timed out during startup. This could happen because of much.")
 
@@ -288,7 +290,7 @@ def test_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("disconnected")
-def test_another_service_at_the_address() -> None:
+def test_another_service_at_the_address_is_refused() -> None:
     """A server that responds, but does not use Ray's protocol."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
@@ -315,7 +317,9 @@ def test_another_service_at_the_address() -> None:
         ({"actor": 2}, None, "job.no-place"),
     ],
 )
-def test_ranks_without_slots(ranks: dict[str, int], place: Place | None, code: str, tiny: str, tmp_path: Path) -> None:
+def test_ranks_without_slots_are_refused_before_an_engine_is_built(
+    ranks: dict[str, int], place: Place | None, code: str, tiny: str, tmp_path: Path
+) -> None:
     job = toy_job(grpo(digits), tmp_path / "desk", tiny, ranks, place)
     [(role, count)] = ranks.items()
     with raises(code, role=role, ranks=count), job.open():
@@ -323,7 +327,7 @@ def test_ranks_without_slots(ranks: dict[str, int], place: Place | None, code: s
     assert not Desk(str(tmp_path / "desk")).events()
 
 
-def test_nodes_that_no_process_can_run(tiny: str, tmp_path: Path) -> None:
+def test_nodes_that_no_process_can_run_are_refused(tiny: str, tmp_path: Path) -> None:
     """Roles of different processes; groups without a port for them; and state that each rank would have."""
     graph = grpo(digits, n=2)
     separate = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
@@ -343,7 +347,7 @@ def test_each_slot_needs_a_cpu_in_addition_to_its_gpu(monkeypatch: pytest.Monkey
         Slots(Colocate(3), [])
 
 
-def test_a_role_that_is_not_bound(tiny: str) -> None:
+def test_an_unbound_role_is_refused(tiny: str) -> None:
     graph = job_of("grpo", tiny).graph
     bound = {role: backend for role, backend in graph.bindings.items() if role != "ref"}
     job = grpo(digits).bind(place=Colocate(1), **bound)
@@ -351,7 +355,7 @@ def test_a_role_that_is_not_bound(tiny: str) -> None:
         raise AssertionError("opened")
 
 
-def test_declared_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
+def test_declared_memory_beyond_that_of_the_slot_is_refused(tiny: str, tmp_path: Path) -> None:
     job = toy_job(grpo(digits), tmp_path / "desk", tiny, place=Colocate(1, memory=10))
     actor = job.graph.bindings["actor"]
     job = job.edit(bind={"actor": type(actor)(desk=actor.desk, folder=actor.folder, memory=16.0)})

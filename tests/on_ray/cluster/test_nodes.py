@@ -38,7 +38,9 @@ def batch() -> Any:
     return proto(prompt_batch(PROMPTS))
 
 
-def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two FSDP ranks and an engine on three nodes, with many buckets; one job uses both transports."""
     monkeypatch.setattr(delivery, "BUCKET_BYTES", 20_000)
     bindings = {
@@ -50,9 +52,9 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
         assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
-        wanted = WeightSelection("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
-        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", wanted, 20_000)[0]
-        scored = wanted.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
+        selection = WeightSelection("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
+        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", selection, 20_000)[0]
+        scored = selection.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
         assert exported.origin.scores == pytest.approx(scored, abs=1e-5)
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
@@ -82,7 +84,7 @@ class CrookedEngine(ToyTrainerEngine):
             raise ValueError("out of memory")
 
 
-class Crooked(ToyTrainer):
+class SendsOtherWeights(ToyTrainer):
     def build(self, context: Any) -> CrookedEngine:
         engine = CrookedEngine("actor", self, context)
         tell, carry = TransferGroup.tell, GlooCarrier.send
@@ -107,11 +109,11 @@ class Crooked(ToyTrainer):
         return engine
 
 
-def test_errors_of_a_stream_are_named_and_the_next_sync_works(tiny: str, tmp_path: Path) -> None:
+def test_an_error_of_a_stream_is_reported_with_its_kind_and_the_next_sync_works(tiny: str, tmp_path: Path) -> None:
     """Each kind of damage, an error on each side, and a trainer that is killed while it sends."""
     desk = Desk(str(tmp_path))
     job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1))
-    job = job.edit(bind={"actor": Crooked(desk=str(tmp_path), folder=tiny)})
+    job = job.edit(bind={"actor": SendsOtherWeights(desk=str(tmp_path), folder=tiny)})
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -146,7 +148,7 @@ def test_errors_of_a_stream_are_named_and_the_next_sync_works(tiny: str, tmp_pat
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp_path: Path) -> None:
+def test_an_engine_that_dies_or_hangs_while_it_receives_is_reported(how: str, tiny: str, tmp_path: Path) -> None:
     """The error does not name the trainer, which waits no longer than the deadline."""
     desk = Desk(str(tmp_path))
     job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1, deadline=12.0 if how == "hangs" else 3600.0))

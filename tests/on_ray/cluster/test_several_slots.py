@@ -58,7 +58,7 @@ def refuse_two_at_once(events: list[dict[str, Any]], plans: list[ProcessSpec]) -
 
 
 @pytest.mark.timeout(900)
-def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
+def test_engines_with_several_slots_take_turns_and_are_rebuilt_after_deaths(tiny: str, tmp_path: Path) -> None:
     """One rank of two dies, and a rank of another role on the same slot."""
     with toy_job(GRAPH, tmp_path / "local", tiny).open(seed=5) as executor:
         expected = run(executor)

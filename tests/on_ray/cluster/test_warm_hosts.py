@@ -23,24 +23,26 @@ from tests.workers.poison import poison, state
 pytestmark = pytest.mark.ray
 
 
-class Looks(ToyScorer):
+class RecordsState(ToyScorer):
     """A scorer that records the state of its process, and may then change it."""
 
     serves = (Scorer,)
-    poisons: bool = False
+    changes_state: bool = False
 
     def build(self, context: Any) -> ToyScorerEngine:
         Desk(self.desk).record("ref", 0, "state", state=state())
-        if self.poisons:
+        if self.changes_state:
             poison()
             Desk(self.desk).record("ref", 0, "state", state=state())
         return ToyScorerEngine("ref", self, context)
 
 
-def states(desk: Path, folder: str, poisons: bool) -> list[dict[str, Any]]:
+def states(desk: Path, folder: str, changes_state: bool) -> list[dict[str, Any]]:
     """The states of the process of a new job's scorer."""
     job = toy_job(grpo(digits, n=2), desk, folder, place=Colocate(1))
-    with job.edit(bind={"ref": Looks(desk=str(desk), folder=folder, poisons=poisons)}).open() as executor:
+    with job.edit(
+        bind={"ref": RecordsState(desk=str(desk), folder=folder, changes_state=changes_state)}
+    ).open() as executor:
         actors = [executor.runner.hosts.general, *executor.runner.hosts.actors.values()]
         for pid in ray.get([actor.pid.remote() for actor in actors]):
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -48,18 +50,18 @@ def states(desk: Path, folder: str, poisons: bool) -> list[dict[str, Any]]:
     return [event["state"] for event in Desk(str(desk)).events() if event["what"] == "state"]
 
 
-def test_a_job_is_independent_of_earlier_jobs(tiny: str, tmp_path: Path) -> None:
-    [clean] = states(tmp_path / "clean", tiny, poisons=False)
-    found, poisoned = states(tmp_path / "poisons", tiny, poisons=True)
-    [after] = states(tmp_path / "after", tiny, poisons=False)
+def test_a_job_does_not_see_process_state_of_earlier_jobs(tiny: str, tmp_path: Path) -> None:
+    [clean] = states(tmp_path / "clean", tiny, changes_state=False)
+    found, poisoned = states(tmp_path / "changes_state", tiny, changes_state=True)
+    [after] = states(tmp_path / "after", tiny, changes_state=False)
     kinds = clean.keys() - {"sockets"}  # Ray opens some, whose number varies
     assert {kind for kind in kinds if poisoned[kind] != clean[kind]} == kinds
     for kind in kinds:
         assert clean[kind] == found[kind] == after[kind], kind
 
 
-def test_without_a_server_a_worker_imports_for_itself() -> None:
-    """It runs Ray's own program, which here lacks its arguments."""
+def test_a_worker_without_a_fork_server_runs_rays_own_program() -> None:
+    """The program fails here because it has no arguments."""
     done = subprocess.run(
         [sys.executable, ray_worker.__file__],
         env=os.environ | {ray_worker.ADDRESS: "flowrl-no-such-server"},

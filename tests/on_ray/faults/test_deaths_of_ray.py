@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("process", "named"), [("raylet", "the raylet"), ("gcs_server", "the GCS")])
-def test_a_death_of_a_process_of_ray_is_named(process: str, named: str, tiny: str, tmp_path: Path) -> None:
+def test_an_error_names_the_ray_process_that_died(process: str, named: str, tiny: str, tmp_path: Path) -> None:
     """During a node; Ray itself would end the driver without a message at its next use of the object store."""
     printed = script(
         """

@@ -145,7 +145,9 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
         ("ref.wake", "ref_log_prob in step 2, waking,", "ref rank 0"),
     ],
 )
-def test_a_death_is_named_and_cleaned_up(call: str, task: str, host: str, tiny: str, tmp_path: Path) -> None:
+def test_an_error_names_the_dead_process_and_nothing_leaks(
+    call: str, task: str, host: str, tiny: str, tmp_path: Path
+) -> None:
     desk = Desk(str(tmp_path / "desk"))
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
@@ -159,7 +161,7 @@ def test_a_death_is_named_and_cleaned_up(call: str, task: str, host: str, tiny: 
         assert "Colocate(restart='role')" in caught.value.message
 
 
-def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
+def test_an_error_names_the_general_host_if_it_dies(tiny: str, tmp_path: Path) -> None:
     """Also if only the readers of its columns notice it."""
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
@@ -180,7 +182,7 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
         ("rollout.wake", "sync in step 1, waking,", "rollout rank 0"),
     ],
 )
-def test_a_process_that_hangs_is_named_within_the_deadline(
+def test_an_error_names_a_hanging_process_within_the_deadline(
     call: str, task: str, host: str, tiny: str, tmp_path: Path
 ) -> None:
     desk = Desk(str(tmp_path / "desk"))
@@ -200,7 +202,7 @@ def test_a_process_that_hangs_is_named_within_the_deadline(
             thread.join()
 
 
-def test_an_engine_that_ended_is_synced_and_the_step_repeated(
+def test_a_step_is_repeated_after_an_engine_ended_itself(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the same process, which continues; without restart="role", the error ends the run."""
@@ -227,7 +229,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
 
 
 @pytest.mark.timeout(900)
-def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
+def test_a_dead_rank_is_rebuilt_with_the_other_ranks_and_the_numbers_are_equal(tiny: str, tmp_path: Path) -> None:
     """The other ranks end too, and are rebuilt with it."""
     graph = grpo(digits, n=2, max_new_tokens=4)
     metrics, digest = uninterrupted(tmp_path / "local", tiny, 2, graph)
@@ -252,7 +254,7 @@ def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
-class TogetherEngine(ToyTrainerEngine):
+class CollectiveTrainerEngine(ToyTrainerEngine):
     """Its ranks wait for each other as sharded ones do; rank 1 dies in a call for which the desk has a file."""
 
     def _enter(self, method: str, **more: Any) -> None:
@@ -265,16 +267,16 @@ class TogetherEngine(ToyTrainerEngine):
             dist.barrier()
 
 
-class Together(ToyTrainer):
-    def build(self, context: Any) -> TogetherEngine:
+class CollectiveTrainer(ToyTrainer):
+    def build(self, context: Any) -> CollectiveTrainerEngine:
         if (due := Path(self.desk) / "build.die").exists() and context.rank == 1:
             due.unlink()
             raise BindError("this rank refuses", code="backend.made-up", rank=1)
-        return TogetherEngine("actor", self, context)
+        return CollectiveTrainerEngine("actor", self, context)
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_that_dies_in_a_collective_call_is_named(
+def test_an_error_names_the_rank_that_died_in_a_collective_call(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 fails because of it, often before its death is known: in an export, a save, and a load."""
@@ -283,7 +285,7 @@ def test_a_rank_that_dies_in_a_collective_call_is_named(
     metrics, digest = uninterrupted(tmp_path / "local", tiny, 4, graph)
     desk = tmp_path / "desk"
     job = toy_job(graph, desk, tiny, place=Colocate(2, restart="role"))
-    job = job.edit(bind={"actor": Together(desk=str(desk), folder=tiny, ranks=2)})
+    job = job.edit(bind={"actor": CollectiveTrainer(desk=str(desk), folder=tiny, ranks=2)})
     with leaves_nothing() as processes, job.open(seed=5) as executor:
         executor.sync()
         found = [executor.step(batch(), 0)]
@@ -297,7 +299,7 @@ def test_a_rank_that_dies_in_a_collective_call_is_named(
             assert all("lost actor rank 1, whose process died" in warning for warning in warnings)
         processes += process_ids(executor).values()
         (desk / "weights.die").touch()
-        (desk / "build.die").touch()  # not a death, so the error is that of the backend, as without Ray
+        (desk / "build.die").touch()  # no process died, so the error is that of the backend, as without Ray
         with raises("backend.made-up", rank=1) as caught:
             executor.step(batch(), 4)
         assert isinstance(caught.value, BindError) and caught.value.message == "this rank refuses"
@@ -307,7 +309,7 @@ def test_a_rank_that_dies_in_a_collective_call_is_named(
 
 
 @pytest.mark.parametrize("call", ["rollout.wake", "rollout.sleep"])
-def test_an_engine_that_fails_in_sleep_or_wake_is_named_and_recovered(
+def test_an_engine_that_fails_in_sleep_or_wake_is_reported_and_recovered(
     call: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "flowrl")
@@ -333,7 +335,7 @@ def test_an_engine_that_fails_in_sleep_or_wake_is_named_and_recovered(
         assert_same_numbers(one.metrics.compute(), expected)
 
 
-def test_a_failure_keeps_its_causes_except_those_that_cannot_be_pickled() -> None:
+def test_a_failure_has_its_causes_except_those_that_cannot_be_pickled() -> None:
     class Local(Exception):
         """A local class, which cannot be pickled."""
 
@@ -348,7 +350,7 @@ def test_a_failure_keeps_its_causes_except_those_that_cannot_be_pickled() -> Non
     assert Failure.of(outer, "sync failed").lost
 
 
-def test_a_process_that_cannot_start_is_not_dead() -> None:
+def test_a_process_that_cannot_start_is_not_reported_as_died() -> None:
     class Broken:
         def __init__(self) -> None:
             raise ImportError("no module of that name on this machine")

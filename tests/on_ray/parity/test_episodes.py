@@ -66,11 +66,11 @@ def test_episodes_equal_those_of_one_process(
     )
     if ranks == 1:
         assert local == remote
-    for mine, theirs in zip(local, remote, strict=True):
-        assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"])
-        assert mine["episodes/turns"] == theirs["episodes/turns"] == 3
-        assert theirs["rollout/logp_diff_max"] < 1e-4
-        assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+    for single, distributed in zip(local, remote, strict=True):
+        assert single["reward/mean"] == pytest.approx(distributed["reward/mean"])
+        assert single["episodes/turns"] == distributed["episodes/turns"] == 3
+        assert distributed["rollout/logp_diff_max"] < 1e-4
+        assert single["actor/grad_norm"] == pytest.approx(distributed["actor/grad_norm"], rel=1e-3)
     here, there = (
         [(row["row_id"], row["episode"]) for row in lines(tmp_path / folder / "rollouts.jsonl")]
         for folder in ("local", "ray")

@@ -1,4 +1,4 @@
-"""Function operators, scheduled parameters and conditional nodes have the same bits on Ray as in one process."""
+"""Function operators, scheduled parameters and conditional nodes are bit-equal on Ray and in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl import columns as c
 from flowrl.distributed.place import Colocate
 from tests.on_ray.parity.test_parity import numbers
 from tests.on_ray.process_leaks import leaves_nothing
-from tests.run.engine.test_over_time import changing
+from tests.run.engine.test_over_time import scheduled_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
@@ -28,8 +28,8 @@ def local_operator() -> Any:
     return local
 
 
-def test_a_run_on_ray_has_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    job = changing(tiny).edit(insert={"local": After("whiten", local_operator()(factor=0.5))})
+def test_a_run_on_ray_is_bit_equal_to_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = scheduled_job(tiny).edit(insert={"local": After("whiten", local_operator()(factor=0.5))})
     data = PromptData(prompts_file)
     training = Training(
         job, data, steps=4, prompts=3, validation=Validation(data, every=2), folder=str(tmp_path / "local")

@@ -25,7 +25,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import wherever
+from tests.on_ray.toys import without_placement
 from tests.support.jobs import job_of, prompt_batch, proto
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
@@ -55,7 +55,7 @@ def saved(folder: str | Path) -> dict[str, torch.Tensor]:
         ("dapo", 3, True, Split(1, 1), {"n": 3, "groups": 4, "max_new_tokens": 20, "mini_batch": 6}),
     ],
 )
-def test_one_rank_has_the_bits_of_one_process(
+def test_one_rank_is_bit_equal_to_one_process(
     algorithm: str, prompts: int, own: bool, place: Place, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     """Metrics of every step and validation, and the weights at the end."""
@@ -77,7 +77,9 @@ def test_one_rank_has_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fused_update_has_the_same_bits(ranks: int, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_fused_update_on_ray_is_bit_equal_to_one_process(
+    ranks: int, tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
     """Each rank writes the column for its rows, and a node without a slot reads it."""
     job = job_of("grpo", tiny, optimizer=AdamW(lr=1e-3), trainer={"max_tokens": 60, "ranks": ranks})
     if ranks > 1:
@@ -98,7 +100,7 @@ def test_a_fused_update_has_the_same_bits(ranks: int, tiny: str, prompts_file: s
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, Colocate(1)), (Split(1, 1), None)])
-def test_a_checkpoint_is_resumed_anywhere(
+def test_a_run_resumes_on_ray_and_in_one_process_from_either_checkpoint(
     first: Place | None, second: Place | None, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     """Written in one process and resumed on Ray, and vice versa, with the numbers of an uninterrupted run."""
@@ -109,18 +111,18 @@ def test_a_checkpoint_is_resumed_anywhere(
         steps=4,
         prompts=3,
         checkpoint_every=2,
-        folder=str(tmp_path / "whole"),
+        folder=str(tmp_path / "uninterrupted"),
     )
-    whole = replace(training, job=job).run()
+    uninterrupted = replace(training, job=job).run()
     folder = str(tmp_path / "parts")
     replace(training, steps=2, folder=folder).run()
     resumed = replace(training, job=replace(job, place=second), folder=folder, resume=True).run()
-    assert numbers(resumed.metrics) == numbers(whole.metrics)
-    here, there = saved(tmp_path / "whole" / "actor"), saved(tmp_path / "parts" / "actor")
+    assert numbers(resumed.metrics) == numbers(uninterrupted.metrics)
+    here, there = saved(tmp_path / "uninterrupted" / "actor"), saved(tmp_path / "parts" / "actor")
     assert weights_digest(here.items()) == weights_digest(there.items())
 
 
-class Mortal(TorchTrainer):
+class DiesInUpdate(TorchTrainer):
     """A trainer whose rank 1 dies during an update, as the others wait in a collective, if the file `fate` exists."""
 
     fate: str = ""
@@ -129,13 +131,13 @@ class Mortal(TorchTrainer):
         engine, fate = super().build(context), Path(self.fate)
         update = engine.update
 
-        def mortal(*arguments: Any) -> Any:
+        def dying(*arguments: Any) -> Any:
             if context.rank == 1 and fate.exists():
                 fate.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             return update(*arguments)
 
-        engine.update = mortal  # type: ignore[method-assign]
+        engine.update = dying  # type: ignore[method-assign]
         return engine
 
 
@@ -145,7 +147,7 @@ def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place
     backends = {
         role: replace(job.graph.bindings[role], ranks=ranks) for role in job.graph.bindings if role != "rollout"
     }
-    backends["actor"] = Mortal(tiny, optimizer=optimizer, device="cpu", ranks=ranks, fate=str(fate))
+    backends["actor"] = DiesInUpdate(tiny, optimizer=optimizer, device="cpu", ranks=ranks, fate=str(fate))
     return replace(job, place=place).edit(bind={**backends, "rollout": TorchRollout(tiny, device="cpu")})
 
 
@@ -178,8 +180,7 @@ def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, 
 def test_two_fsdp_ranks_agree_with_one_process(
     algorithm: str, optimizer: Any, place: Place, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nine rows for two ranks. Then a rank is killed during an update: both end, and the repeated step has the same
-    bits."""
+    """Nine rows for two ranks. Then a rank is killed during an update: both end, and the repeated step is bit-equal."""
     batch, fate = proto(prompt_batch(PROMPTS)), tmp_path / "fate"
     caplog.set_level(logging.WARNING, "flowrl")
     with fsdp_job(algorithm, tiny, 1, optimizer, None, fate).open(seed=1) as executor:
@@ -212,8 +213,8 @@ def test_two_fsdp_ranks_agree_with_one_process(
     assert torch.equal(local.columns["generate"]["responses"], remote.columns["generate"]["responses"])
     assert_columns_close(remote.columns, local.columns)
     here, there = local.metrics, remote.metrics
-    assert list(wherever(here)) == list(wherever(there))
-    for key in wherever(here):
+    assert list(without_placement(here)) == list(without_placement(there))
+    for key in without_placement(here):
         assert here[key].reduction == there[key].reduction
         assert math.isclose(here[key].compute(), there[key].compute(), rel_tol=2e-5, abs_tol=1e-6), key
     started, one, two = saved(tiny), saved(tmp_path / "local"), saved(tmp_path / "ray")

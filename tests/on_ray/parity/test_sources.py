@@ -1,4 +1,4 @@
-"""On Ray: graphs with other data, and samplers that learn, have the bits of one process."""
+"""On Ray: graphs with other data, and adaptive samplers, are bit-equal to one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.operators import Collect, Feedback, Spread
 from flowrl.run.training.checkpoint import Checkpoints
 from tests.on_ray.parity.test_parity import numbers
 from tests.on_ray.process_leaks import leaves_nothing
-from tests.support.jobs import job_of, write_prompts
+from tests.support.jobs import bind_tiny, write_prompts
 from tests.support.rewards import digits
 from tests.support.rows.prompt_files import write_jsonl
 
@@ -37,10 +37,9 @@ def cases(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo_sft"])
-def test_three_steps_have_the_bits_of_one_process(name: str, tiny: str, tmp_path: Path) -> None:
+def test_three_steps_are_bit_equal_to_one_process(name: str, tiny: str, tmp_path: Path) -> None:
     graph, data = cases(tmp_path)[name]
-    bindings = job_of("grpo", tiny).graph.bindings
-    job = graph.bind(**{role: bindings[role] for role in graph.roles()})
+    job = bind_tiny(graph, tiny)
     settings: dict[str, Any] = {"steps": 3, "prompts": 4, "checkpoint_every": 3, "save_model": False}
     training = Training(job, data, folder=str(tmp_path / "local"), **settings)
     local = training.run()

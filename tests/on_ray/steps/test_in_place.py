@@ -44,12 +44,14 @@ class WritesObjects(Operator):
         (WritesObjects(), "assignment destination is read-only", ValueError),
     ],
 )
-def test_a_write_is_named(operator: Operator, text: str, cause: type, tiny: str, tmp_path: Path) -> None:
-    graph: Any = grpo(digits, n=2, max_new_tokens=4).edit(insert={"odd": After("reward", operator.named("odd"))})
+def test_an_error_names_the_operator_and_column_of_an_in_place_write(
+    operator: Operator, text: str, cause: type, tiny: str, tmp_path: Path
+) -> None:
+    graph: Any = grpo(digits, n=2, max_new_tokens=4).edit(insert={"writer": After("reward", operator.named("writer"))})
     with leaves_nothing() as processes, toy_job(graph, tmp_path, tiny, place=Colocate(1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        with pytest.raises(NodeError, match=rf"odd failed in step \d on .*: {cause.__name__}: .*{text}") as caught:
+        with pytest.raises(NodeError, match=rf"writer failed in step \d on .*: {cause.__name__}: .*{text}") as caught:
             executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
-        assert caught.value.facts["node"] == "odd"
+        assert caught.value.facts["node"] == "writer"
         assert isinstance(caught.value.__cause__, cause)

@@ -40,7 +40,7 @@ def deterministic(run: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("collects", [False, True])
-def test_ray_computes_what_one_process_does_and_overlaps(
+def test_a_run_with_lag_is_bit_equal_to_one_process_and_overlaps_generation_and_training(
     collects: bool, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     inserted: dict[str, Any] = {"correction": After("group_advantage", CORRECTION)}
@@ -52,10 +52,10 @@ def test_ray_computes_what_one_process_does_and_overlaps(
     training = Training(job, PromptData(prompts_file), steps=5, prompts=4, folder=str(tmp_path / "local"))
     local = training.run()
     with leaves_nothing():
-        there = replace(training, job=replace(job, place=Split(1, 1)), folder=str(tmp_path / "ray")).run()
-    assert deterministic(local) == deterministic(there)
+        remote = replace(training, job=replace(job, place=Split(1, 1)), folder=str(tmp_path / "ray")).run()
+    assert deterministic(local) == deterministic(remote)
     assert [line["queue/age_max"] for line in local.metrics] == [0, 1, 2, 2, 2]
-    spans = Timeline.load(there.folder / "trace.json").spans
+    spans = Timeline.load(remote.folder / "trace.json").spans
     assert any(overlap(sampled, trained) for sampled, trained in pairs(spans))
 
 
@@ -128,7 +128,7 @@ def test_results_before_a_failover_are_discarded(tiny: str, tmp_path: Path, monk
     graph, steps = TOY.edit(lag=1), 5
     with toy_job(graph, tmp_path / "local", tiny).open(seed=5) as executor:
         expected = run_toy(graph, steps, executor)
-    desk, held = Desk(str(tmp_path / "ray")), list[str]()
+    desk, held_calls = Desk(str(tmp_path / "ray")), list[str]()
     job = toy_job(graph, desk.folder, tiny, place=Split(2, 1, restart="role"))
     job = job.edit(bind={"rollout": Counting(desk=str(desk.folder), folder=tiny)})
     with leaves_nothing() as processes, job.open(seed=5) as executor:
@@ -142,29 +142,29 @@ def test_results_before_a_failover_are_discarded(tiny: str, tmp_path: Path, monk
             raise HostDiedError("its result is lost", host)
 
         def launched(task: Any) -> None:
-            held_before = len(held)
+            held_before = len(held_calls)
             if (task.node.name, task.step) == [("sync", 0), ("ref_log_prob", 2), None][held_before]:
-                held.append(["rollout.sync", "ref.log_probs"][held_before])
-                desk.hold(held[-1])
+                held_calls.append(["rollout.sync", "ref.log_probs"][held_before])
+                desk.hold(held_calls[-1])
             launch(task)
-            if held_before == 0 and held:
+            if held_before == 0 and held_calls:
                 lose(ref)
 
         def secured(node: Any, outputs: Any) -> Any:
-            if len(held) == 2 and node.name == "generate" and not ends(ids[engine], 0):
+            if len(held_calls) == 2 and node.name == "generate" and not ends(ids[engine], 0):
                 lose(engine)
             return secure(node, outputs)
 
         def recovered(error: Any) -> None:
             recover(error)
-            desk.release(held[-1])
+            desk.release(held_calls[-1])
 
         executor.sync()
         for name, patch in {"recover": recovered, "secure": secured, "launch": launched}.items():
             monkeypatch.setattr(runner, name, patch)
         found = list(executor.run(lambda step: batch(), range(steps), lag=1))
         processes += [*ids.values(), *process_ids(executor).values()]
-    assert held == ["rollout.sync", "ref.log_probs"]
+    assert held_calls == ["rollout.sync", "ref.log_probs"]
     for one, other in zip(found, expected, strict=True):
         assert_same_numbers(one.metrics.compute(), other)
     syncs = [event["what"] for event in desk.events() if event["what"] == "sync"]

@@ -1,4 +1,4 @@
-"""New rows and axes of operators, on Ray: several ranks compute the bits of one process."""
+"""Operators with new rows and axes on Ray: several ranks are bit-equal to one process."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Compared(Operator):
     ref: Reads[Scorer] = Role("ref")
 
     def __call__(self, rollout: Sequences, demos: Rows[Sequences, "demo"]) -> c.RefLogProbs:
-        theirs = self.ref.log_probs(demos).double().sum() / len(demos.input_ids)
-        return (self.ref.log_probs(rollout) - float(theirs)) * rollout.response_mask
+        baseline = self.ref.log_probs(demos).double().sum() / len(demos.input_ids)
+        return (self.ref.log_probs(rollout) - float(baseline)) * rollout.response_mask
 
 
 @algorithm
@@ -81,7 +81,7 @@ def axes(batch: PromptBatch) -> Any:
     return Sync()(UpdateActor(mini_batch=3)(rollout, OldLogProb()(rollout), advantages)), compared
 
 
-def test_new_axes_have_the_bits_of_one_process(tiny: str, tmp_path: Path) -> None:
+def test_nodes_with_new_axes_are_bit_equal_to_one_process(tiny: str, tmp_path: Path) -> None:
     graph = axes()
     keep = tuple(graph.nodes)
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
@@ -92,7 +92,7 @@ def test_new_axes_have_the_bits_of_one_process(tiny: str, tmp_path: Path) -> Non
         refuse_difference(local, run(executor, 4, 2, keep))
 
 
-def test_a_filter_passes_the_same_rows_which_ranks_split_unevenly(tiny: str, tmp_path: Path) -> None:
+def test_a_filter_passes_the_same_rows_as_in_one_process(tiny: str, tmp_path: Path) -> None:
     """Groups with equal scores are dropped, and short rows of the others; ranks split the rest."""
     graph = grpo(digits, n=3, max_new_tokens=6).edit(
         insert={"long": After("generate", Filter(Length(least=3))), "spread": After("reward", Filter(Spread(0.1)))}
@@ -100,10 +100,10 @@ def test_a_filter_passes_the_same_rows_which_ranks_split_unevenly(tiny: str, tmp
     keep = tuple(graph.nodes)
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
         local = run(executor, 5, 3, keep)
-    kept = [len(result.columns["spread"]) for result in local]
-    assert all(0 < count < 15 for count in kept)
-    assert any(count % 2 for count in kept)
-    assert [result.metrics["spread/kept"].value for result in local] == kept
+    counts = [len(result.columns["spread"]) for result in local]
+    assert all(0 < count < 15 for count in counts)
+    assert any(count % 2 for count in counts)
+    assert [result.metrics["spread/kept"].value for result in local] == counts
     ranks = {"actor": 2, "ref": 2, "rollout": 2}
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, Split(2, 2)).open(3) as executor:
         processes += process_ids(executor).values()
@@ -115,8 +115,8 @@ def collected(executor: Any, stream: Any, steps: int, keep: tuple[str, ...]) -> 
     return list(executor.run(lambda step: stream.next(3), range(steps), return_nodes=keep, more=stream.next))
 
 
-def test_groups_are_collected_in_the_same_rounds_from_the_same_prompts(tiny: str, tmp_path: Path) -> None:
-    """Pieces of several rounds on several ranks are joined as in one process. If a rank dies in a later round, it is
+def test_collected_groups_equal_those_of_one_process_also_after_a_death(tiny: str, tmp_path: Path) -> None:
+    """Rows of several rounds on several ranks are joined as in one process. If a rank dies in a later round, it is
     restarted, and the step repeats with the same prompts."""
     gate = Collect(Spread(0.1), groups=5, rounds=20)
     graph = grpo(digits, n=3, max_new_tokens=6).edit(insert={"collect": After("reward", gate)})

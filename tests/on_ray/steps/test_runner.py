@@ -37,7 +37,7 @@ from tests.on_ray.toys import (
     ToyTrainerEngine,
     assert_same_numbers,
     toy_job,
-    wherever,
+    without_placement,
 )
 from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto
@@ -79,7 +79,7 @@ def refuse_difference(local: list[Any], remote: list[Any]) -> None:
         for node in a.columns:
             same(a.columns[node], b.columns[node])
         assert_same_numbers(b.metrics.compute(), a.metrics.compute())
-        assert list(wherever(a.metrics)) == list(wherever(b.metrics))
+        assert list(without_placement(a.metrics)) == list(without_placement(b.metrics))
         receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
         assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
         assert (receipt.transport, other.transport) == ("copy", "object store")
@@ -95,7 +95,7 @@ def refuse_difference(local: list[Any], remote: list[Any]) -> None:
         ),
     ],
 )
-def test_any_ranks_give_the_bits_of_one_process(
+def test_any_number_of_ranks_is_bit_equal_to_one_process(
     algorithm: str, rows: int, ranks: dict[str, int], place: Any, tiny: str, tmp_path: Path
 ) -> None:
     """Numbers of rows that the ranks do not divide, and fewer rows than ranks."""
@@ -121,7 +121,9 @@ def test_any_ranks_give_the_bits_of_one_process(
     assert sum(event["rows"] for event in updates) == 4 * total  # ranks have disjoint rows
 
 
-def test_traffic_is_the_size_of_the_inputs(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hosts_fetch_only_the_columns_that_their_nodes_read(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With one rank each, hosts fetch the packed size of the columns that their nodes read."""
     graph = graph_of("grpo")
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1)).open() as executor:
@@ -131,14 +133,14 @@ def test_traffic_is_the_size_of_the_inputs(tiny: str, tmp_path: Path, caplog: py
         executor.runner.traffic = Traffic()
         result = executor.step(proto(prompt_batch(PROMPTS[:4])), 0, return_nodes=keep)
         fetched, driver = executor.runner.traffic.hosts, executor.runner.traffic.driver
-        made = {
+        produced = {
             (node, name): pack(column).nbytes
             for node, p in result.columns.items()
             for name, column in p.columns.items()
         }
         reads = [(edge.node, edge.output) for node in graph.nodes.values() for edge in node.inputs.values()]
-        assert fetched == sum(made[edge] for edge in reads if edge in made)
-        assert driver == sum(size for size in made.values())
+        assert fetched == sum(produced[edge] for edge in reads if edge in produced)
+        assert driver == sum(size for size in produced.values())
         # Padding is not sent: a batch twice as wide costs as much as the narrow one.
         executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:4])), 0)
@@ -254,7 +256,7 @@ def test_groups_are_not_split_over_ranks(tiny: str, tmp_path: Path) -> None:
     assert sum(rows) == 30
 
 
-def test_an_error_of_one_rank_is_not_a_death(tiny: str, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_reported_as_its_error_and_not_as_a_death(tiny: str, tmp_path: Path) -> None:
     """One of two ranks raises: the error names it."""
     job: Job = toy_job(graph_of("grpo"), tmp_path / "desk", tiny, {"ref": 2}, Colocate(2, restart="role"))
     with leaves_nothing() as processes, job.open() as executor:
@@ -270,7 +272,9 @@ def test_an_error_of_one_rank_is_not_a_death(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("restart", ["never", "role"])
-def test_an_engine_that_loses_weights_asleep_is_synced(restart: Any, tiny: str, tmp_path: Path) -> None:
+def test_an_engine_that_loses_its_weights_asleep_is_synced_before_generation(
+    restart: Any, tiny: str, tmp_path: Path
+) -> None:
     """On one slot with a trainer, which wakes for a save after a step, or for the snapshot of a restart."""
     graph = graph_of("grpo")
     with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
@@ -286,12 +290,14 @@ def test_an_engine_that_loses_weights_asleep_is_synced(restart: Any, tiny: str, 
             remote.append(executor.step(proto(prompt_batch(PROMPTS[:3])), step))
             executor.save(tmp_path / f"saved-{step}")
     refuse_difference(local, remote)
-    if restart == "never":  # a sync serves the next step too, unless a save comes between
+    if restart == "never":  # a sync is enough for the next step, too, unless a save follows
         assert sum(event["what"] == "sync" for event in Desk(str(desk)).events()) == 1 + 3 + 2
 
 
-def test_hosts_work_in_the_folder_of_the_driver(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths are the same there, wherever Ray was started."""
+def test_hosts_have_the_working_directory_of_the_driver(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths are valid on hosts, wherever Ray was started."""
     monkeypatch.chdir(tmp_path)
     job = toy_job(graph_of("grpo"), Path("desk"), tiny, {"actor": 2}, Colocate(2))
     with leaves_nothing() as processes, job.open() as executor:
@@ -305,7 +311,7 @@ def test_hosts_work_in_the_folder_of_the_driver(tiny: str, tmp_path: Path, monke
     assert (tmp_path / "trained" / "weights.pt").exists()
 
 
-class Elsewhere(ToyTrainer):
+class OtherFileSystem(ToyTrainer):
     """Its rank 1 behaves as if it were on a machine with other files."""
 
     def build(self, context: Any) -> ToyTrainerEngine:
@@ -315,10 +321,10 @@ class Elsewhere(ToyTrainer):
         return super().build(context)
 
 
-def test_a_checkpoint_needs_a_shared_folder(tiny: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_a_folder_that_is_not_shared_is_refused(tiny: str, tmp_path: Path) -> None:
     desk = tmp_path / "desk"
     job = toy_job(graph_of("grpo"), desk, tiny, place=Colocate(2))
-    job = job.edit(bind={"actor": Elsewhere(desk=str(desk), folder=tiny, ranks=2)})
+    job = job.edit(bind={"actor": OtherFileSystem(desk=str(desk), folder=tiny, ranks=2)})
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 2, 1)

@@ -1,4 +1,4 @@
-"""Live weight updates on Ray: the version of each token, overlap, and processes that die meanwhile."""
+"""Live weight updates on Ray: the version of each token, overlap, and processes that die during an update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.on_ray.faults.test_faults import process_of
 from tests.on_ray.parity.test_episodes import Longer
 from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.steps.test_lag import overlap
-from tests.run.engine.test_in_flight import PROMPTS, WANTED, N, half, stream_of
+from tests.run.engine.test_in_flight import PROMPTS, TARGET, N, half, stream_of
 from tests.run.engine.test_lag import log_probs
 from tests.support.jobs import job_of, write_prompts
 
@@ -32,12 +32,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 STEPS, LAG = 8, 2
 
 
-def spanned(folder: str) -> Job:
-    """GRPO that collects groups by their prompts alone, and whose generation takes longer than its training."""
+def job_with_spans(folder: str) -> Job:
+    """GRPO that collects groups by their prompts local_groups, and whose generation takes longer than its training."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
     job = job_of("grpo", folder, half, optimizer=AdamW(lr=2e-4), n=N)
     return job.edit(
-        insert={"collect": After("reward", Collect(Spread(), groups=WANTED, rounds=8)), "correction": correction},
+        insert={"collect": After("reward", Collect(Spread(), groups=TARGET, rounds=8)), "correction": correction},
         set={"generate.max_new_tokens": 160, "generate.ignore_eos": True},
         bind={"rollout": TorchRollout(folder, device="cpu")},
         lag=Lag(LAG, spans=True),
@@ -69,18 +69,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: str, data: str) -> list[list[str]]:
+def local_groups(tiny: str, data: str) -> list[list[str]]:
     """The groups that one process trains on."""
-    return groups(collected(spanned(tiny), tiny, data, lambda executor, step: None)[0])
+    return groups(collected(job_with_spans(tiny), tiny, data, lambda executor, step: None)[0])
 
 
-def test_each_token_was_sampled_with_its_version(tiny: str, data: str, alone: list[list[str]], tmp_path: Path) -> None:
+def test_each_token_was_sampled_by_its_recorded_version(
+    tiny: str, data: str, local_groups: list[list[str]], tmp_path: Path
+) -> None:
     def keep(executor: Any, step: int) -> None:
         executor.save_pretrained("actor", tmp_path / str(step))
 
     with leaves_nothing():
-        found, spans = collected(replace(spanned(tiny), place=Split(1, 1)), tiny, data, keep)
-    assert groups(found) == alone
+        found, spans = collected(replace(job_with_spans(tiny), place=Split(1, 1)), tiny, data, keep)
+    assert groups(found) == local_groups
     several = sum(of_several_versions(step, result, "collect", tmp_path) for step, result in enumerate(found))
     assert several, "no weights changed during a response"
     both = [[span for span in spans if span.name == name] for name in ("sync", "generate")]
@@ -105,7 +107,7 @@ def of_several_versions(step: int, result: StepResult, node: str, folder: Path) 
     return int((versions.amax(1) > columns["policy_version"]).sum())
 
 
-def test_each_token_of_an_episode_was_sampled_with_its_version(tiny: str, data: str, tmp_path: Path) -> None:
+def test_each_token_of_an_episode_was_sampled_by_its_recorded_version(tiny: str, data: str, tmp_path: Path) -> None:
     """Over three turns with replies of environments; whether weights change during one depends on timing."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
     episodes = Interact(Longer, max_turns=3, context=250, max_new_tokens=40)
@@ -130,7 +132,7 @@ def test_each_token_of_an_episode_was_sampled_with_its_version(tiny: str, data: 
 
 
 def test_processes_that_die_during_a_swap_are_rebuilt_and_the_same_rows_are_trained_on(
-    tiny: str, data: str, alone: list[list[str]]
+    tiny: str, data: str, local_groups: list[list[str]]
 ) -> None:
     """The trainer and then the engine, each just before weights change during responses."""
     killed, syncs, running = list[int](), 0, list[Any]()
@@ -148,7 +150,7 @@ def test_processes_that_die_during_a_swap_are_rebuilt_and_the_same_rows_are_trai
         processes.extend(process_ids(executor).values())
 
     with leaves_nothing() as processes:
-        job = replace(spanned(tiny), place=Split(1, 1, restart="role"))
+        job = replace(job_with_spans(tiny), place=Split(1, 1, restart="role"))
         found, _ = collected(job, tiny, data, know, kill)
     assert len(killed) == 2
-    assert groups(found) == alone
+    assert groups(found) == local_groups

@@ -1,6 +1,6 @@
 """Trainer and engine on shared devices: the engine maps the trainer's memory while both are awake, then one sleeps.
 
-The device is the CPU here, whose memory is passed by handles like that of a GPU.
+The device is the CPU local, whose memory is passed by handles like that of a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.on_ray.toys import (
     ToyTrainerEngine,
     kill_blocked,
     toy_job,
-    wherever,
+    without_placement,
 )
 from tests.support.jobs import prompt_batch, proto
 from tests.support.rewards import digits
@@ -66,16 +66,18 @@ class Rollout(ToyRollout):
 
 
 @pytest.mark.timeout(900)
-def test_handles_have_the_numbers_of_one_process(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of one process, also if a side is killed during a sync and rebuilt."""
+def test_syncs_by_memory_handles_have_the_numbers_of_one_process(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the trainer or the engine is killed during a sync and rebuilt."""
     monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (0,)))
-    batch, here, there = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
-    with toy_job(GRAPH, here, tiny).open(seed=5) as executor:
+    batch, local, remote = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
+    with toy_job(GRAPH, local, tiny).open(seed=5) as executor:
         executor.sync()
         local = [executor.step(batch, step) for step in range(4)]
-    desk = Desk(str(there))
-    specs = {"actor": Trainer(str(there), tiny), "rollout": Rollout(str(there), tiny)}
-    job = toy_job(GRAPH, there, tiny, place=Colocate(1, restart="role")).edit(bind=specs)
+    desk = Desk(str(remote))
+    specs = {"actor": Trainer(str(remote), tiny), "rollout": Rollout(str(remote), tiny)}
+    job = toy_job(GRAPH, remote, tiny, place=Colocate(1, restart="role")).edit(bind=specs)
     with leaves_nothing() as processes, job.open(seed=5) as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -96,7 +98,7 @@ def test_handles_have_the_numbers_of_one_process(tiny: str, tmp_path: Path, monk
         receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
         assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
         assert (receipt.transport, other.transport) == ("copy", "cuda ipc")
-        assert wherever(a.metrics.compute()) == wherever(b.metrics.compute())
+        assert without_placement(a.metrics.compute()) == without_placement(b.metrics.compute())
 
 
 def test_each_rank_sends_to_the_rank_on_its_device(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +120,14 @@ def test_each_rank_sends_to_the_rank_on_its_device(tiny: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("memory", "transport"), [(None, "cuda ipc"), (24.0, "cuda ipc"), (23.0, "object store")])
-def test_both_are_awake_only_if_they_fit_together(memory: float | None, transport: str) -> None:
+def test_trainer_and_engine_are_awake_together_only_if_both_fit_in_memory(memory: float | None, transport: str) -> None:
     """By their declared sizes, including that of a scorer in the trainer's process."""
     actor, rollout = ProcessSpec(("actor", "ref"), 0, 1, (0,)), ProcessSpec(("rollout",), 0, 1, (0,))
     sizes = {"actor": 8.0, "ref": 4.0, "rollout": 12.0}
     hosts: Any = SimpleNamespace(
         ranks=lambda role: [actor] if role == "actor" else [rollout],
         bindings={role: Toy(desk="", memory=size) for role, size in sizes.items()},
-        seats={actor: Seat("here", 1, ("0",)), rollout: Seat("here", 2, ("0",))},
+        seats={actor: Seat("local", 1, ("0",)), rollout: Seat("local", 2, ("0",))},
         place=Colocate(1, memory=memory),
     )
     chosen = delivery.Delivery(hosts, "actor", "rollout", "sync")

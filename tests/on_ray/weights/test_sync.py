@@ -43,20 +43,20 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 BUCKET = 20_000
 
 
-class Crooked(TorchTrainer):
-    """A trainer whose exports are damaged as the file `mischief` says."""
+class SendsOtherWeights(TorchTrainer):
+    """A trainer whose exports are damaged as the file `fault_file` says."""
 
-    mischief: str = ""
+    fault_file: str = ""
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
-        honest, mischief = Export.of, Path(self.mischief)
+        honest, fault_file = Export.of, Path(self.fault_file)
 
-        def crooked(*arguments: Any) -> Export:
+        def damaged_export(*arguments: Any) -> Export:
             sent = honest(*arguments)
-            what = mischief.read_text() if mischief.exists() else "nothing"
+            what = fault_file.read_text() if fault_file.exists() else "nothing"
             return damaged(sent, what)
 
-        export.Export.of = staticmethod(crooked)  # in the process of this rank, which ends with the job
+        export.Export.of = staticmethod(damaged_export)  # in the process of this rank, which ends with the job
         return super().build(context)
 
 
@@ -83,7 +83,7 @@ def damaged(sent: Export, what: str) -> Export:
     return Export(origin, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
 
 
-def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
+def refuse_other_exports(executor: Any, saved: dict[str, Any]) -> None:
     """Exports fill buckets, and are rounded if the engine's dtype is coarser."""
     sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", WeightSelection(), BUCKET)[0]
     sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
@@ -92,37 +92,37 @@ def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
 
     arguments = ("actor", WeightSelection(rounds_to=torch.bfloat16), BUCKET)
     rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
-    halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
+    halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in saved.items()}
     assert (rounded.nbytes, rounded.digest) == (
         sum(t.nbytes for t in halved.values()),
         weights_digest(halved.items()),
     )
 
 
-def test_weights_arrive_exactly_or_are_refused(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_received_weights_are_bit_equal_or_refused(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one slot, so that a sync wakes the engine; with small buckets; with each kind of damage."""
     monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
-    mischief = tmp_path / "mischief"
+    fault_file = tmp_path / "fault_file"
     graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
     actor = graph.bindings["actor"]
-    crooked = Crooked(tiny, optimizer=actor.optimizer, device="cpu", mischief=str(mischief))
-    job = Job(graph, Colocate(1)).edit(bind={"actor": crooked})
+    damaged_export = SendsOtherWeights(tiny, optimizer=actor.optimizer, device="cpu", fault_file=str(fault_file))
+    job = Job(graph, Colocate(1)).edit(bind={"actor": damaged_export})
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
         batch = proto(prompt_batch([[11, 12], [13]]))
         receipt = executor.step(batch, 0).values["sync"]["receipt"]
         executor.save_pretrained("actor", str(tmp_path / "actor"))
-        held = load_file(tmp_path / "actor" / "model.safetensors")
-        assert receipt == Receipt(1, weights_digest(held.items()), receipt.bytes, receipt.seconds, "object store")
-        assert receipt.bytes == sum(tensor.nbytes for tensor in held.values())
+        saved = load_file(tmp_path / "actor" / "model.safetensors")
+        assert receipt == Receipt(1, weights_digest(saved.items()), receipt.bytes, receipt.seconds, "object store")
+        assert receipt.bytes == sum(tensor.nbytes for tensor in saved.values())
         spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes] * 2  # the first sync, and that of the step
 
-        refuse_other_exports(executor, held)
+        refuse_other_exports(executor, saved)
         kinds = ("flip", "missing tensor", "missing bucket", "twice", "shape", "stale")
         for step, what in enumerate(kinds, 1):
-            mischief.write_text(what)
+            fault_file.write_text(what)
             with pytest.raises(NodeError, match=rf"sync failed in step {step + 1} on rollout rank 0: Sync") as caught:
                 executor.step(batch, step)
             assert isinstance(caught.value.__cause__, SyncError), what
@@ -132,22 +132,22 @@ def test_weights_arrive_exactly_or_are_refused(tiny: str, tmp_path: Path, monkey
             if what == "flip":  # an engine whose sync failed does not generate
                 with pytest.raises(NodeError, match=r"generate failed in step 2 on rollout rank 0: SyncError"):
                     executor.step(batch, step)
-            mischief.unlink()
+            fault_file.unlink()
             executor.sync()
         assert executor.step(batch, 7).values["sync"]["receipt"].version == 8
 
 
-def test_a_coarser_engine_is_sent_rounded_weights(tiny: str) -> None:
+def test_weights_for_an_engine_with_lower_precision_are_rounded_before_they_are_sent(tiny: str) -> None:
     graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, dtype="bfloat16", device="cpu")}).graph
     with leaves_nothing() as processes, Job(graph, Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        held = load_file(Path(tiny) / "model.safetensors").values()
+        saved = load_file(Path(tiny) / "model.safetensors").values()
         [sent] = [span.bytes for span in executor.timeline.spans if span.name == "export actor"]
-        assert sent == sum(tensor.nbytes // (2 if tensor.ndim > 1 else 1) for tensor in held)
+        assert sent == sum(tensor.nbytes // (2 if tensor.ndim > 1 else 1) for tensor in saved)
 
 
-def test_weights_of_the_same_process_are_an_alias(tiny: str) -> None:
+def test_an_engine_in_the_trainers_process_shares_its_weights(tiny: str) -> None:
     with leaves_nothing() as processes, Job(job_of("grpo", tiny, n=2).graph, Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -158,7 +158,7 @@ def test_weights_of_the_same_process_are_an_alias(tiny: str) -> None:
 
 def test_the_memory_of_an_export_is_bounded() -> None:
     """The sending process never has more than a bucket of live tensors in addition to the trainer's."""
-    made: list[int] = []
+    live_bytes: list[int] = []
     alive: dict[int, int] = {}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -169,19 +169,19 @@ def test_the_memory_of_an_export_is_bounded() -> None:
             weakref.finalize(tensor.untyped_storage(), alive.pop, i)
             yield f"w{i:02}", tensor
             del tensor
-            made.append(sum(alive.values()))
+            live_bytes.append(sum(alive.values()))
 
     sent = Export.of(Origin("actor", 3), weights(), BUCKET)
     assert sent.nbytes == 40 * BUCKET // 5
-    assert max(made) <= BUCKET + BUCKET // 5
+    assert max(live_bytes) <= BUCKET + BUCKET // 5
     assert len(sent.buckets) == 8
-    with sent.open(0) as taken:
-        arrived = dict(taken.weights())
+    with sent.open(0) as received:
+        arrived = dict(received.weights())
     assert weights_digest(arrived.items()) == sent.digest
     assert all(torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in arrived.items())
     with raises("sync.wrong-receipt", role="actor", version=3, expected=sent.digest, found="other"):
-        taken.check(Receipt(3, "other", 0, 0.0, "copy"))
-    assert taken.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
+        received.check(Receipt(3, "other", 0, 0.0, "copy"))
+    assert received.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
 
 
 def test_different_weights_of_the_ranks_of_an_engine_are_refused() -> None:

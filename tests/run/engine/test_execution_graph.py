@@ -21,7 +21,7 @@ CASES = [*product(GRAPHS, (0, 1, 2))]
 
 
 def run_of(graph: Graph, lag: int) -> nx.DiGraph[Instance]:
-    """All instances of a run of `STEPS`, with an edge to everything that comes later."""
+    """All instances of a run of `STEPS`, with an edge to every later instance."""
     return nx.transitive_closure_dag(ExecutionGraph(Plan(graph), lag).network(STEPS))
 
 
@@ -33,7 +33,7 @@ def test_a_run_has_every_node_of_every_step_and_no_cycle(name: str, lag: int) ->
 
 
 @pytest.mark.parametrize(("name", "lag"), CASES)
-def test_generation_waits_for_the_sync_of_its_lag_and_no_newer_one(name: str, lag: int) -> None:
+def test_generation_follows_the_sync_of_lag_plus_one_steps_earlier_and_no_later_one(name: str, lag: int) -> None:
     later = run_of(GRAPHS[name], lag)
     for step in STEPS:
         generate = Instance(step, "generate")
@@ -46,15 +46,17 @@ def test_generation_waits_for_the_sync_of_its_lag_and_no_newer_one(name: str, la
 
 @pytest.mark.parametrize(("name", "lag"), [*product(GRAPHS, (1, 2))])
 def test_a_live_weight_update_is_concurrent_with_generation_and_precedes_the_next_training(name: str, lag: int) -> None:
-    """With spans, a token is sampled with the weights after the step lag + 1 before it, or with later ones that are not
-    newer than those which the step trains."""
+    """With spans, tokens are sampled with the weights of lag + 1 steps earlier or later ones, but never newer than
+    those that the step trains."""
     plan = Plan(spanned(GRAPHS[name].edit(lag=Lag(lag, spans=True))))
     later = nx.transitive_closure_dag(ExecutionGraph(plan, lag, concurrent_sync=True).network(STEPS))
     for step, other in product(STEPS, STEPS):
         generate, sync = Instance(step, "generate"), Instance(other, "sync")
         assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
         assert later.has_edge(generate, sync) == (other >= step)
-    alone = nx.transitive_closure_dag(ExecutionGraph(plan, lag).network(STEPS))  # without concurrency: as without spans
+    alone = nx.transitive_closure_dag(
+        ExecutionGraph(plan, lag).network(STEPS)
+    )  # without concurrent syncs, as without spans
     assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
 
 
@@ -67,7 +69,7 @@ def test_batches_are_ordered_and_at_most_lag_plus_one_are_in_flight(name: str, l
     for step in STEPS[lag + 1 :]:
         done = [Instance(step - lag - 1, node) for node in GRAPHS[name].nodes]
         assert all(later.has_edge(one, Instance(step, "batch")) for one in done)
-    if lag:  # the previous step need not be done
+    if lag:  # the previous step may be in flight
         assert not later.has_edge(Instance(0, "update_actor"), Instance(1, "batch"))
 
 
@@ -89,7 +91,7 @@ def test_stateful_nodes_depend_on_their_previous_step(lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_frees_is_the_inverse_of_waits(lag: int) -> None:
+def test_frees_is_the_inverse_relation_of_waits(lag: int) -> None:
     instances = ExecutionGraph(Plan(GRAPHS["ppo"]), lag)
     waits = {(node, other, k) for node, found in instances.waits.items() for other, k in found}
     assert {(node, other, k) for other, found in instances.frees.items() for node, k in found} == waits

@@ -1,4 +1,4 @@
-"""A fused plan has the numbers of the unfused plan, bit for bit, with one forward pass less."""
+"""A fused plan is bit-equal to the unfused plan, with one forward pass less."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def digest(run: Run) -> str:
     return weights_digest(run.engines["actor"].weights())
 
 
-def both(made: Job, data: str, folder: Path, **settings: Any) -> tuple[Run, Run]:
+def both(fusable: Job, data: str, folder: Path, **settings: Any) -> tuple[Run, Run]:
     """The fused and the unfused run."""
-    assert "old_log_prob" not in made.runs and "old_log_prob" in replace(made, optimize=False).runs
-    one = train(made, data, folder / "one", **settings)
-    two = train(replace(made, optimize=False), data, folder / "two", **settings)
+    assert "old_log_prob" not in fusable.runs and "old_log_prob" in replace(fusable, optimize=False).runs
+    one = train(fusable, data, folder / "one", **settings)
+    two = train(replace(fusable, optimize=False), data, folder / "two", **settings)
     return one, two
 
 
@@ -85,43 +85,45 @@ def assert_same(one: Run, two: Run) -> None:
     ],
 )
 def test_fused_runs_are_bit_equal(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    made = job(name, tiny, **parameters)
-    if "kl_shape" in made.graph:  # it reads the old log-probs before
-        made = made.edit(drop=["kl_shape"])
-    one, two = both(made, prompts_file, tmp_path)
+    fusable = job(name, tiny, **parameters)
+    if "kl_shape" in fusable.graph:  # it reads the old log-probs before the update
+        fusable = fusable.edit(drop=["kl_shape"])
+    one, two = both(fusable, prompts_file, tmp_path)
     assert_same(one, two)
-    assert ("kl/ref" in one.metrics[0]) == ("ref_log_prob" in made.graph)
+    assert ("kl/ref" in one.metrics[0]) == ("ref_log_prob" in fusable.graph)
     assert len({step["actor/grad_norm"] for step in one.metrics}) == 3
 
 
 def test_fused_adapter_runs_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trainer = {"lora": LoRA(r=4), **SMALL}
-    made = job("grpo", tiny, trainer=trainer).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
-    assert_same(*both(made, prompts_file, tmp_path))
+    fusable = job("grpo", tiny, trainer=trainer).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    assert_same(*both(fusable, prompts_file, tmp_path))
 
 
 def test_fused_runs_with_a_filter_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    made = job("grpo", tiny).edit(insert={"filter": After("reward", Filter(Ranked(2)))})
-    assert_same(*both(made, prompts_file, tmp_path))
+    fusable = job("grpo", tiny).edit(insert={"filter": After("reward", Filter(Ranked(2)))})
+    assert_same(*both(fusable, prompts_file, tmp_path))
 
 
 def test_fused_log_probs_of_empty_rows_are_zero(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """A micro-batch of only such rows is skipped; its column is 0, as the scorer's is."""
-    made = job("grpo", tiny, trainer={"max_tokens": 1}).edit(insert={"every_other": After("generate", EveryOther())})
-    assert_same(*both(made, prompts_file, tmp_path))
+    """A micro-batch of empty rows is skipped; its log-probs are 0, as those of the unfused node."""
+    fusable = job("grpo", tiny, trainer={"max_tokens": 1}).edit(insert={"every_other": After("generate", EveryOther())})
+    assert_same(*both(fusable, prompts_file, tmp_path))
 
 
 def test_fused_runs_with_lag_are_bit_equal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    made = job("grpo", tiny).edit(
-        bind={"rollout": TorchRollout(tiny, device="cpu")}, lag=1, allow={"FR006": "what corrects reads it before"}
+    fusable = job("grpo", tiny).edit(
+        bind={"rollout": TorchRollout(tiny, device="cpu")},
+        lag=1,
+        allow={"FR006": "the correction reads the log-probs earlier"},
     )
-    assert_same(*both(made, prompts_file, tmp_path))
+    assert_same(*both(fusable, prompts_file, tmp_path))
 
 
-def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
+def column(fusable: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
     """A column after a step with the loaded weights; its metrics; and the number of forward passes of the actor."""
-    separate = made.edit(bind={"rollout": TorchRollout(made.graph.bindings["actor"].model, device="cpu")})
+    separate = fusable.edit(bind={"rollout": TorchRollout(fusable.graph.bindings["actor"].model, device="cpu")})
     with separate.open() as steps:
         passes = []
         steps.sync()
@@ -131,25 +133,25 @@ def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
 
 
 def test_fusing_saves_one_forward_pass_per_micro_batch(tiny: str) -> None:
-    """The scorer's column is returned under its name, and under the update's."""
-    made = job("grpo", tiny, trainer={"max_tokens": 1})
-    old, metrics, passes = column(replace(made, optimize=False), "old_log_prob")
+    """The column is returned for the removed node and for the update."""
+    fusable = job("grpo", tiny, trainer={"max_tokens": 1})
+    old, metrics, passes = column(replace(fusable, optimize=False), "old_log_prob")
     rows = len(old)
     assert passes == 2 * rows
     for name in ("old_log_prob", "update_actor"):
-        found, others, fewer = column(made, name)
-        assert torch.equal(found, old) and others == metrics and fewer == rows
+        found, other_metrics, fewer = column(fusable, name)
+        assert torch.equal(found, old) and other_metrics == metrics and fewer == rows
 
 
 def test_an_interrupted_run_resumes_with_either_fusing_setting(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """Also if it resumes with the other setting: fusing is not part of a run's identity."""
-    made = job("grpo", tiny)
+    """Fusing is not part of a run's identity, so a run may also resume with the other setting."""
+    fusable = job("grpo", tiny)
     settings = {"steps": 4, "checkpoint_every": 1}
-    one, two = both(made, prompts_file, tmp_path, **settings)
+    one, two = both(fusable, prompts_file, tmp_path, **settings)
     assert_same(one, two)
-    for name, resumed in (("fused", made), ("unfused", replace(made, optimize=False))):
+    for name, resumed in (("fused", fusable), ("unfused", replace(fusable, optimize=False))):
         with pytest.raises(Stop):
-            train(made, prompts_file, tmp_path / name, [Stopper(2, "mismatch")], **settings)
+            train(fusable, prompts_file, tmp_path / name, [Stopper(2, "mismatch")], **settings)
         run = train(resumed, prompts_file, tmp_path / name, resume=True, **settings)
         assert without_times(list(run.metrics)) == without_times(list(two.metrics)) and digest(run) == digest(two)
         states = [
@@ -161,37 +163,43 @@ def test_an_interrupted_run_resumes_with_either_fusing_setting(tiny: str, prompt
 
 
 def test_measured_costs_predict_fused_steps(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    made = job("grpo", tiny)
-    run = train(made, prompts_file, tmp_path / "run")
+    fusable = job("grpo", tiny)
+    run = train(fusable, prompts_file, tmp_path / "run")
     costs = Costs.of(run.folder)
     assert "old_log_prob" not in costs.nodes
-    for graph in (made.graph, made.runs, made.graph.bound({})):  # the last without bindings
+    for graph in (fusable.graph, fusable.runs, fusable.graph.bound({})):  # the last without bindings
         assert predict(graph, None, 4, costs).seconds > 0
-    assert made.graph.diff(made.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
+    assert fusable.graph.diff(fusable.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
     with pytest.raises(DataError, match="has no costs of old_log_prob of grpo"):
-        predict(made.graph, None, 4, costs, optimize=False)
+        predict(fusable.graph, None, 4, costs, optimize=False)
     given = costs.given(old_log_prob=100.0)
     assert (
-        predict(made.graph, None, 4, given).seconds < 100 < predict(made.graph, None, 4, given, optimize=False).seconds
+        predict(fusable.graph, None, 4, given).seconds
+        < 100
+        < predict(fusable.graph, None, 4, given, optimize=False).seconds
     )
-    again = Training(made, PromptData(prompts_file), 1, 4, folder=str(tmp_path / "next"), costs=str(run.folder)).run()
+    again = Training(
+        fusable, PromptData(prompts_file), 1, 4, folder=str(tmp_path / "next"), costs=str(run.folder)
+    ).run()
     assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
 
 
 def test_the_plan_names_fused_nodes(tiny: str) -> None:
-    made = job("grpo", tiny)
+    fusable = job("grpo", tiny)
     line = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 32 rows"
-    assert line in made.plan(prompts=8).splitlines()
+    assert line in fusable.plan(prompts=8).splitlines()
     assert "old_log_prob is not fused into update_actor: kl_shape reads it before" in job("ppo", tiny).plan()
-    assert "optimize=False" in replace(made, optimize=False).plan()
+    assert "optimize=False" in replace(fusable, optimize=False).plan()
 
 
 def test_the_plan_names_duplicate_nodes_though_one_of_them_is_fused(tiny: str) -> None:
-    made = job("grpo", tiny).edit(
+    fusable = job("grpo", tiny).edit(
         insert={"again": After("old_log_prob", OldLogProb())},
         wire={"mismatch.old_log_probs": "again.old_log_probs"},
     )
-    [hint] = [line for line in made.plan().splitlines() if line.startswith("again computes the same as old_log_prob")]
-    fixed: Job = eval(f"made.{hint.partition(': ')[2]}", {"made": made})
+    [hint] = [
+        line for line in fusable.plan().splitlines() if line.startswith("again computes the same as old_log_prob")
+    ]
+    fixed: Job = eval(f"fusable.{hint.partition(': ')[2]}", {"fusable": fusable})
     assert fixed.graph == job("grpo", tiny).graph and "again" not in fixed.plan()
-    assert replace(made, optimize=False).plan().splitlines().count(hint) == 1
+    assert replace(fusable, optimize=False).plan().splitlines().count(hint) == 1

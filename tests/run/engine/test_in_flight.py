@@ -38,21 +38,21 @@ from tests.support.runs import Recorder, train, without_times
 
 pytestmark = pytest.mark.runs
 
-N, PROMPTS, WANTED = 4, 5, 6
+N, PROMPTS, TARGET = 4, 5, 6
 
 
 def half(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Groups of prompts with an odd number are tied; in the others, the scores differ."""
+    """0.5 for prompts with an odd number, so that their groups have no spread; others differ."""
     return 0.5 if int(ground_truth) % 2 else sum(map(ord, solution_str)) / 1e4
 
 
-def never(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def constant(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return 0.5
 
 
 def collecting(folder: str, reward: Any = half, **settings: Any) -> Any:
-    """GRPO that collects `WANTED` groups a step."""
-    gate = Collect(Spread(), **({"groups": WANTED} | settings))
+    """GRPO that collects `TARGET` groups per step."""
+    gate = Collect(Spread(), **({"groups": TARGET} | settings))
     return job_of("grpo", folder, reward, n=N).edit(insert={"collect": After("reward", gate)})
 
 
@@ -60,26 +60,26 @@ def stream_of(folder: str, data: str) -> PromptStream:
     return PromptData(data).load(ChatTokenizer(folder), 0)
 
 
-def run(job: Any, stream: PromptStream, steps: int = 3, keep: Sequence[str] = ("collect",)) -> list[StepResult]:
+def run(job: Any, stream: PromptStream, steps: int = 3, return_nodes: Sequence[str] = ("collect",)) -> list[StepResult]:
     with job.open() as executor:
         executor.sync()
         draw = functools.partial(lambda step, n: stream.next(n), n=PROMPTS)
-        return list(executor.run(draw, range(steps), return_nodes=keep, more=stream.next))
+        return list(executor.run(draw, range(steps), return_nodes=return_nodes, more=stream.next))
 
 
-def oracle(stream: PromptStream, steps: int) -> list[tuple[list[str], int, int, int]]:
+def expected_groups(stream: PromptStream, steps: int) -> list[tuple[list[str], int, int, int]]:
     """The expected groups of each step, with the numbers of offered groups, rounds and surplus groups."""
     expected = []
     for _ in range(steps):
-        taken: list[str] = []
+        selected: list[str] = []
         offered = rounds = surplus = 0
-        while len(taken) < WANTED:
-            batch = stream.next(PROMPTS if not rounds else WANTED - len(taken))
+        while len(selected) < TARGET:
+            batch = stream.next(PROMPTS if not rounds else TARGET - len(selected))
             good = [uid for uid, truth in zip(batch["uid"], batch["ground_truth"], strict=True) if not int(truth) % 2]
-            surplus += max(0, len(taken) + len(good) - WANTED)
-            taken += good[: WANTED - len(taken)]
+            surplus += max(0, len(selected) + len(good) - TARGET)
+            selected += good[: TARGET - len(selected)]
             offered, rounds = offered + len(batch), rounds + 1
-        expected.append((taken, offered, rounds, surplus))
+        expected.append((selected, offered, rounds, surplus))
     return expected
 
 
@@ -88,17 +88,17 @@ def data(tmp_path: Path) -> str:
     return write_prompts(tmp_path / "prompts.jsonl", 40)
 
 
-def test_passing_groups_are_collected_in_data_order(tiny: str, data: str) -> None:
+def test_groups_that_pass_the_gate_are_collected_in_data_order(tiny: str, data: str) -> None:
     stream, again = stream_of(tiny, data), stream_of(tiny, data)
-    results, expected = run(collecting(tiny), stream), oracle(again, 3)
+    results, expected = run(collecting(tiny), stream), expected_groups(again, 3)
     assert stream.position == again.position
     for result, (uids, offered, rounds, surplus) in zip(results, expected, strict=True):
         collected = result.columns["collect"]
         assert collected["uid"].tolist() == [uid for uid in uids for _ in range(N)]
         found = {key: result.metrics[f"collect/{key}"].value for key in ("offered", "kept", "rounds", "surplus")}
-        assert found == {"offered": offered, "kept": WANTED, "rounds": rounds, "surplus": surplus}
+        assert found == {"offered": offered, "kept": TARGET, "rounds": rounds, "surplus": surplus}
         assert result.metrics["reward/mean"].weight == offered * N
-        assert result.metrics["reward/kept_mean"].weight == WANTED * N
+        assert result.metrics["reward/kept_mean"].weight == TARGET * N
         scores = collected["token_level_scores"].double().sum()
         assert result.metrics["reward/kept_mean"].value == pytest.approx(float(scores))
     assert max(rounds for *_, rounds, _ in expected) > 1
@@ -107,13 +107,13 @@ def test_passing_groups_are_collected_in_data_order(tiny: str, data: str) -> Non
 def test_nodes_downstream_of_an_idle_collector_do_not_run(tiny: str, data: str) -> None:
     stream, again = stream_of(tiny, data), stream_of(tiny, data)
     job = collecting(tiny).edit(when={"collect": When(every=2)})
-    steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
+    steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job refuses steps in which no sink runs
     steps.sync()
     results = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
     first, second, third = results
-    expected = oracle(again, 1)
+    expected = expected_groups(again, 1)
     again.next(PROMPTS)
-    expected += oracle(again, 1)
+    expected += expected_groups(again, 1)
     assert stream.position == again.position
     for result, (uids, *_) in zip((first, third), expected, strict=True):
         assert result.columns["collect"]["uid"].tolist() == [uid for uid in uids for _ in range(N)]
@@ -123,16 +123,16 @@ def test_nodes_downstream_of_an_idle_collector_do_not_run(tiny: str, data: str) 
 
 
 def test_a_collector_has_the_scheduled_parameters_of_its_step(tiny: str, data: str) -> None:
-    job = collecting(tiny, on_underfill="train", groups=Linear(WANTED, 2, steps=2))
+    job = collecting(tiny, on_underfill="train", groups=Linear(TARGET, 2, steps=2))
     results = run(job, stream_of(tiny, data))
     assert [result.metrics["collect/kept"].value for result in results] == [6, 4, 2]
     assert results[0].metrics["collect/rounds"].value > 1
 
 
 def test_rows_of_several_rounds_are_joined_unchanged(tiny: str, data: str) -> None:
-    """Joined at unequal widths: each row has a prompt, its response, and the log-probs of its sampling."""
+    """Rounds have different widths; each joined row has its prompt, response and rollout log-probs."""
     job = collecting(tiny)
-    results = run(job, stream_of(tiny, data), keep=("collect", "old_log_prob"))
+    results = run(job, stream_of(tiny, data), return_nodes=("collect", "old_log_prob"))
     for result in results:
         collected, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
         width = collected["response_mask"].shape[1]
@@ -150,7 +150,7 @@ def test_dynamic_sampling_trains_three_steps(tiny: str, data: str, tmp_path: Pat
     finished = train(job, data, tmp_path / "run", prompts=PROMPTS)
     assert len(finished.metrics) == 3
     for step in finished.metrics:
-        assert step["collect/kept"] == WANTED
+        assert step["collect/kept"] == TARGET
         assert step["actor/grad_norm"] > 0
         assert step["reward/mean"] != step["reward/kept_mean"]
 
@@ -161,14 +161,14 @@ def test_a_run_killed_in_any_round_resumes_with_the_same_rows(
 ) -> None:
     settings: dict[str, Any] = {"prompts": PROMPTS, "steps": 2, "checkpoint_every": 1}
     recorder = Recorder()
-    whole = train(collecting(tiny), data, tmp_path / "whole", [recorder], **settings)
-    rounds = recorder.told.count(("node", "generate"))
+    uninterrupted = train(collecting(tiny), data, tmp_path / "uninterrupted", [recorder], **settings)
+    rounds = recorder.calls.count(("node", "generate"))
     assert rounds > 3
 
     class Killer(Recorder):
         def node(self, name: str) -> None:
             super().node(name)
-            if self.told.count(("node", "generate")) == killed and name == "reward":
+            if self.calls.count(("node", "generate")) == killed and name == "reward":
                 raise KeyboardInterrupt
 
     for killed in range(1, rounds + 1)[rounds_killed]:
@@ -176,36 +176,36 @@ def test_a_run_killed_in_any_round_resumes_with_the_same_rows(
         with pytest.raises(KeyboardInterrupt):
             train(collecting(tiny), data, folder, [Killer()], **settings)
         resumed = train(collecting(tiny), data, folder, resume=True, **settings)
-        assert without_times(list(resumed.metrics)) == without_times(list(whole.metrics))
+        assert without_times(list(resumed.metrics)) == without_times(list(uninterrupted.metrics))
 
 
 # ---- too few groups
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_on_underfill_raises_trains_or_repeats(rounds: int, tiny: str, data: str) -> None:
+def test_on_underfill_selects_error_training_on_fewer_groups_or_repetition(rounds: int, tiny: str, data: str) -> None:
     with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: ") as caught:
         run(collecting(tiny, rounds=rounds), stream_of(tiny, data), 1)
     assert caught.value.facts["node"] == "collect"
     [fewer] = run(collecting(tiny, rounds=rounds, on_underfill="train"), stream_of(tiny, data), 1)
     few = fewer.columns["collect"]
-    assert 0 < len(few) < WANTED * N
+    assert 0 < len(few) < TARGET * N
     [filled] = run(collecting(tiny, rounds=rounds, on_underfill="repeat"), stream_of(tiny, data), 1)
     full = filled.columns["collect"]
-    assert len(full) == WANTED * N
-    assert len(set(full["uid"])) == WANTED
+    assert len(full) == TARGET * N
+    assert len(set(full["uid"])) == TARGET
     assert full[: len(few)].equal(few)
     again = full[torch.arange(len(few), len(full)) % len(full)]
     assert all("+" in uid for uid in again["uid"])
     for row in range(len(few), len(full)):
         assert torch.equal(full["input_ids"][row], few["input_ids"][row % len(few)])
         assert full["uid"][row].partition("+")[0] == few["uid"][row % len(few)]
-    assert filled.metrics["collect/repeated"].value == WANTED - len(few) // N
+    assert filled.metrics["collect/repeated"].value == TARGET - len(few) // N
 
 
-@pytest.mark.parametrize("short", ["error", "train", "repeat"])
-def test_zero_groups_are_an_error(short: str, tiny: str, data: str) -> None:
-    job = collecting(tiny, never, rounds=2, on_underfill=short)
+@pytest.mark.parametrize("on_underfill", ["error", "train", "repeat"])
+def test_a_step_without_any_group_is_an_error(on_underfill: str, tiny: str, data: str) -> None:
+    job = collecting(tiny, constant, rounds=2, on_underfill=on_underfill)
     with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: "):
         run(job, stream_of(tiny, data), 1)
 
@@ -221,12 +221,12 @@ def test_a_single_step_that_needs_further_prompts_is_refused(tiny: str, data: st
 # ---- refused graphs
 
 GRPO = grpo(exact, n=N)
-COLLECT = After("reward", Collect(Spread(), groups=WANTED))
+COLLECT = After("reward", Collect(Spread(), groups=TARGET))
 
 
 def test_mini_batch_size_is_checked_before_launch_and_the_plan_shows_the_loop() -> None:
     graph = GRPO.edit(insert={"collect": COLLECT}, set={"update_actor.mini_batch": 12})
-    assert not graph.check(prompts=5)  # 6 groups of 4, whatever is drawn
+    assert not graph.check(prompts=5)  # always 6 groups of 4
     [finding] = graph.edit(set={"update_actor.mini_batch": 16}).check(prompts=4)
     assert finding.message.startswith("mini_batch=16 does not divide the 24 rows of a step (6 prompts x 4)")
     fewer = graph.edit(set={"collect.on_underfill": "train"})

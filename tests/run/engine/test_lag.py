@@ -40,7 +40,7 @@ pytestmark = pytest.mark.runs
 BEHIND = {"grpo": "group_advantage", "ppo": "whiten"}
 
 
-def ahead(name: str, folder: str, lag: int, **changed: Any) -> Job:
+def job_with_lag(name: str, folder: str, lag: int, **changed: Any) -> Job:
     """The jobs of `tests.run.training.interrupted` with a lag, a separate rollout engine, and a correction."""
     at = After(BEHIND[name], RolloutCorrection("token", "truncate", high=2.0))
     inserted = {"correction": at, **changed.pop("insert", {})}
@@ -50,7 +50,7 @@ def ahead(name: str, folder: str, lag: int, **changed: Any) -> Job:
 
 
 class Counted(Operator):
-    """Reports how often it has run."""
+    """Counts its calls as a metric."""
 
     count = State(lambda self: 0)
 
@@ -80,7 +80,7 @@ class TestVersions:
         self, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         stream, found = PromptData(prompts_file).load(ChatTokenizer(tiny), 0), []
-        with ahead("grpo", tiny, lag).open() as steps:
+        with job_with_lag("grpo", tiny, lag).open() as steps:
             steps.sync()
             steps.save_pretrained("actor", tmp_path / "0")
             results = steps.run(
@@ -111,35 +111,41 @@ class TestCutOff:
     def test_an_interrupted_run_resumes_with_the_same_metrics(
         self, name: str, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
-        whole = run(ahead(name, tiny, lag), prompts_file, tmp_path / "whole", checkpoint_every=1)
+        uninterrupted = run(job_with_lag(name, tiny, lag), prompts_file, tmp_path / "uninterrupted", checkpoint_every=1)
         for step, node in CUTS:
             folder = tmp_path / f"{step}-{node}"
-            cut_off(ahead(name, tiny, lag), prompts_file, folder, step, node, checkpoint_every=1)
-            assert_same(run(ahead(name, tiny, lag), prompts_file, folder, resume=True, checkpoint_every=1), whole)
+            cut_off(job_with_lag(name, tiny, lag), prompts_file, folder, step, node, checkpoint_every=1)
+            assert_same(
+                run(job_with_lag(name, tiny, lag), prompts_file, folder, resume=True, checkpoint_every=1), uninterrupted
+            )
 
     @pytest.mark.parametrize("cuts", [CUTS[-1:], nightly(CUTS)], ids=["one", "all"])
     def test_a_resumed_run_collects_the_same_groups(
         self, cuts: list[tuple[int, str]], tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         gate = {"collect": After("reward", Collect(Spread(), groups=5, rounds=6))}
-        whole = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
-        assert max(line["collect/rounds"] for line in whole.metrics) > 1
+        uninterrupted = run(
+            job_with_lag("grpo", tiny, 2, insert=gate), prompts_file, tmp_path / "uninterrupted", checkpoint_every=1
+        )
+        assert max(line["collect/rounds"] for line in uninterrupted.metrics) > 1
         for step, node in cuts:
             folder = tmp_path / f"{step}-{node}"
-            cut_off(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, step, node, checkpoint_every=1)
-            resumed = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1)
-            assert_same(resumed, whole)
+            cut_off(job_with_lag("grpo", tiny, 2, insert=gate), prompts_file, folder, step, node, checkpoint_every=1)
+            resumed = run(
+                job_with_lag("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1
+            )
+            assert_same(resumed, uninterrupted)
 
-    def test_the_state_of_nodes_ahead_of_training_is_resumed(
-        self, tiny: str, prompts_file: str, tmp_path: Path
-    ) -> None:
+    def test_the_state_of_nodes_in_flight_is_resumed(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         gate = {"counted": After("reward", Counted()), "collect": After("reward", Collect(Spread(), groups=5))}
-        whole = run(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
-        cut_off(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", 3, checkpoint_every=1)
-        resumed = run(
-            ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", resume=True, checkpoint_every=1
+        uninterrupted = run(
+            job_with_lag("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "uninterrupted", checkpoint_every=1
         )
-        assert_same(resumed, whole)
+        cut_off(job_with_lag("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", 3, checkpoint_every=1)
+        resumed = run(
+            job_with_lag("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", resume=True, checkpoint_every=1
+        )
+        assert_same(resumed, uninterrupted)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 1), nightly(1, 2)])
     def test_a_run_may_resume_with_another_lag(
@@ -151,18 +157,18 @@ class TestCutOff:
         tmp_path: Path,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        cut_off(ahead("grpo", tiny, before), prompts_file, tmp_path / "run", 2, "update_actor")
+        cut_off(job_with_lag("grpo", tiny, before), prompts_file, tmp_path / "run", 2, "update_actor")
         with caplog.at_level(logging.WARNING):
-            resumed = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "run", resume=True)
+            resumed = run(job_with_lag("grpo", tiny, after), prompts_file, tmp_path / "run", resume=True)
         assert len(resumed.metrics) == STEPS
         warning = f"was written with lag={before}, and the run resumes with lag={after}"
         assert (warning in caplog.text) == bool(before)  # without a lag no step was in flight
-        whole = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "whole")
+        uninterrupted = run(job_with_lag("grpo", tiny, after), prompts_file, tmp_path / "uninterrupted")
         position = [
             parse_json((folder / "checkpoints" / "step-000006" / "state.json").read_bytes())["data"]
-            for folder in (resumed.folder, whole.folder)
+            for folder in (resumed.folder, uninterrupted.folder)
         ]
-        assert position[0] == position[1]  # no row is skipped or drawn twice
+        assert position[0] == position[1]  # no row is skipped or sampled twice
 
 
 class TestSnapshots:
@@ -211,12 +217,12 @@ class TestSnapshots:
 
 class TestRefused:
     def test_lag_with_shared_weights_is_refused(self, tiny: str) -> None:
-        job = ahead("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
+        job = job_with_lag("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
         with raises("lag.unsupported", role="rollout"):
             job.refuse_unready()
 
     def test_the_plan_explains_a_useless_lag(self, tiny: str) -> None:
-        job = ahead("grpo", tiny, 1)
+        job = job_with_lag("grpo", tiny, 1)
         assert "lag=1 gains nothing in one process" in job.plan()
         together = replace(job, place=Colocate(gpus=1))
         assert "lag=1 gains nothing with Colocate" in together.plan() and "'rollout'" not in together.plan()

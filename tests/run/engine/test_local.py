@@ -93,23 +93,23 @@ def test_an_error_names_the_line_of_the_operator() -> None:
     assert f"\n  at {__file__}:{line}\n" in caught.value.message
 
 
-class Forgetful(PPOClip):
+class FailsInTorch(PPOClip):
     """A user's loss that calls a function of torch that raises."""
 
     def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
         return torch.stack([])
 
 
-class Unscored(PPOClip):
+class FailsInFlowrl(PPOClip):
     """A user's loss that calls a function of flowrl that raises."""
 
     def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
         return torch.tensor(rows_of_groups([]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("loss", [Forgetful, Unscored])
+@pytest.mark.parametrize("loss", [FailsInTorch, FailsInFlowrl])
 def test_an_error_names_the_line_of_the_loss(tiny: str, loss: type[PPOClip]) -> None:
-    """Not that of the operator that calls it, nor of the function that it calls, which belong to flowrl."""
+    """The error names neither flowrl's operator that calls the loss nor flowrl's function that the loss calls."""
     job = job_of("grpo", tiny).edit(set={"update_actor.loss": loss()})
     line = loss.__call__.__code__.co_firstlineno + 1
     executor = local_steps(Plan(job.graph), job.build(0), 0)
@@ -119,9 +119,29 @@ def test_an_error_names_the_line_of_the_loss(tiny: str, loss: type[PPOClip]) -> 
     assert f"\n  at {__file__}:{line}\n" in caught.value.message
 
 
+class WritesNaN(Operator):
+    """Writes a NaN."""
+
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        spoiled = advantages.clone()
+        spoiled[1, 0] = float("nan")
+        return spoiled
+
+
+def test_an_error_names_non_finite_inputs_and_their_writers(tiny: str) -> None:
+    """The update fails because of a NaN that another operator wrote."""
+    job = job_of("grpo", tiny).edit(insert={"spoils": After("group_advantage", WritesNaN())})
+    executor = local_steps(Plan(job.graph), job.build(0), 0)
+    executor.sync()
+    with pytest.raises(NodeError, match=r"^update_actor failed in step 1: DataError: .*gradient norm is nan") as caught:
+        executor.step(PROMPTS, 0)
+    line = "  advantages is NaN or infinite in 1 places, first in row 1, token 0; written by spoils.advantages"
+    assert caught.value.message.splitlines()[-1] == line
+
+
 def test_an_interrupt_is_not_a_node_error() -> None:
     class Interrupted(Operator):
-        """Ctrl-C."""
+        """Raises `KeyboardInterrupt`, as Ctrl-C does."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             raise KeyboardInterrupt
@@ -135,17 +155,17 @@ def test_an_interrupt_is_not_a_node_error() -> None:
     assert current() is None
 
 
-def test_an_operator_runs_on_the_stack_of_the_caller_of_step() -> None:
-    """So that a breakpoint in it works, and the frames above are those of the caller."""
-    seen: dict[str, Any] = {}
+def test_operators_run_on_the_callers_stack() -> None:
+    """A breakpoint in an operator works, and its outer frames are those of the caller of `step`."""
+    recorded: dict[str, Any] = {}
 
     class Stopped(Operator):
-        """Looks at its own stack, as a debugger would."""
+        """Records its own stack, as a debugger would."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
-            seen["thread"] = threading.get_ident()
-            seen["frames"] = [frame.name for frame in traceback.extract_stack()]
-            seen["plain"] = type(prompt_mask)
+            recorded["thread"] = threading.get_ident()
+            recorded["frames"] = [frame.name for frame in traceback.extract_stack()]
+            recorded["plain"] = type(prompt_mask)
             return prompt_mask
 
     @algorithm
@@ -153,11 +173,11 @@ def test_an_operator_runs_on_the_stack_of_the_caller_of_step() -> None:
         return Stopped()(batch.prompt_mask)
 
     walk(chain()).step(PROMPTS, 0)
-    here = test_an_operator_runs_on_the_stack_of_the_caller_of_step.__name__
-    assert seen["thread"] == threading.get_ident()
-    assert seen["frames"].index(here) < seen["frames"].index("step") < len(seen["frames"])
-    assert seen["frames"][-1] == "__call__"
-    assert seen["plain"] is torch.Tensor
+    caller = test_operators_run_on_the_callers_stack.__name__
+    assert recorded["thread"] == threading.get_ident()
+    assert recorded["frames"].index(caller) < recorded["frames"].index("step") < len(recorded["frames"])
+    assert recorded["frames"][-1] == "__call__"
+    assert recorded["plain"] is torch.Tensor
 
 
 # ---- eager calls and the executor
@@ -165,7 +185,7 @@ def test_an_operator_runs_on_the_stack_of_the_caller_of_step() -> None:
 
 @algorithm
 def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) -> tuple[Receipt, Mismatched]:
-    """GRPO, written out."""
+    """GRPO, written without an edit of PPO."""
     prompts = Repeat(n)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
     old = OldLogProb()(rollout)

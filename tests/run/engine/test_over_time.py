@@ -49,7 +49,7 @@ def clock(advantages: c.Advantages, *, scale: float = 1.0, now: Now = INJECTED, 
     metrics.max("clock/scale", scale)
 
 
-def changing(folder: str) -> Job:
+def scheduled_job(folder: str) -> Job:
     """PPO with schedules for KL coefficient and temperature, whose actor starts after the critic."""
     return job_of("ppo", folder, n=2).edit(
         set={"kl_shape.coef": COEF, "generate.temperature": TEMPERATURE, "update_actor.loss.clip_low": CLIP},
@@ -62,12 +62,10 @@ def numbers(lines: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))} for line in lines]
 
 
-def test_each_step_has_its_scheduled_parameters_after_a_resume_too(
-    tiny: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_steps_use_their_scheduled_parameters_also_after_resuming(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     data = {"steps": 6, "checkpoint_every": 3, "validation": Validation(PromptData(prompts_file), every=3)}
-    whole = train(changing(tiny), prompts_file, tmp_path / "whole", **data)
-    steps = whole.metrics
+    uninterrupted = train(scheduled_job(tiny), prompts_file, tmp_path / "uninterrupted", **data)
+    steps = uninterrupted.metrics
     assert [step["kl/coef"] for step in steps] == pytest.approx([COEF.at(k) for k in range(6)])
     assert [step["clock/step"] for step in steps] == list(range(6))
     assert [step["clock/scale"] for step in steps] == [1.0, 1.5, 2.0, 2.0, 2.0, 2.0]
@@ -76,14 +74,16 @@ def test_each_step_has_its_scheduled_parameters_after_a_resume_too(
     assert all("critic/grad_norm" in step for step in steps)
 
     cut = {**data, "steps": 3}
-    train(changing(tiny), prompts_file, tmp_path / "cut", **cut)
-    resumed = train(changing(tiny), prompts_file, tmp_path / "cut", **data, resume=True)
+    train(scheduled_job(tiny), prompts_file, tmp_path / "cut", **cut)
+    resumed = train(scheduled_job(tiny), prompts_file, tmp_path / "cut", **data, resume=True)
     assert numbers(resumed.metrics) == numbers(steps)
-    # the cut run validated at its end, which is the third step in both
-    assert without_times(tmp_path / "cut" / "metrics.jsonl") == without_times(tmp_path / "whole" / "metrics.jsonl")
+    # the interrupted run validated after its last step, step 3
+    assert without_times(tmp_path / "cut" / "metrics.jsonl") == without_times(
+        tmp_path / "uninterrupted" / "metrics.jsonl"
+    )
 
 
-def test_a_step_without_an_update_keeps_the_version(tiny: str) -> None:
+def test_a_step_without_an_update_does_not_change_the_version(tiny: str) -> None:
     job = job_of("ppo", tiny, n=2).edit(when={"update_actor": When(every=2, start=1)})
     steps = local_steps(Plan(job.graph), job.build(3), 3)
     actor, critic = steps.runner.engines["actor"], steps.runner.engines["critic"]
@@ -100,7 +100,7 @@ def test_a_step_without_an_update_keeps_the_version(tiny: str) -> None:
         assert ("actor/grad_norm" in result.metrics) == moved
         before = now
     assert seen == [
-        ({0}, 0, 1, False, False, False),  # the engine keeps the version that it has
+        ({0}, 0, 1, False, False, False),  # no sync: the engine's version does not change
         ({0}, 1, 2, True, True, True),
         ({1}, 1, 3, False, False, False),
         ({1}, 2, 4, True, True, True),
@@ -109,7 +109,7 @@ def test_a_step_without_an_update_keeps_the_version(tiny: str) -> None:
 
 @algorithm
 def lines(batch: PromptBatch) -> Any:
-    """The graph of `changing`, written out."""
+    """The graph of `scheduled_job`, written without edits."""
     prompts = Repeat(2)(batch)
     rollout = Generate(temperature=TEMPERATURE, max_new_tokens=6)(prompts)
     old = OldLogProb()(rollout)
@@ -124,8 +124,8 @@ def lines(batch: PromptBatch) -> Any:
     return Sync()(actor), critic, mismatch
 
 
-def test_eager_calls_give_the_same_bits(tiny: str) -> None:
-    job = changing(tiny)
+def test_eager_calls_and_the_executor_are_bit_equal(tiny: str) -> None:
+    job = scheduled_job(tiny)
     assert not job.graph.edit(name="lines").diff(lines()).changed
     steps = local_steps(Plan(job.graph), job.build(5), 5)
     steps.sync()
@@ -144,7 +144,7 @@ def test_eager_calls_give_the_same_bits(tiny: str) -> None:
 
 
 def test_costs_of_a_run_with_conditional_nodes_predict_its_steps(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    job = changing(tiny)
+    job = scheduled_job(tiny)
     train(job, prompts_file, tmp_path / "run", steps=4)
     prediction = predict(job.graph, None, 4, Costs.of(tmp_path / "run"))
     always = predict(job.graph.edit(when={"update_actor": When()}), None, 4, Costs.of(tmp_path / "run"))
@@ -153,7 +153,7 @@ def test_costs_of_a_run_with_conditional_nodes_predict_its_steps(tiny: str, prom
 
 
 def test_a_validation_has_the_parameters_of_its_step_and_the_keys_of_step_0(tiny: str) -> None:
-    job = changing(tiny)
+    job = scheduled_job(tiny)
     steps = local_steps(Plan(job.graph.edit(drop=["update_critic"])), job.build(3), 3)
     steps.sync()
     first, later = (steps.step(PROMPTS, 0, now=now, return_nodes=["generate"]) for now in (0, 1))
@@ -163,7 +163,7 @@ def test_a_validation_has_the_parameters_of_its_step_and_the_keys_of_step_0(tiny
 
 
 def test_a_job_with_an_idle_step_is_refused(tiny: str) -> None:
-    job = changing(tiny).edit(when={"generate": When(every=2)})
+    job = scheduled_job(tiny).edit(when={"generate": When(every=2)})
     with raises("graph.idle-step", step=2):
         job.refuse_unready()
 

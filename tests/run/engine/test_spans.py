@@ -1,4 +1,4 @@
-"""Live weight updates: in one process, where no request is in flight then; and per-token corrections."""
+"""Live weight updates: a run in one process, refusals, and per-token corrections."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from flowrl.run.training.job import Job
 from tests.backends.torch.generate.rollouts import KEY
 from tests.backends.torch.generate.test_swap import actors, engine_of
 from tests.operators.engines.test_interact import Echo, prompts_of
-from tests.run.engine.test_lag import ahead, log_probs
+from tests.run.engine.test_lag import job_with_lag, log_probs
 from tests.run.training.interrupted import assert_same, cut_off, run
 from tests.support.errors import raises
 
 
 def spanned(folder: str) -> Job:
-    return ahead("grpo", folder, 2).edit(lag=Lag(2, spans=True))
+    return job_with_lag("grpo", folder, 2).edit(lag=Lag(2, spans=True))
 
 
-def test_spans_in_one_process_equal_lag_and_resume_either_way(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """No request is in flight there as weights change. A run with spans resumes without."""
-    whole = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "whole", checkpoint_every=1)
+def test_spans_in_one_process_equal_lag_and_resume_with_and_without_spans(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """In one process no request is in flight during a sync. A run with spans resumes without."""
+    uninterrupted = run(job_with_lag("grpo", tiny, 2), prompts_file, tmp_path / "uninterrupted", checkpoint_every=1)
     cut_off(spanned(tiny), prompts_file, tmp_path / "cut", 4, "update_actor", checkpoint_every=1)
-    found = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "cut", resume=True, checkpoint_every=1)
-    assert_same(found, whole)
+    found = run(job_with_lag("grpo", tiny, 2), prompts_file, tmp_path / "cut", resume=True, checkpoint_every=1)
+    assert_same(found, uninterrupted)
     data = {"batch": PromptData(prompts_file)}
-    one, other = (identity_of(job.graph, data, 0, 5) for job in (spanned(tiny), ahead("grpo", tiny, 0)))
+    one, other = (identity_of(job.graph, data, 0, 5) for job in (spanned(tiny), job_with_lag("grpo", tiny, 0)))
     assert one == other
 
 
-class Deaf(TorchRollout):
+class NoLiveUpdate(TorchRollout):
     """An engine without live weight updates."""
 
     serves = TorchRollout.serves[:2]
 
 
-class Together(TorchRollout):
+class MultiRankGeneration(TorchRollout):
     """An engine whose ranks compute responses together."""
 
     collective = True
@@ -52,13 +54,13 @@ class Together(TorchRollout):
 
 class TestRefused:
     def test_spans_without_live_weight_updates_are_refused(self, tiny: str) -> None:
-        job = spanned(tiny).edit(bind={"rollout": Deaf(tiny, device="cpu")})
+        job = spanned(tiny).edit(bind={"rollout": NoLiveUpdate(tiny, device="cpu")})
         with raises("backend.missing-protocol", role="rollout", node="sync", expected="LiveWeightUpdate"):
             job.refuse_unready()
         job.edit(lag=2).refuse_unready()
 
     def test_spans_with_multi_rank_generation_are_refused(self, tiny: str) -> None:
-        together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
+        together = spanned(tiny).edit(bind={"rollout": MultiRankGeneration(tiny, device="cpu", ranks=2)})
         job = replace(together, place=Split(train=1, rollout=2))
         with raises("lag.unsupported", role="rollout") as caught:
             job.refuse_unready()
@@ -74,8 +76,8 @@ class TestRefused:
 def test_each_token_is_corrected_for_the_version_that_sampled_it(
     episodes: bool, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By version 0 and, from the fourth step of the engine on, by version 1, which is the trainer's: a token's weight
-    is the trainer's probability over that of its own version."""
+    """Version 0 samples the first three tokens, then version 1, the trainer's. A token's weight is the trainer's
+    probability over that of the version that sampled it."""
     old, new = actors(tiny, 2)
     new.model.save_pretrained(tmp_path / "new")
     engine, following, steps = engine_of(tiny, old), TorchRolloutEngine._next, itertools.count(1)
@@ -87,8 +89,8 @@ def test_each_token_is_corrected_for_the_version_that_sampled_it(
         return ended
 
     monkeypatch.setattr(TorchRolloutEngine, "_next", then_swap)
-    made = Interact(Echo, max_turns=3, context=200, max_new_tokens=6, rollout=engine)
-    operator = made if episodes else Generate(max_new_tokens=9, rollout=engine)
+    interact = Interact(Echo, max_turns=3, context=200, max_new_tokens=6, rollout=engine)
+    operator = interact if episodes else Generate(max_new_tokens=9, rollout=engine)
     rollout = operator(prompts_of(engine.tokenizer), key=KEY, metrics=Metrics())
     mask, versions = rollout.response_mask, rollout.token_version
     assert set(versions[mask].tolist()) == {0, 1} and not versions[~mask].add(1).any()

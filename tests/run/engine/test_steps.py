@@ -43,16 +43,16 @@ def test_a_column_is_released_after_its_last_reader() -> None:
     alive: dict[str, bool] = {}
     first: list[weakref.ref[torch.Tensor]] = []
 
-    class Watched(Operator):
-        """Makes a new tensor."""
+    class CreatesTensor(Operator):
+        """Returns a new tensor."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             out = prompt_mask.clone()
             first.append(weakref.ref(out))
             return out
 
-    class Looking(Operator):
-        """Whether that tensor is still alive."""
+    class ReadsAlive(Operator):
+        """Records whether that tensor is still alive."""
 
         def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
             alive[self.name] = first[0]() is not None
@@ -60,14 +60,14 @@ def test_a_column_is_released_after_its_last_reader() -> None:
 
     @algorithm
     def chain(batch: PromptBatch) -> Any:
-        made = Watched()(batch.prompt_mask)
-        once = Looking().named("reader")(made)
-        return Looking().named("later")(once)
+        created = CreatesTensor()(batch.prompt_mask)
+        once = ReadsAlive().named("reader")(created)
+        return ReadsAlive().named("later")(once)
 
     walk(chain()).step(PROMPTS, 0)
     assert alive == {"reader": True, "later": False}
     first.clear()
-    walk(chain()).step(PROMPTS, 0, return_nodes=("watched",))
+    walk(chain()).step(PROMPTS, 0, return_nodes=("creates_tensor",))
     assert alive == {"reader": True, "later": True}
 
 
@@ -132,7 +132,7 @@ class Drawn(NamedTuple):
 
 
 class Draw(Operator):
-    """A random number of the node's key."""
+    """Samples from the node's key."""
 
     def __call__(self, prompt_mask: c.PromptMask, key: Key = INJECTED) -> Drawn:
         return Drawn(int(torch.randint(2**31, (), generator=key.generator())))
@@ -157,8 +157,8 @@ def test_a_key_depends_only_on_seed_step_and_node() -> None:
     reference = numbers(forwards, 0, 0)
     assert numbers(backwards, 0, 0) == reference
     others = [numbers(forwards, 1, 0), numbers(forwards, 0, 1)]
-    drawn = [n for found in (reference, *others) for n in found.values()]
-    assert len(set(drawn)) == len(drawn)
-    executor = local_steps(Plan(forwards()), {}, 0)  # not on earlier steps
+    numbers_of_all = [n for found in (reference, *others) for n in found.values()]
+    assert len(set(numbers_of_all)) == len(numbers_of_all)
+    executor = local_steps(Plan(forwards()), {}, 0)  # independent of earlier steps
     executor.step(PROMPTS, 5)
     assert executor.step(PROMPTS, 0).values["a"]["drawn"].number == reference["a"]

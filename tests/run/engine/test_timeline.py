@@ -1,4 +1,4 @@
-"""Traces: the file displays correctly in viewers, and the table's numbers agree with cases counted by hand."""
+"""Traces: the file is valid for trace viewers; tables equal worked examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.kernel import exact
 from tests.support.runs import walk
 
 TIMES = st.tuples(st.integers(0, 10_000), st.integers(0, 3_000))
-START = 1_763_000_000.0  # Unix seconds have few digits left for microseconds
+START = 1_763_000_000.0  # near the precision limit of float64 for microseconds
 NO_SPANS: list[Span] = []
 
 
@@ -45,9 +45,9 @@ def traces(draw: st.DrawFn) -> Timeline:
 
 def written(trace: Timeline, folder: Path) -> list[dict[str, Any]]:
     trace.save(folder / "trace.json")
-    whole = json.loads((folder / "trace.json").read_text())
-    assert whole.keys() == {"traceEvents", "displayTimeUnit", "otherData"}  # what the format knows
-    events: list[dict[str, Any]] = whole["traceEvents"]
+    content = json.loads((folder / "trace.json").read_text())
+    assert content.keys() == {"traceEvents", "displayTimeUnit", "otherData"}  # the keys of the format
+    events: list[dict[str, Any]] = content["traceEvents"]
     return events
 
 
@@ -118,9 +118,14 @@ class TestFile:
     def test_spans_round_trip_through_the_file(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         path = tmp_path_factory.getbasetemp() / "again.json"
         trace.save(path)
-        for span, read in zip(trace.spans, Timeline.load(path).spans, strict=True):
-            assert (read.name, read.place, read.bytes, read.kind) == (span.name, span.place, span.bytes, span.kind)
-            assert abs(read.start - span.start) <= 2e-6 and abs(read.end - span.end) <= 2e-6
+        for span, loaded in zip(trace.spans, Timeline.load(path).spans, strict=True):
+            assert (loaded.name, loaded.place, loaded.bytes, loaded.kind) == (
+                span.name,
+                span.place,
+                span.bytes,
+                span.kind,
+            )
+            assert abs(loaded.start - span.start) <= 2e-6 and abs(loaded.end - span.end) <= 2e-6
 
     @given(trace=traces())
     def test_spans_of_one_lane_do_not_overlap(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
@@ -133,7 +138,7 @@ class TestFile:
 
     def test_rounding_creates_no_overlap(self, tmp_path: Path) -> None:
         trace = Timeline()
-        for i in range(50):  # each ends as the next one starts, at fractions of a microsecond
+        for i in range(50):  # each span ends as the next starts, at fractions of a microsecond
             trace.add("a", "x", START + i * 1.6e-6, START + (i + 1) * 1.6e-6)
         spans = [event for event in written(trace, tmp_path) if event["ph"] == "X"]
         assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(spans))
@@ -180,7 +185,7 @@ class TestCriticalPath:
         assert critical_path(self.diamond, {}) == ([], 0.0)
 
     def test_weight_readers_precede_writers_on_the_critical_path(self) -> None:
-        """A state edge is a dependency like data: the critic's update waits for its values."""
+        """State edges are dependencies: the critic's update waits for the critic's values."""
         plan = Plan(ppo(exact))
         seconds = {node.name: 0.0 for node in plan.order} | {"generate": 4.0, "old_log_prob": 3.0, "update_actor": 5.0}
         path, length = critical_path(plan.network, {**seconds, "sync": 1.0, "update_critic": 4.0})
@@ -232,7 +237,7 @@ class TestIdle:
         assert all(-1e-6 <= share <= 1 for share in idle(trace.spans).values())
 
 
-class Asks(Operator):
+class RecordsWait(Operator):
     """Records a wait."""
 
     def __call__(self, prompt_mask: c.PromptMask, now: Now = INJECTED) -> c.PromptMask:
@@ -241,24 +246,24 @@ class Asks(Operator):
 
 
 class TestEnvironments:
-    """Waits of a node for something outside its place are in a separate lane."""
+    """Waits of a node for environments are in a separate lane."""
 
     def test_waits_of_a_node_are_spans(self) -> None:
         @algorithm
         def asking(batch: PromptBatch) -> Any:
-            return Asks()(batch.prompt_mask)
+            return RecordsWait()(batch.prompt_mask)
 
         steps = walk(asking())
         for step in (3, 4):
             steps.step(PROMPTS, step)
         environments = [span for span in steps.timeline.spans if span.kind == "environment"]
-        span = Span("asks: all wait", "this process: environments", START, START + 2, kind="environment")
+        span = Span("records_wait: all wait", "this process: environments", START, START + 2, kind="environment")
         assert environments == [replace(span, step=3), replace(span, step=4)]
         assert len(steps.timeline.spans) == 4
 
     def test_a_direct_call_discards_waits(self) -> None:
         mask = PROMPTS.columns["prompt_mask"]
-        assert Asks()(mask) is mask
+        assert RecordsWait()(mask) is mask
 
     def test_a_wait_is_neither_idle_nor_busy_time(self) -> None:
         spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: environments", 0, 9, kind="environment")]

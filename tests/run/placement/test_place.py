@@ -1,4 +1,4 @@
-"""Places: the slots of ranks, and refusals before anything is loaded."""
+"""Places: the slots of ranks, and refusals before a model loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rollout(Trainer):
         raise AssertionError("built")
 
 
-class Silent(Backend):
+class Undeclared(Backend):
     """Declares no ranks, memory or sharing."""
 
     serves = (protocols.Rollout,)
@@ -138,7 +138,7 @@ class TestColocate:
         }  # fmt: skip
 
     def test_only_roles_of_the_graph_are_placed(self) -> None:
-        graph = grpo(exact).bind(actor=Trainer(), ref=Trainer(), rollout=Silent()).graph
+        graph = grpo(exact).bind(actor=Trainer(), ref=Trainer(), rollout=Undeclared()).graph
         assert [host.roles for host in lay_out(graph, Colocate(2))] == [("actor",), ("ref",), ("rollout",)]
 
     def test_more_ranks_than_slots_are_refused(self) -> None:
@@ -154,9 +154,9 @@ class TestColocate:
         )
         assert len(hosts) == len(set(hosts)) == sum(ranks)
         for roles in {host.roles for host in hosts}:
-            mine = [host for host in hosts if host.roles == roles]
-            assert [host.rank for host in mine] == list(range(mine[0].ranks))
-            assert len({host.slots for host in mine}) == len(mine)
+            hosts_of_role = [host for host in hosts if host.roles == roles]
+            assert [host.rank for host in hosts_of_role] == list(range(hosts_of_role[0].ranks))
+            assert len({host.slots for host in hosts_of_role}) == len(hosts_of_role)
         load = Counter({slot: 0 for slot in range(gpus)})
         load.update(slot for host in hosts for slot in host.slots)
         assert max(load.values()) - min(load.values()) <= 1
@@ -195,7 +195,7 @@ class TestSharing:
         hosts = lay_out(bound(ref=Trainer(shares="actor"), rollout=Rollout(shares="ref")), Colocate())
         assert [host.roles for host in hosts] == [("actor", "ref", "rollout"), ("critic",)]
 
-    def test_sharing_with_a_trainer_ignores_the_split(self) -> None:
+    def test_a_rollout_that_shares_the_trainers_weights_uses_the_training_slots(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(shares="actor")), Split(1, 1))
         assert {host.slots for host in hosts} == {(0,)}
 
@@ -221,8 +221,8 @@ class TestSharing:
             lay_out(graph, Colocate())
 
 
-class TestSeveralSlotsARank:
-    """As tensor parallel engines have them."""
+class TestSeveralSlotsPerRank:
+    """As for tensor-parallel engines."""
 
     def test_layout_of_four_trainer_ranks_and_a_two_slot_engine(self) -> None:
         graph = grpo(exact).bind(actor=Trainer(ranks=4), ref=Trainer(), rollout=Rollout(slots_per_rank=2)).graph
@@ -250,13 +250,13 @@ class TestSeveralSlotsARank:
         hosts = lay_out(
             bound(actor=Trainer(ranks=others), rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus)
         )
-        mine = [host for host in hosts if host.roles == ("rollout",)]
-        taken = [slot for host in mine for slot in host.slots]
-        assert len(taken) == len(set(taken)) == ranks * each
-        assert set(taken) <= set(range(gpus))
-        assert all(host.slots == tuple(range(host.slots[0], host.slots[0] + each)) for host in mine)
+        hosts_of_role = [host for host in hosts if host.roles == ("rollout",)]
+        slots_of_role = [slot for host in hosts_of_role for slot in host.slots]
+        assert len(slots_of_role) == len(set(slots_of_role)) == ranks * each
+        assert set(slots_of_role) <= set(range(gpus))
+        assert all(host.slots == tuple(range(host.slots[0], host.slots[0] + each)) for host in hosts_of_role)
 
-    def test_processes_on_a_common_slot_meet(self) -> None:
+    def test_meets_is_true_for_processes_on_a_common_slot(self) -> None:
         hosts = {host.name: host for host in lay_out(bound(rollout=Rollout(slots_per_rank=2)), Colocate(3))}
         assert spans(list(hosts.values())) == {
             "actor[0]": (0,), "ref[0]": (1,), "critic[0]": (2,), "rollout[0]": (0, 1),
@@ -287,7 +287,7 @@ class TestSeveralSlotsARank:
 
 
 class TestMachines:
-    """Which bundles of a placement group the slots are."""
+    """The bundles of a placement group that the slots use."""
 
     def test_slots_are_ordered_by_machine(self) -> None:
         assert by_machine(["a", "a", "a"]) == [0, 1, 2]
@@ -350,7 +350,7 @@ def test_the_memory_that_torch_backends_declare_must_fit_the_place() -> None:
 
 
 class TestEngines:
-    """What rollout backends declare."""
+    """The slots that rollout backends declare."""
 
     @pytest.mark.parametrize("engine", [VLLM, SGLang])
     def test_each_rank_has_its_own_devices(self, engine: Any) -> None:

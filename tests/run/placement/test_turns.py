@@ -1,4 +1,4 @@
-"""`Turns`: those that share a slot take turns on it; those that share none are always awake."""
+"""`Turns`: processes that share a slot take turns on it; others are always awake."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_awake_processes_on_the_same_slots_sleep_first() -> None:
     turns.awake.update([ACTOR, REF])
     assert turns.needed([WIDE]) == ([ACTOR, REF], [WIDE])
     assert turns.needed([WIDE], keep_awake=[ACTOR]) == ([REF], [WIDE])
-    assert turns.needed([ACTOR]) == ([], [])  # it has its turn
-    assert turns.awake_on([REF]) == []  # itself is no neighbor
+    assert turns.needed([ACTOR]) == ([], [])  # already awake
+    assert turns.awake_on([REF]) == []  # a process does not conflict with itself

@@ -1,6 +1,6 @@
-"""Tests of `costs.py` and `cost.py`: costs planted in a trace are found again.
+"""Tests of `costs.py` and `cost.py`: fitting recovers known costs from a trace.
 
-Lengths are sampled, not averaged, and missing costs are reported.
+Lengths are sampled, not averaged; missing costs are refused.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ TERMS = st.sampled_from([0.0, 0.001, 0.01])
 
 class TestFit:
     @given(st.tuples(TERMS, TERMS, TERMS, TERMS, TERMS), st.integers(0, 2**32))
-    def test_known_costs_are_recovered(self, terms: tuple[float, ...], seed: int) -> None:
+    def test_fitting_recovers_the_costs_that_generated_the_times(self, terms: tuple[float, ...], seed: int) -> None:
         draw = np.random.default_rng(seed)
         loads = [Load(*map(int, row)) for row in draw.integers([1, 1, 1, 1], [200, 4000, 9000, 60], (40, 4))]
-        planted = Cost(1e-3 + terms[0], *terms[1:])
-        found = Cost.fit(loads, [planted.seconds(load) for load in loads])
+        actual = Cost(1e-3 + terms[0], *terms[1:])
+        found = Cost.fit(loads, [actual.seconds(load) for load in loads])
         for load in loads:
-            assert found.seconds(load) == pytest.approx(planted.seconds(load), rel=0.06)
+            assert found.seconds(load) == pytest.approx(actual.seconds(load), rel=0.06)
 
     def test_outliers_do_not_change_the_fit(self) -> None:
         draw = np.random.default_rng(0)
-        planted, loads = Cost(fixed=0.1, token=0.001), [Load(8, 100 * i) for i in range(1, 41)]
+        actual, loads = Cost(fixed=0.1, token=0.001), [Load(8, 100 * i) for i in range(1, 41)]
         noise = np.where(draw.random(40) < 0.2, 3.0, draw.uniform(0.97, 1.03, 40))
-        found = Cost.fit(loads, [planted.seconds(load) * n for load, n in zip(loads, noise, strict=True)])
+        found = Cost.fit(loads, [actual.seconds(load) * n for load, n in zip(loads, noise, strict=True)])
         assert found.seconds(Load(8, 8000)) == pytest.approx(8.1, rel=0.05)
 
     def test_indistinguishable_loads_scale_with_rows(self) -> None:
@@ -76,34 +76,34 @@ SHORT = Lengths(np.array([20, 21, 22, 23]), np.array([1, 2, 3, 4]))
 
 
 class TestLengths:
-    costs = Costs("by hand", {}, {"generate": [LONG, SHORT]})
+    costs = Costs("given", {}, {"generate": [LONG, SHORT]})
 
-    def drawn(self, rows: int, seed: int = 0) -> list[tuple[int, int]]:
+    def sampled(self, rows: int, seed: int = 0) -> list[tuple[int, int]]:
         lengths = self.costs.draw("generate", rows, Key.of(seed))
         assert lengths.response is not None
         return [(int(t), int(r)) for t, r in zip(lengths.tokens, lengths.response, strict=True)]
 
     @given(st.integers(1, 30), st.integers(0, 50))
     def test_sampled_lengths_are_measured_lengths(self, rows: int, seed: int) -> None:
-        found = self.drawn(rows, seed)
+        found = self.sampled(rows, seed)
         known = {(30, 10), (31, 11), (32, 12), (99, 79), (20, 1), (21, 2), (22, 3), (23, 4)}
         assert len(found) == rows and set(found) <= known
-        assert self.drawn(rows, seed) == found
+        assert self.sampled(rows, seed) == found
 
     @given(st.integers(0, 50))
     def test_sampled_lengths_come_from_one_step(self, seed: int) -> None:
-        assert len({response > 4 for _, response in self.drawn(4, seed)}) == 1
-        assert sorted(self.drawn(8, seed)) == sorted(self.drawn(8, 0))  # both steps, each whole
+        assert len({response > 4 for _, response in self.sampled(4, seed)}) == 1
+        assert sorted(self.sampled(8, seed)) == sorted(self.sampled(8, 0))  # all lengths of both steps
 
     def test_lengths_of_zero_rows_or_an_unmeasured_node_are_zero(self) -> None:
         assert len(self.costs.draw("generate", 0, Key.of(0)).tokens) == 0
         assert self.costs.draw("other", 3, Key.of(0)).tokens.tolist() == [0, 0, 0]
 
     def test_different_keys_sample_different_lengths(self) -> None:
-        assert len({tuple(self.drawn(3, seed)) for seed in range(20)}) > 4
+        assert len({tuple(self.sampled(3, seed)) for seed in range(20)}) > 4
 
     def test_the_longest_of_few_rows_is_shorter_than_of_many(self) -> None:
-        few, many = ([max(r for _, r in self.drawn(rows, seed)) for seed in range(200)] for rows in (1, 8))
+        few, many = ([max(r for _, r in self.sampled(rows, seed)) for seed in range(200)] for rows in (1, 8))
         assert np.mean(few) < 25 < min(many)
 
 
@@ -136,14 +136,14 @@ def on_ray(step: int, rows: int = 8, warm: float = 0.0) -> list[Span]:
 
 
 class TestOfARun:
-    def test_worked_example(self, tmp_path: Path) -> None:
+    def test_costs_of_a_trace_equal_a_worked_example(self, tmp_path: Path) -> None:
         spans = [span for step in range(4) for span in on_ray(step, warm=50.0 * (step == 0))]
         costs = Costs.of(write_run(tmp_path, spans, {0: 54.9, 1: 4.5, 2: 4.5, 3: 4.5}, Colocate(gpus=2)))
         assert (costs.prompts, costs.place) == (8, Colocate(gpus=2))
         load = Load(8, 108, 0, 12)
         assert costs.seconds("a", 2, load) == pytest.approx(1.5, abs=0.51)  # between its ranks
         assert costs.seconds("b", 1, Load(16)) == pytest.approx(1.0)
-        assert costs.seconds("b", 3, Load(16)) == pytest.approx(1.0)  # as with what was measured
+        assert costs.seconds("b", 3, Load(16)) == pytest.approx(1.0)  # as measured
         assert costs.gap("b") == pytest.approx(3.2 - 2.0 - 0.3 - 0.6, abs=1e-5)
         assert (costs.turn("sleep", "b"), costs.turn("wake", "b")) == (
             pytest.approx(0.3, abs=1e-5),
@@ -159,7 +159,9 @@ class TestOfARun:
             Span("c", "ref rank 0", at + 90.0, at + 90.4, 0, "node", step, 8, 0) for step, at in enumerate((0, 100))
         ]
         costs = Costs.of(write_run(tmp_path, spans, dict.fromkeys(range(4), 4.5)))
-        assert costs.seconds("c", 1, Load(800)) == pytest.approx(0.4)  # the quickest node shows what a call takes
+        assert costs.seconds("c", 1, Load(800)) == pytest.approx(
+            0.4
+        )  # the fastest node bounds the fixed cost of a call
         assert costs.seconds("b", 1, Load(32)) == pytest.approx(0.4 + 2 * 0.6)
 
     def test_validations_contribute_node_costs_but_not_step_costs(self, tmp_path: Path) -> None:
@@ -170,14 +172,14 @@ class TestOfARun:
         assert "val/b" not in costs.lengths and "val/b" not in costs.gaps
 
     def test_given_costs_replace_measured_ones(self) -> None:
-        costs = Costs("by hand", {"a": {1: Cost(row=1.0)}}, noise=[{"a": 2.0}])
+        costs = Costs("given", {"a": {1: Cost(row=1.0)}}, noise=[{"a": 2.0}])
         assert costs.seconds("a", 1, Load(3), step=0) == 6.0
         assert costs.given(a=0.5).seconds("a", 1, Load(3), step=0) == 0.5
 
     @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", True])
     def test_invalid_costs_are_refused(self, seconds: Any) -> None:
         with raises("predict.bad-costs", node="a"):
-            Costs("by hand", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
+            Costs("given", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
 
     @pytest.mark.parametrize(
         ("file", "before", "after"),
@@ -254,7 +256,7 @@ class TestOfTraining:
             for span in (answered, updated, spans["reward", step]):
                 assert (span.rows, span.tokens, span.padded) == (8, sum(tokens), 8 * max(tokens))
             assert updated.lengths == ()
-            assert all(tokens > response for tokens, response in answered.lengths)  # there is a prompt, too
+            assert all(tokens > response for tokens, response in answered.lengths)  # tokens include the prompt
 
     def test_run_json_has_predicted_and_measured_step_seconds(
         self, trained: tuple[Training, str], tmp_path: Path
@@ -295,9 +297,9 @@ class TestOfTraining:
 
     def test_a_run_path_in_place_of_costs_is_refused(self, trained: tuple[Training, str]) -> None:
         graph = trained[0].job.graph
-        for ask in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
+        for call in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
             with raises("predict.bad-costs", found=trained[1]):
-                ask(trained[1])
+                call(trained[1])
 
 
 def vars_of(training: Training) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""The pretend runner: the one engine walks it in the order of the execution graph, over random graphs, lags, places and
-faults."""
+"""`PretendRunner` runs in the order of the execution graph, for random graphs, lags, places and faults."""
 
 from __future__ import annotations
 
@@ -32,30 +31,30 @@ from flowrl.run.prediction.pretend import PretendRunner, blank_batch
 from tests.support.errors import raises
 from tests.support.paper import (
     BATCH,
-    Answer,
-    Ask,
-    Carry,
-    General,
-    Generating,
+    Generate,
     Nodes,
-    OnSlots,
+    OnBatch,
+    OnRows,
+    PlacedRollout,
+    PlacedTrainer,
+    Score,
+    SyncWeights,
     Train,
-    Whole,
     Wires,
     fixed,
     graph_of,
 )
 
 
-class Swap(Carry):
-    """One that does not wait for answers."""
+class LiveSync(SyncWeights):
+    """A sync that does not wait for generation."""
 
     @property
     def effects(self) -> frozenset[str]:
         return frozenset({Effect.SPANS})
 
 
-KINDS: list[Operator] = [General(), Whole(), Ask(), Train(), Ask(engine=Role("ref")), Answer(), Carry()]
+KINDS: list[Operator] = [OnRows(), OnBatch(), Score(), Train(), Score(engine=Role("ref")), Generate(), SyncWeights()]
 
 
 @st.composite
@@ -66,7 +65,7 @@ def graphs(draw: st.DrawFn) -> Graph:
         sources = st.sampled_from(["batch", *nodes])
         operator = draw(st.sampled_from([kind for kind in KINDS if not writes(kind) or not written(kind, nodes)]))
         nodes[f"n{i}"] = operator, (draw(sources), draw(sources))
-    backends = {"actor": OnSlots(draw(st.integers(1, 2))), "ref": OnSlots(), "rollout": Generating()}
+    backends = {"actor": PlacedTrainer(draw(st.integers(1, 2))), "ref": PlacedTrainer(), "rollout": PlacedRollout()}
     used = {use.role for name, (op, _) in nodes.items() for use in Node(name, op, {}).uses}
     graph = graph_of(nodes, **{role: backends[role] for role in used})
     try:
@@ -84,17 +83,17 @@ def written(operator: Operator, nodes: Nodes) -> bool:
     return any(type(other) is type(operator) for other, _ in nodes.values())
 
 
-class Watched(PretendRunner):
-    """Counts the versions of all roles as nodes write them, and holds against them what nodes read."""
+class CheckedRunner(PretendRunner):
+    """Tracks the version of each role as nodes write it, and asserts the versions that nodes read."""
 
-    def __init__(self, graph: Graph, place: Place | None, costs: Costs, lose: Sequence[int] = ()) -> None:
+    def __init__(self, graph: Graph, place: Place | None, costs: Costs, failing_calls: Sequence[int] = ()) -> None:
         super().__init__(None if place is None else lay_out(graph, place), costs)
-        self.graph, self.lose = graph, set(lose)
+        self.graph, self.failing_calls = graph, set(failing_calls)
         self.order: list[tuple[int | None, str]] = []
         self.launches: Counter[tuple[int | None, str]] = Counter()
         self.running: dict[tuple[int | None, str], Node] = {}
         self.versions: Counter[str] = Counter()
-        self.kept: dict[str, int] = {}
+        self.saved_versions: dict[str, int] = {}
         self.seen: dict[tuple[int, str, str], int] = {}
         self.done: set[tuple[int | None, str]] = set()
 
@@ -115,8 +114,8 @@ class Watched(PretendRunner):
     def wait(self) -> Sequence[TaskResult]:
         number = sum(self.launches.values())
         self.launches.update(dict.fromkeys(self.running, 1))
-        if number in self.lose:
-            self.lose.discard(number)
+        if number in self.failing_calls:
+            self.failing_calls.discard(number)
             self.running.clear()
             self._running.clear()
             raise NodeError("lost")
@@ -138,21 +137,23 @@ class Watched(PretendRunner):
 
     def save(self, role: str, folder: Path) -> None:
         folder.mkdir()
-        self.kept[str(folder)] = self.versions[role]
+        self.saved_versions[str(folder)] = self.versions[role]
 
     def load(self, role: str, folder: Path) -> None:
-        self.versions[role] = self.kept[str(folder)]
+        self.versions[role] = self.saved_versions[str(folder)]
 
 
 def assume_possible(plan: Plan, lag: int) -> None:
-    """Where generation depends on training in its own step, it cannot run ahead of it."""
+    """Skip graphs whose generation depends on training in the same step."""
     assume(nx.is_directed_acyclic_graph(ExecutionGraph(plan, lag).network(range(10))))
 
 
-def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:
-    """The steps for which batches were drawn, in order, and how many were done when each was."""
+def run(
+    graph: Graph, runner: CheckedRunner, steps: int, lag: int, scratch: Path | None = None
+) -> tuple[list[int], list[int]]:
+    """The steps of the sampled batches, in order, and the number of finished steps at each."""
     plan, batches, done = Plan(graph), list[int](), list[int]()
-    walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, spare))
+    walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, scratch))
     finished = 0
 
     def draw(step: int) -> DataProto:
@@ -160,7 +161,7 @@ def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None 
         done.append(finished)
         return blank_batch(graph, 4)
 
-    if spare is not None:
+    if scratch is not None:
         walk.sync()
     for _ in walk.run(draw, range(steps), lag=lag):
         finished += 1
@@ -177,7 +178,7 @@ class TestWalk:
         self, graph: Graph, seconds: dict[str, float], place: Place | None, lag: int, steps: int
     ) -> None:
         assume_possible(Plan(graph), lag)
-        runner = Watched(graph, place, fixed(**seconds))
+        runner = CheckedRunner(graph, place, fixed(**seconds))
         batches, done = run(graph, runner, steps, lag)
         names = [node.name for node in Plan(graph).order]
         assert sorted(runner.order) == sorted((step, name) for step in range(steps) for name in names)
@@ -185,8 +186,8 @@ class TestWalk:
         assert all(step - before <= lag for step, before in zip(batches, done, strict=True))
         self.check_versions(graph, runner, lag)
 
-    def check_versions(self, graph: Graph, runner: Watched, lag: int) -> None:
-        """Whoever reads a role sees what was written before; only what generates sees what is `lag` steps old."""
+    def check_versions(self, graph: Graph, runner: CheckedRunner, lag: int) -> None:
+        """Nodes read the latest version of a role; only generation reads versions that are `lag` steps old."""
         writer = {role: node.name for node in graph.nodes.values() for role in node.writes}
         for (step, name, role), version in runner.seen.items():
             if role not in writer:
@@ -203,7 +204,7 @@ class TestWalk:
         self, graph: Graph, some: dict[str, float], others: dict[str, float], lag: int
     ) -> None:
         assume_possible(Plan(graph), lag)
-        first, second = (Watched(graph, None, fixed(**seconds)) for seconds in (some, others))
+        first, second = (CheckedRunner(graph, None, fixed(**seconds)) for seconds in (some, others))
         for runner in (first, second):
             run(graph, runner, 3, lag)
         assert first.order == second.order
@@ -215,23 +216,25 @@ class TestWalk:
         graph: Graph,
         seconds: dict[str, float],
         place: Place | None,
-        lose: set[int],
+        failing_calls: set[int],
         lag: int,
     ) -> None:
         assume_possible(Plan(graph), lag)
-        runner = Watched(graph, place, fixed(**seconds), sorted(lose))
-        batches, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
+        runner = CheckedRunner(graph, place, fixed(**seconds), sorted(failing_calls))
+        batches, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("scratch"))
         assert batches == list(range(4))
         names = [node.name for node in Plan(graph).order]
         assert {(step, name) for step, name in runner.order if step is not None} == {
             (step, name) for step in range(4) for name in names
         }
         assert all(runner.versions[role] == 4 for role in graph.trained)
-        if graph.trained:  # else a sync carries the same version each time, and here each counts as another
+        if graph.trained:  # without training, each sync of the same weights would count as a new version
             self.check_versions(graph, runner, lag)
 
     @given(graphs(), costs_of, st.integers(0, 2))
-    def test_a_step_is_never_shorter_than_its_bound(self, graph: Graph, seconds: dict[str, float], lag: int) -> None:
+    def test_a_predicted_step_is_never_shorter_than_its_bound(
+        self, graph: Graph, seconds: dict[str, float], lag: int
+    ) -> None:
         runner = PretendRunner(lay_out(graph, Split(train=2)), fixed(**seconds))
         plan, ends = Plan(graph), [0.0]
         assume_possible(plan, lag)
@@ -248,39 +251,42 @@ class TestWalk:
         self, lag: int, place: Place | None, tmp_path: Path
     ) -> None:
         nodes: Nodes = {
-            "answer": (Answer(), BATCH),
-            "train": (Train(), ("answer",) * 2),
-            "carry": (Carry(), ("train",) * 2),
+            "generate": (Generate(), BATCH),
+            "train": (Train(), ("generate",) * 2),
+            "sync": (SyncWeights(), ("train",) * 2),
         }
-        backends = {"actor": OnSlots(), "rollout": Generating()}
+        backends = {"actor": PlacedTrainer(), "rollout": PlacedRollout()}
         for lost in range(1, 3 * 6):
             graph = graph_of(nodes, lag, **backends)
-            runner = Watched(graph, place, fixed(answer=2.0, train=3.0, carry=1.0), [lost])
+            runner = CheckedRunner(graph, place, fixed(generate=2.0, train=3.0, sync=1.0), [lost])
             batches, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
             assert batches == list(range(6))
             self.check_versions(graph, runner, lag)
             again = Counter(runner.order)
-            assert sum(again[step, "answer"] - 1 for step in range(6)) <= 1  # what ran as it was lost
+            assert sum(again[step, "generate"] - 1 for step in range(6)) <= 1  # the call in flight at the fault
 
     def test_a_swap_runs_concurrently_with_generation(self) -> None:
-        """By hand: a sync that waits keeps both slots for a second of each step; a swap only that of the trainer."""
-        costs, seconds = fixed(answer=3.0, train=1.0, carry=1.0), {}
-        for carry in (Carry(), Swap()):
+        """Computed by hand: a sync occupies both slots for a second per step; a live update only the trainer's."""
+        costs, seconds = fixed(generate=3.0, train=1.0, sync=1.0), {}
+        for sync in (SyncWeights(), LiveSync()):
             nodes: Nodes = {
-                "answer": (Answer(), BATCH),
-                "train": (Train(), ("answer",) * 2),
-                "carry": (carry, ("train",) * 2),
+                "generate": (Generate(), BATCH),
+                "train": (Train(), ("generate",) * 2),
+                "sync": (sync, ("train",) * 2),
             }
-            graph, places = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating()), (Split(1, 1), Colocate(1), None)
-            seconds[type(carry)] = [predict(graph, place, 4, costs).seconds for place in places]
-        assert seconds == {Carry: [4.0, 5.0, 5.0], Swap: [3.0, 5.0, 5.0]}
+            graph, places = (
+                graph_of(nodes, 1, actor=PlacedTrainer(), rollout=PlacedRollout()),
+                (Split(1, 1), Colocate(1), None),
+            )
+            seconds[type(sync)] = [predict(graph, place, 4, costs).seconds for place in places]
+        assert seconds == {SyncWeights: [4.0, 5.0, 5.0], LiveSync: [3.0, 5.0, 5.0]}
 
     def test_an_impossible_lag_is_refused(self) -> None:
         nodes: Nodes = {
             "train": (Train(), BATCH),
-            "carry": (Carry(), ("train",) * 2),
-            "answer": (Answer(), ("train",) * 2),
+            "sync": (SyncWeights(), ("train",) * 2),
+            "generate": (Generate(), ("train",) * 2),
         }
-        graph = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating())
+        graph = graph_of(nodes, 1, actor=PlacedTrainer(), rollout=PlacedRollout())
         with raises("lag.unsupported", graph="toy", lag=1):
-            predict(graph, Split(), 4, fixed(train=1.0, carry=1.0, answer=1.0))
+            predict(graph, Split(), 4, fixed(train=1.0, sync=1.0, generate=1.0))

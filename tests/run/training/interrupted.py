@@ -1,4 +1,4 @@
-"""Runs that are cut off, and what is the same in a run that was cut off and in the one that was not."""
+"""Runs that are interrupted, and a comparison of a resumed run with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = ("timing/", "throughput/")
 
 
 def settings(data: str, **changed: Any) -> dict[str, Any]:
-    """12 prompts, 5 a step: an epoch ends within step 3, and another within step 5."""
+    """12 prompts, 5 per step: one epoch ends in step 3, the next in step 5."""
     every: dict[str, Any] = {"steps": STEPS, "prompts": 5, "checkpoint_every": 2, "save_model": False, "seed": 3}
     return {"validation": Validation(PromptData(data), every=3), **every, **changed}
 
@@ -45,7 +45,7 @@ def run(job: Job, data: str, folder: Path, reporters: Any = (), **changed: Any) 
 
 
 def without_times(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, less the times."""
+    """The lines of a metrics file without times."""
     lines = file.read_text(encoding="utf-8").split("\n")
     assert lines.pop() == ""
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
@@ -59,24 +59,28 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def assert_same(found: Run, whole: Run) -> None:
+def assert_same(resumed: Run, uninterrupted: Run) -> None:
     """Bit-equal metrics, predictions and weights."""
-    assert without_times(found.folder / "metrics.jsonl") == without_times(whole.folder / "metrics.jsonl")
-    ours, theirs = ((r.folder / "predictions.jsonl").read_text() for r in (found, whole))
-    assert ours == theirs
-    assert len(found.metrics) == len(whole.metrics) == STEPS
-    assert [line["step"] for line in found.validations] == [line["step"] for line in whole.validations] == [0, 3, 6]
-    assert status(found.folder) == "finished"
+    assert without_times(resumed.folder / "metrics.jsonl") == without_times(uninterrupted.folder / "metrics.jsonl")
+    first, second = ((r.folder / "predictions.jsonl").read_text() for r in (resumed, uninterrupted))
+    assert first == second
+    assert len(resumed.metrics) == len(uninterrupted.metrics) == STEPS
+    assert (
+        [line["step"] for line in resumed.validations]
+        == [line["step"] for line in uninterrupted.validations]
+        == [0, 3, 6]
+    )
+    assert status(resumed.folder) == "finished"
     for role in ("actor", "critic"):
-        if role in whole.engines:
-            # weights, both moments of AdamW, and how many steps it has taken
-            a, b = (flat(r.engines[role].state_dict()) for r in (found, whole))
+        if role in uninterrupted.engines:
+            # weights, both moments of AdamW, and its number of steps
+            a, b = (flat(r.engines[role].state_dict()) for r in (resumed, uninterrupted))
             assert a.keys() == b.keys()
             assert [name for name in a if not equal(a[name], b[name])] == []
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(state, Mapping):  # less the learning rate, which each step sets by itself from how many there were
+    if isinstance(state, Mapping):  # without the learning rate, which each step computes from its number
         items = [(key, item) for key, item in state.items() if key != "param_groups"]
         return {k: v for key, item in items for k, v in flat(item, f"{prefix}.{key}").items()}
     return {prefix: state}
@@ -87,7 +91,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 class Stop(Exception):
-    """What cuts a run off."""
+    """Interrupts a run."""
 
 
 class Stopper:

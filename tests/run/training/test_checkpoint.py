@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there; what is damaged is found, and the one before is taken."""
+"""Checkpoints are atomic; damage is detected, and loading falls back to the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.errors import raises
 
 
 def engines(content: bytes = b"weights") -> Callable[[Path], None]:
-    """Writes what engines would: folders of roles, and a file without a byte."""
+    """Writes what engines would: a folder per role, and an empty file."""
 
     def write(folder: Path) -> None:
         (folder / "actor").mkdir()
@@ -33,11 +33,11 @@ def engines(content: bytes = b"weights") -> Callable[[Path], None]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    """Whole checkpoints after steps 10 and 20."""
-    made = Checkpoints(tmp_path / "checkpoints", max_checkpoints=3)
+    """Complete checkpoints after steps 10 and 20."""
+    saved = Checkpoints(tmp_path / "checkpoints", max_checkpoints=3)
     for step in (10, 20):
-        made.save(step, {"kl": step / 7}, engines(b"weights of %d" % step))
-    return made
+        saved.save(step, {"kl": step / 7}, engines(b"weights of %d" % step))
+    return saved
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +54,7 @@ class TestSave:
         assert (path / "actor" / "model.safetensors").read_bytes() == b"weights of 20"
         assert names(path) == ["actor", "empty", MANIFEST, STATE]
 
-    def test_numbers_round_trip_exactly(self, tmp_path: Path) -> None:
+    def test_numbers_in_the_state_round_trip_exactly(self, tmp_path: Path) -> None:
         state = {"floats": [0.1, 1e-308, -0.0, math.inf], "nan": math.nan, "seed": 2**63 + 1, "none": None, "ü": "é"}
         checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(1, state, engines())
@@ -66,18 +66,18 @@ class TestSave:
         assert Checkpoints(tmp_path / "none", max_checkpoints=1).latest() is None
         assert Checkpoints(tmp_path / "none", max_checkpoints=1).steps() == []
 
-    @pytest.mark.parametrize("keep", [1, 2, 5])
-    def test_max_checkpoints_limits_the_saved_checkpoints(self, tmp_path: Path, keep: int) -> None:
-        checkpoints = Checkpoints(tmp_path, keep)
+    @pytest.mark.parametrize("limit", [1, 2, 5])
+    def test_max_checkpoints_limits_the_saved_checkpoints(self, tmp_path: Path, limit: int) -> None:
+        checkpoints = Checkpoints(tmp_path, limit)
         for step in range(1, 5):
             checkpoints.save(step, {}, engines())
-        assert checkpoints.steps() == list(range(1, 5))[-keep:]
+        assert checkpoints.steps() == list(range(1, 5))[-limit:]
         assert names(tmp_path) == [f"step-{step:06d}" for step in checkpoints.steps()]
 
-    @pytest.mark.parametrize("keep", [0, -1])
-    def test_max_checkpoints_below_one_is_refused(self, tmp_path: Path, keep: int) -> None:
-        with raises("checkpoint.none-retained", found=keep):
-            Checkpoints(tmp_path, keep)
+    @pytest.mark.parametrize("limit", [0, -1])
+    def test_max_checkpoints_below_one_is_refused(self, tmp_path: Path, limit: int) -> None:
+        with raises("checkpoint.none-retained", found=limit):
+            Checkpoints(tmp_path, limit)
 
     def test_seven_digit_steps_are_in_order(self, tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path, max_checkpoints=2)
@@ -87,7 +87,7 @@ class TestSave:
         found = checkpoints.latest()
         assert found is not None and found[1]["step"] == 1_000_000
 
-    def test_other_folders_are_left_alone(self, checkpoints: Checkpoints) -> None:
+    def test_unrelated_folders_are_not_removed(self, checkpoints: Checkpoints) -> None:
         for name in ("step-best", "step-20-copy", "step-7", "notes"):
             (checkpoints.folder / name).mkdir()
         checkpoints.save(30, {}, engines())
@@ -129,10 +129,10 @@ class TestCutOff:
         assert found is not None and found[1]["step"] == 20
 
     @pytest.mark.parametrize("call", ["fsync", "replace"])
-    def test_a_crash_at_any_system_call_leaves_a_complete_checkpoint(
+    def test_a_crash_at_any_system_call_preserves_a_complete_checkpoint(
         self, checkpoints: Checkpoints, call: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """After a crash anywhere there is a whole checkpoint: the new one, or the one before."""
+        """It is either the new checkpoint or the previous one."""
         real, survived = getattr(os, call), 0
         for n in range(20):
             calls = 0
@@ -172,7 +172,7 @@ class TestCutOff:
 
 
 class TestAgain:
-    """A run that goes on from a checkpoint comes to the same steps again."""
+    """A resumed run saves some steps a second time."""
 
     def test_saving_a_step_again_replaces_it(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.save(20, {"again": True}, engines(b"other weights"))
@@ -187,7 +187,7 @@ class TestAgain:
         assert found is not None and found[1] == {"kl": 20 / 7, "step": 20}
 
     def test_saving_an_earlier_step_removes_later_checkpoints(self, tmp_path: Path) -> None:
-        """Else a damaged later one would count as the newest to be kept."""
+        """Otherwise a damaged later one would count towards `max_checkpoints`."""
         checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(30, {}, engines())
         (tmp_path / "step-000030" / STATE).unlink()
@@ -201,40 +201,40 @@ class TestDamage:
         assert find_fault(path) is None
         tried = 0
         for file in [file for file in path.rglob("*") if file.is_file()]:
-            whole = file.read_bytes()
-            for at in range(len(whole)):
+            original = file.read_bytes()
+            for at in range(len(original)):
                 for bit in (1, 2, 4, 8, 16, 32, 64, 128):
-                    file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+                    file.write_bytes(original[:at] + bytes([original[at] ^ bit]) + original[at + 1 :])
                     fault = find_fault(path)
                     assert fault is not None, (file.name, at, bit)
                     assert str(path) in fault and (file.name in fault or file.name == MANIFEST)
                     tried += 1
-            file.write_bytes(whole)
+            file.write_bytes(original)
         assert tried > 1000
         assert find_fault(path) is None
 
     def test_truncation_at_any_byte_is_detected(self, tmp_path: Path) -> None:
         path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines(b"abc"))
         for file in [file for file in path.rglob("*") if file.is_file()]:
-            whole = file.read_bytes()
-            for length in range(len(whole)):
-                file.write_bytes(whole[:length])
+            original = file.read_bytes()
+            for length in range(len(original)):
+                file.write_bytes(original[:length])
                 assert find_fault(path) is not None, (file.name, length)
-            file.write_bytes(whole + b"\0")
+            file.write_bytes(original + b"\0")
             assert find_fault(path) is not None, file.name
-            file.write_bytes(whole)
+            file.write_bytes(original)
 
     def test_missing_files_are_detected(self, tmp_path: Path) -> None:
         path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines())
         for file in [file for file in path.rglob("*") if file.is_file()]:
-            whole = file.read_bytes()
+            original = file.read_bytes()
             file.unlink()
             fault = find_fault(path)
             assert fault is not None and file.name in fault
             file.mkdir()
             assert find_fault(path) is not None
             file.rmdir()
-            file.write_bytes(whole)
+            file.write_bytes(original)
 
     @pytest.mark.parametrize(
         "text", ["", "[]", "3", "{}", '{"files": 3, "digest": ""}', '{"files": ["a"], "digest": ""}']
@@ -246,7 +246,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", ["a\0b", "pipe", "actor", "../none"])
     def test_manifest_entries_that_are_not_files_are_detected(self, checkpoints: Checkpoints, name: str) -> None:
-        """Its seal is no secret, so others can write one: what it names must not raise, nor be waited for."""
+        """Also with a valid digest: reading the listed names must neither raise nor block."""
         path = checkpoints.folder / "step-000020"
         os.mkfifo(path / "pipe")
         files = json.loads((path / MANIFEST).read_text())["files"] | {name: "0" * 32}

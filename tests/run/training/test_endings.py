@@ -1,4 +1,4 @@
-"""However a run ends, its folder says so: a full disk, a signal, reporters that are none."""
+"""The run folder records how a run ended: full disk, signals, invalid reporters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flowrl.core.graphs.after import After
 from flowrl.data.sources.prompts import PromptData
 from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.timeline import Timeline
+from flowrl.run.training.lock import FolderLock
 from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
@@ -34,7 +35,7 @@ from tests.support.runs import Recorder, described, lines, train
 
 
 class Full:
-    """A disk that is full for files of some names, once `on`."""
+    """A disk that is full for files with these names while `on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         self.on, self._names = False, names
@@ -44,10 +45,10 @@ class Full:
             if self.on and any(name in path.name for name in self._names):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def open_(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        def open_(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
             if "a" in mode or "w" in mode:
                 refuse(path)
-            return opened(path, mode, *rest, **more)
+            return opened(path, mode, *rest, **options)
 
         def write_bytes(path: Path, content: bytes) -> int:
             refuse(path)
@@ -84,17 +85,16 @@ def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monk
     folder = RunFolder.create(str(tmp_path / "run"), "grpo", False)
     folder.describe({"status": "running"})
     disk = Full(monkeypatch, "run.json")
-    disk.on, given = True, []
+    disk.on, freed = True, []
 
-    def give_way() -> None:
-        given.append(True)
+    def give_way(lock: FolderLock) -> None:
+        freed.append(True)
         disk.on = False
 
-    assert folder._lock is not None
-    monkeypatch.setattr(folder._lock, "give_way", give_way)
+    monkeypatch.setattr(FolderLock, "give_way", give_way)
     folder.describe({"status": "failed"})
     folder.close()
-    assert given and described(tmp_path / "run")["status"] == "failed"
+    assert freed and described(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_run_resumes_after_disk_space_is_freed(
@@ -106,7 +106,7 @@ def test_a_run_resumes_after_disk_space_is_freed(
             run(jobs("grpo", tiny), prompts_file, tmp_path / "run", [Filling(disk)])
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     found = run(jobs("grpo", tiny), prompts_file, tmp_path / "run", resume=True)
-    assert_same(found, run(jobs("grpo", tiny), prompts_file, tmp_path / "whole"))
+    assert_same(found, run(jobs("grpo", tiny), prompts_file, tmp_path / "uninterrupted"))
 
 
 def test_an_unwritable_trace_is_a_storage_error(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_signal_ends_a_run_cleanly(tiny: str, prompts_file: str, tmp_path: Pat
 def test_a_signal_during_startup_is_recorded(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that says "running" of a run that was killed."""
+    """The folder has the status "running" of a run that was killed."""
     describe = RunFolder.describe
 
     def ends(folder: RunFolder, content: Any) -> None:
@@ -169,12 +169,12 @@ def test_a_second_signal_is_ignored_during_shutdown() -> None:
 
 
 def test_existing_signal_handlers_are_preserved() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         with ended_in_order():
             os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -305,8 +305,8 @@ def test_invalid_reporters_are_refused_before_a_folder_is_created(
 # ---- a state that only later cannot be saved
 
 
-class Late(Operator):
-    """Keeps a number, and later what JSON does not know."""
+class FailsLater(Operator):
+    """Has an int as its state, and after its second call a tuple, which JSON cannot represent."""
 
     seen = State(lambda self: 0)
 
@@ -316,7 +316,7 @@ class Late(Operator):
 
 
 def test_an_unserializable_state_is_refused_after_its_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    job = job_of("grpo", tiny).edit(insert={"late": After("reward", Late())})
+    job = job_of("grpo", tiny).edit(insert={"late": After("reward", FailsLater())})
     with pytest.raises(DataError, match=r"the state after step 2\['late\.seen'\] is a tuple"):
         train(job, prompts_file, tmp_path, steps=9, checkpoint_every=9)
     assert train(job, prompts_file, tmp_path / "unsaved", steps=3).metrics

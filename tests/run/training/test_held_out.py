@@ -1,4 +1,4 @@
-"""A validation is any edit of the job's graph: other operators, other engines, several at once."""
+"""Validations edit the job's graph: half_rewards operators, half_rewards engines, several validations at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowrl.operators import Generate, MajorityAtK, PassAtK, Reward
 from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
 from flowrl.run.training.held_out import held_out, with_engines
 from tests.support.errors import raises
-from tests.support.jobs import job_of, weights_of
+from tests.support.jobs import bind_tiny, job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import judged
 from tests.support.rewards import digits
@@ -31,7 +31,7 @@ SAMPLED = {"repeat.n": 4, "generate.temperature": 1.0}
 
 
 def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """For held-out answers only."""
+    """0.5 for every row."""
     return 0.5
 
 
@@ -71,13 +71,13 @@ def test_operators_can_be_added_to_a_validation_only(tiny: str, prompts_file: st
 
 
 def test_an_operator_can_be_replaced_in_a_validation_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    other = Validation(PromptData(prompts_file), every=1, name="half", replace={"reward": Reward(half)})
-    run = train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, validation=other)
+    half_rewards = Validation(PromptData(prompts_file), every=1, name="half", replace={"reward": Reward(half)})
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, validation=half_rewards)
     assert [line["half/reward/mean"] for line in run.validations] == [0.5, 0.5]
     assert run.metrics[0]["reward/max"] <= 1.0 and run.metrics[0]["reward/mean"] != 0.5
 
 
-def of_its_own(data: str, folder: str, **settings: Any) -> Validation:
+def with_own_engine(data: str, folder: str, **settings: Any) -> Validation:
     engine = TorchRollout(folder, device="cpu")
     return Validation(PromptData(data), every=2, name="own", bind={"rollout": engine}, **settings)
 
@@ -85,16 +85,16 @@ def of_its_own(data: str, folder: str, **settings: Any) -> Validation:
 def test_a_validation_engine_gets_the_trained_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     shared = Validation(PromptData(prompts_file), every=2, name="shared")
     both = train(
-        job_of("grpo", tiny), prompts_file, tmp_path / "a", validation=(of_its_own(prompts_file, tiny), shared)
+        job_of("grpo", tiny), prompts_file, tmp_path / "a", validation=(with_own_engine(prompts_file, tiny), shared)
     )
     plain = train(job_of("grpo", tiny), prompts_file, tmp_path / "b")
     assert without_times(list(both.metrics)) == without_times(list(plain.metrics))
     trained = weights_of(both.engines["actor"])
     assert all(torch.equal(trained[name], weight) for name, weight in plain.engines["actor"].weights())
-    answers: dict[str, list[Any]] = {"own": [], "shared": []}
+    records: dict[str, list[Any]] = {"own": [], "shared": []}
     for record in lines(tmp_path / "a" / "predictions.jsonl"):
-        answers[record.pop("validation")].append(record)
-    assert len(answers["own"]) == 36 and answers["own"] == answers["shared"]
+        records[record.pop("validation")].append(record)
+    assert len(records["own"]) == 36 and records["own"] == records["shared"]
     own, shares = both.engines["rollout_of_own"], both.engines["rollout"]
     assert own.model is not shares.model
     assert (own.receipt.version, own.receipt.transport) == (3, "copy")
@@ -102,7 +102,7 @@ def test_a_validation_engine_gets_the_trained_weights(tiny: str, prompts_file: s
 
 
 def test_a_resumed_run_has_the_same_validations(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    settings = {"validation": (of_its_own(prompts_file, tiny), several(prompts_file)), "checkpoint_every": 2}
+    settings = {"validation": (with_own_engine(prompts_file, tiny), several(prompts_file)), "checkpoint_every": 2}
     through = train(job_of("grpo", tiny), prompts_file, tmp_path / "a", steps=4, **settings)
     train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=2, **settings)
     again = train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=4, resume=True, **settings)
@@ -113,13 +113,9 @@ def test_a_resumed_run_has_the_same_validations(tiny: str, prompts_file: str, tm
 
 def test_predictions_contain_the_response_of_the_policy(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), until="verdict", name="judged")
-    job = judged().bind(
-        actor=TorchTrainer(tiny, optimizer=SGD(lr=0.05), device="cpu"),
-        rollout=TorchRollout(),
-        judge=TorchRollout(tiny, device="cpu", frozen=True),
-    )
-    other = TorchRollout(tiny, device="cpu", frozen=True, dtype="bfloat16")
-    strict = validation.__class__(PromptData(prompts_file), until="verdict", name="strict", bind={"judge": other})
+    job = bind_tiny(judged(), tiny, judge=TorchRollout(tiny, device="cpu", frozen=True))
+    rounded = TorchRollout(tiny, device="cpu", frozen=True, dtype="bfloat16")
+    strict = validation.__class__(PromptData(prompts_file), until="verdict", name="strict", bind={"judge": rounded})
     run = train(job, prompts_file, tmp_path, steps=1, validation=(validation, strict))
     alone = Validation(PromptData(prompts_file), until="generate", name="alone")
     train(job, prompts_file, tmp_path / "alone", steps=1, validation=alone)
@@ -139,10 +135,10 @@ def test_validation_engines_are_built_and_placed() -> None:
     found = held_out(job, [one, two])
     assert [list(each.bindings) for each in found] == [["rollout_of_a_b"], ["rollout_of_a_b_"]]
     assert [[sync.writes for sync in each.syncs] for each in found] == [[["rollout_of_a_b"]], [["rollout_of_a_b_"]]]
-    whole = with_engines(job, found)
-    assert set(whole.bindings) == {*job.bindings, "rollout_of_a_b", "rollout_of_a_b_"}
-    assert whole.check(prompts=4) == []
-    assert {name: whole[name] for name in job.nodes} == dict(job.nodes)
+    complete = with_engines(job, found)
+    assert set(complete.bindings) == {*job.bindings, "rollout_of_a_b", "rollout_of_a_b_"}
+    assert complete.check(prompts=4) == []
+    assert {name: complete[name] for name in job.nodes} == dict(job.nodes)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ def test_validation_engines_are_built_and_placed() -> None:
             {"replace": {"generate": Generate(rollout=Role("x"))}, "changes": {}},
             r"'val' uses the role 'x', .*={'x'",
         ),
-        ({"wire": {"reward.rollout": "nobody"}}, r"nobody"),
+        ({"wire": {"reward.rollout": "unknown"}}, r"unknown"),
         ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
         (
             {"changes": {"repeat.n": 4, "generate.temperature": 0.0}, "insert": {"best": After("reward", PassAtK(4))}},
@@ -175,11 +171,7 @@ def test_an_invalid_edit_is_refused_before_a_folder_is_created(
 
 
 def test_a_validation_engine_without_sync_is_refused(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    job = judged().bind(
-        actor=TorchTrainer(tiny, device="cpu"),
-        rollout=TorchRollout(),
-        judge=TorchRollout(tiny, device="cpu", frozen=True),
-    )
+    job = bind_tiny(judged(), tiny, judge=TorchRollout(tiny, device="cpu", frozen=True))
     loose = Validation(PromptData(prompts_file), until="verdict", bind={"judge": TorchRollout(tiny, device="cpu")})
     with raises("backend.never-synced", role="judge_of_val"):
         train(job, prompts_file, tmp_path / "run", validation=loose)

@@ -1,4 +1,4 @@
-"""`Job`: what cannot run is refused before a model loads; engines are built once, and closed."""
+"""`Job`: an invalid job is refused before a model loads; engines are built once, and closed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.training.job import Job
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of
+from tests.support.kernel import RolloutEngine
 from tests.support.models import tiny_folder
 from tests.support.rewards import digits
 
 
-class Untouched:
-    """Backends whose build must never be reached."""
+class Unbuildable:
+    """Backends that fail if a test builds them."""
 
     class Trainer(Backend):
         serves = (protocols.Trainer,)
@@ -50,12 +51,12 @@ class Untouched:
             raise AssertionError("the rollout was built")
 
 
-def untouched(graph: Graph) -> Job:
-    return graph.bind(actor=Untouched.Trainer(), ref=Untouched.Scorer(), rollout=Untouched.Rollout())
+def unbuildable(graph: Graph) -> Job:
+    return graph.bind(actor=Unbuildable.Trainer(), ref=Unbuildable.Scorer(), rollout=Unbuildable.Rollout())
 
 
 def refuse(job: Job, prompts_file: str, **settings: Any) -> str:
-    """What a training of the job is refused with; nothing is written for it."""
+    """The error that refuses a training of the job; asserts that nothing is written."""
     with pytest.raises(FlowrlError) as raised:
         Training(job, PromptData(prompts_file), steps=1, prompts=4, folder="nowhere", **settings).run()
     assert not Path("nowhere").exists()
@@ -63,13 +64,13 @@ def refuse(job: Job, prompts_file: str, **settings: Any) -> str:
 
 
 def test_a_ready_job_is_built(prompts_file: str, tmp_path: Path) -> None:
-    job = untouched(grpo(digits))
+    job = unbuildable(grpo(digits))
     with pytest.raises(AssertionError, match="was built"):
         Training(job, PromptData(prompts_file), steps=1, prompts=4, folder=str(tmp_path)).run()
 
 
 def test_an_unbound_role_is_refused(prompts_file: str) -> None:
-    job = grpo(digits).bind(actor=Untouched.Trainer(), rollout=Untouched.Rollout())
+    job = grpo(digits).bind(actor=Unbuildable.Trainer(), rollout=Unbuildable.Rollout())
     facts = {"graph": "grpo", "role": "ref", "node": "ref_log_prob", "expected": "Scorer"}
     with raises("job.unbound-role", **facts):
         Training(job, PromptData(prompts_file), steps=1, prompts=4, folder="nowhere").run()
@@ -77,27 +78,27 @@ def test_an_unbound_role_is_refused(prompts_file: str) -> None:
         pass
 
 
-def test_a_lag_is_refused_until_an_executor_can_run_it(prompts_file: str) -> None:
-    job = untouched(grpo(digits).edit(lag=2))
+def test_an_unsupported_lag_is_refused(prompts_file: str) -> None:
+    job = unbuildable(grpo(digits).edit(lag=2))
     assert re.match(r"\w*Error: (?s:.*)lag=0", refuse(job, prompts_file))
 
 
-def test_a_broken_rule_is_refused(prompts_file: str) -> None:
-    found = refuse(untouched(grpo(digits, n=1)), prompts_file)
+def test_a_violated_rule_is_refused(prompts_file: str) -> None:
+    found = refuse(unbuildable(grpo(digits, n=1)), prompts_file)
     assert found.startswith("RuleError") and "FR003" in found
-    found = refuse(untouched(grpo(digits, n=2, mini_batch=5)), prompts_file)
+    found = refuse(unbuildable(grpo(digits, n=2, mini_batch=5)), prompts_file)
     assert found.startswith("RuleError") and "mini_batch=5 does not divide the 8 rows" in found
 
 
 def test_an_unsuitable_backend_is_refused_by_bind() -> None:
     with raises("backend.missing-protocol", role="actor", backend="Scorer", expected="Trainer"):
-        grpo(digits).bind(actor=Untouched.Scorer())
+        grpo(digits).bind(actor=Unbuildable.Scorer())
     with raises("backend.not-a-backend", role="actor", found="'gpt2'"):
         grpo(digits).bind(actor="gpt2")
     with raises("backend.missing-protocol", role="actor", backend="Backend"):
         grpo(digits).bind(actor=Backend())
     with pytest.raises(BindError, match="no role 'critic' to bind"):
-        grpo(digits).bind(critic=Untouched.Scorer())
+        grpo(digits).bind(critic=Unbuildable.Scorer())
 
 
 def test_a_backend_bound_without_a_role_is_refused() -> None:
@@ -113,7 +114,7 @@ def test_a_missing_attribute_of_a_job_is_answered_by_what_has_it(name: str, hint
 
 
 def test_a_trainer_without_checkpoints_is_refused_with_checkpoint_every(prompts_file: str) -> None:
-    job = untouched(grpo(digits))
+    job = unbuildable(grpo(digits))
     found = refuse(job, prompts_file, checkpoint_every=2)
     assert found.startswith("BindError: checkpoint_every=2 saves and restores the role 'actor', but Trainer does not")
     assert "load_checkpoint and save_checkpoint" in found and "or leave checkpoint_every out." in found
@@ -124,14 +125,16 @@ def test_a_trainer_without_checkpoints_is_refused_with_checkpoint_every(prompts_
 
 
 def test_an_engine_without_the_protocols_of_its_backend_is_refused() -> None:
-    class Hollow(Backend):
+    class NoMethods(Backend):
         serves = (protocols.Scorer, protocols.Closable)
 
         def build(self, context: BuildContext) -> Any:
             return object()
 
-    with raises("backend.incomplete-engine", role="ref", backend="Hollow", expected="Scorer", missing=("log_probs",)):
-        EngineBuilder({"ref": Hollow()}, seed=0).all()
+    with raises(
+        "backend.incomplete-engine", role="ref", backend="NoMethods", expected="Scorer", missing=("log_probs",)
+    ):
+        EngineBuilder({"ref": NoMethods()}, seed=0).all()
 
 
 @pytest.mark.parametrize("name", ["TorchTrainer", "TorchScorer", "TorchCritic", "TorchRollout", "VLLM", "SGLang"])
@@ -148,22 +151,22 @@ def test_engines_implement_the_protocols_of_their_backends(name: str) -> None:
 def test_engines_are_built_once_with_shared_ones_first(tiny: str) -> None:
     order: list[str] = []
 
-    class Noting(Backend):
+    class RecordsBuild(Backend):
         name: str
-        wants: tuple[str, ...] = ()
+        needs: tuple[str, ...] = ()
 
         def build(self, context: BuildContext) -> Any:
-            others = [context.engine(role) for role in self.wants]
+            others = [context.engine(role) for role in self.needs]
             order.append(self.name)
             return (self.name, context.seed, *others)
 
-    engines = EngineBuilder({"a": Noting("a", ("c",)), "b": Noting("b"), "c": Noting("c")}, seed=4)
+    engines = EngineBuilder({"a": RecordsBuild("a", ("c",)), "b": RecordsBuild("b"), "c": RecordsBuild("c")}, seed=4)
     assert engines.all() == {"a": ("a", 4, ("c", 4)), "b": ("b", 4), "c": ("c", 4)}
     assert order == ["c", "a", "b"]
     with raises("job.shared-weights", role="a", cycle=("a", "b", "a")):
-        EngineBuilder({"a": Noting("a", ("b",)), "b": Noting("b", ("a",))}, seed=0).all()
+        EngineBuilder({"a": RecordsBuild("a", ("b",)), "b": RecordsBuild("b", ("a",))}, seed=0).all()
     with raises("job.shared-weights", role="a", owner="x"):
-        EngineBuilder({"a": Noting("a", ("x",))}, seed=0).all()
+        EngineBuilder({"a": RecordsBuild("a", ("x",))}, seed=0).all()
 
 
 def test_editing_a_job_edits_its_graph_and_bindings(tiny: str) -> None:
@@ -176,7 +179,7 @@ def test_editing_a_job_edits_its_graph_and_bindings(tiny: str) -> None:
 
 
 class Closing:
-    """A live engine that has something to end."""
+    """A live engine that must be closed."""
 
     def __init__(self, name: str, closed: list[str]) -> None:
         self.name, self.closed = name, closed
@@ -189,7 +192,7 @@ class Closing:
 
 @pytest.mark.parametrize("fault", [None, "in the block", "while they are built", "while they are closed"])
 def test_engines_are_closed_in_reverse_order(fault: str | None) -> None:
-    """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
+    """Also if the block raises, or building or closing an engine raises."""
     closed: list[str] = []
 
     class Named(Backend):
@@ -238,11 +241,11 @@ class ClosingRollout(TorchRollout):
 
 
 def test_a_job_closes_its_engines(tiny: str) -> None:
-    """Whichever way it is opened."""
+    """With every way to open it."""
     closed = ClosingRolloutEngine.closed
     job = job_of("grpo", tiny).edit(bind={"rollout": ClosingRollout(tiny, device="cpu")})
     with job.open(), pytest.raises(NodeError), job.open() as executor:
-        executor.step(PROMPTS, 0)  # which holds no receipt yet
+        executor.step(PROMPTS, 0)  # before the first sync
     assert closed == [tiny, tiny]
     with job.eager():
         assert len(closed) == 2
@@ -250,7 +253,7 @@ def test_a_job_closes_its_engines(tiny: str) -> None:
 
 
 def test_a_missing_model_folder_is_reported_before_loading(tiny: str) -> None:
-    job = untouched(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
+    job = unbuildable(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
     for place in (None, Colocate(gpus=1)):
         with pytest.raises(
             BindError, match=r"Role 'ref': [Tt]he model folder 'nowhere' does not exist; expected a local"
@@ -276,14 +279,12 @@ def test_models_of_different_vocabularies_are_refused_before_loading(tmp_path: P
             job.refuse_unready()
 
 
-def test_an_engine_without_a_tokenizer_is_refused(tiny: str) -> None:
-    class Mute(Backend):
+def test_an_engine_without_a_tokenizer_is_refused() -> None:
+    class NoTokenizer(Backend):
         serves = (protocols.Rollout,)
 
         def build(self, context: BuildContext) -> Any:
-            engine = TorchRollout(tiny, device="cpu").build(context)
-            engine._tokenizer = None  # type: ignore[assignment]
-            return engine
+            return RolloutEngine()
 
-    with raises("backend.incomplete-engine", role="rollout", backend="Mute", missing=("tokenizer",)):
-        EngineBuilder({"rollout": Mute()}, seed=0).all()
+    with raises("backend.incomplete-engine", role="rollout", backend="NoTokenizer", missing=("tokenizer",)):
+        EngineBuilder({"rollout": NoTokenizer()}, seed=0).all()

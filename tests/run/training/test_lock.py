@@ -26,11 +26,11 @@ from tests.support.runs import Recorder, described, lines, train
 
 @contextmanager
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds a folder until it is ended."""
+    """Another process that locks a folder until it ends."""
     script = (
         "import sys, pathlib; from flowrl.run.training.lock import FolderLock; "
-        "held = FolderLock(pathlib.Path(sys.argv[1])); "
-        "print('held', flush=True); sys.stdin.read()"
+        "taken = FolderLock(pathlib.Path(sys.argv[1])); "
+        "print('locked', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(folder)],
@@ -40,62 +40,62 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            assert process.stdout is not None and process.stdout.readline() == "locked\n"
             yield process
         finally:
             process.kill()
 
 
-def test_the_lock_names_the_other_process_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_lock_error_names_the_other_process_until_that_process_ends(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         with raises("run.folder-locked", path=str(tmp_path)) as caught:
             FolderLock(tmp_path)
         assert re.match(rf"the process {process.pid} on .*, since 2", caught.value.facts["holder"])
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert (tmp_path / LOCK).exists()  # it had no time to clear up
+        assert (tmp_path / LOCK).exists()  # a killed process does not remove its file
         FolderLock(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_lock_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    lock_held = FolderLock(tmp_path)
+    folder_lock = FolderLock(tmp_path)
     with raises("run.folder-locked") as caught:
         FolderLock(tmp_path)
     assert caught.value.facts["holder"].startswith(f"the process {os.getpid()} on")
-    lock_held.release()
+    folder_lock.release()
     FolderLock(tmp_path).release()
 
 
-def test_releasing_a_removed_lock_keeps_the_lock_of_another_run(tmp_path: Path) -> None:
-    ours = FolderLock(tmp_path)
+def test_releasing_a_removed_lock_does_not_release_the_lock_of_another_run(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
     (tmp_path / LOCK).unlink()
-    theirs = FolderLock(tmp_path)
-    ours.release()
+    second = FolderLock(tmp_path)
+    first.release()
     with raises("run.folder-locked"):
         FolderLock(tmp_path)
-    theirs.release()
+    second.release()
 
 
-def test_a_forked_child_does_not_have_the_lock(tmp_path: Path) -> None:
-    lock_held = FolderLock(tmp_path)
+def test_a_forked_child_neither_releases_nor_holds_the_lock(tmp_path: Path) -> None:
+    folder_lock = FolderLock(tmp_path)
     reader, writer = os.pipe()
-    started, tell = os.pipe()
+    started, signal_end = os.pipe()
     if (child := os.fork()) == 0:
         os.close(writer)
-        lock_held.release()  # does nothing: it is the parent's
-        os.write(tell, b"1")
+        folder_lock.release()  # does nothing: the lock belongs to the parent
+        os.write(signal_end, b"1")
         os.read(reader, 1)
         os._exit(0)
     os.read(started, 1)
     with raises("run.folder-locked"):
         FolderLock(tmp_path)
-    os.close(lock_held._file)  # as when the parent dies
+    os.close(folder_lock._file)  # as the kernel does when the parent dies
     lock._open.clear()
     FolderLock(tmp_path).release()
     os.close(writer)
     os.waitpid(child, 0)
-    for file in (reader, started, tell):
+    for file in (reader, started, signal_end):
         os.close(file)
 
 
@@ -109,29 +109,29 @@ def test_a_lock_does_not_follow_a_link(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_lock_file_is_still_locked(tmp_path: Path) -> None:
-    lock_held = FolderLock(tmp_path)
+    folder_lock = FolderLock(tmp_path)
     for content in (b"", b"{", b"[]", b"{}", b"\xff"):
         (tmp_path / LOCK).write_bytes(content)
         with raises("run.folder-locked", holder="a process that has just started or ended"):
             FolderLock(tmp_path)
-    lock_held.release()
+    folder_lock.release()
 
 
 def test_the_lock_file_reserves_disk_space_until_needed(tmp_path: Path) -> None:
-    lock_held = FolderLock(tmp_path)
+    folder_lock = FolderLock(tmp_path)
     assert (tmp_path / LOCK).stat().st_size == RESERVE
-    lock_held.give_way()
+    folder_lock.give_way()
     assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    lock_held.release()
+    folder_lock.release()
 
 
 def test_a_file_system_without_locks_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none(*_: Any) -> None:
+    def unsupported(*_: Any) -> None:
         raise OSError(38, os.strerror(38))
 
-    monkeypatch.setattr(lock.fcntl, "flock", none)
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
     with caplog.at_level(logging.WARNING):
         FolderLock(tmp_path).release()
     assert "has no file locks, so a second run could write" in caplog.text
@@ -140,7 +140,7 @@ def test_a_file_system_without_locks_logs_a_warning(
 # ---- runs
 
 
-def test_a_second_run_is_refused_and_leaves_the_first_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_does_not_affect_the_first(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny)
 
     class Second(Recorder):

@@ -1,4 +1,4 @@
-"""Reporters: what the terminal and TensorBoard show of a run, and that each is ended however the run ends."""
+"""Reporters: the output of the terminal and TensorBoard, and the end of every reporter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     assert "ppo: 3 steps" in shown
     table = shown[shown.rindex("┏") :]
     assert all(node in table for node in ("generate", "update_critic", "sync", "a step takes", "idle: this process"))
-    assert not any(word in table for word in ("fetched", "critical path", "*"))  # which say nothing of one process
+    assert not any(word in table for word in ("fetched", "critical path", "*"))  # which do not apply to one process
     if terminal:
         assert "remaining" in shown
         assert "3/3" in shown
@@ -54,7 +54,7 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
         ]  # fmt: skip
 
 
-def test_a_terminal_names_the_node_that_runs_now(tmp_path: Path) -> None:
+def test_a_terminal_names_the_running_node(tmp_path: Path) -> None:
     out = io.StringIO()
     reporter = Terminal(Console(file=out, force_terminal=True, width=140))
     reporter.start("ppo", 5, tmp_path, 1)
@@ -62,7 +62,7 @@ def test_a_terminal_names_the_node_that_runs_now(tmp_path: Path) -> None:
     for node in ("generate", "update_actor"):
         reporter.node(node)
         assert reporter.progress is not None
-        reporter.progress.refresh()  # which it does by itself, a few times a second
+        reporter.progress.refresh()  # as its own thread does a few times a second
         assert node in out.getvalue()
     reporter.step(2, {"reward/mean": 0.25, "kl/ref": math.nan})
     reporter.end(None)
@@ -88,11 +88,11 @@ def test_tensorboard_gets_every_metric(tiny: str, prompts_file: str, tmp_path: P
     assert set(events.Tags()["scalars"]) == ({*run.metrics[0], *run.validations[0]} - {"step"})
 
 
-class TestALogFile:
-    """Where the output is not a terminal."""
+class TestLogFile:
+    """The output is not a terminal."""
 
     def shown(self, seconds: float, steps: int, folder: Path, patch: pytest.MonkeyPatch, first: int = 0) -> list[str]:
-        """The lines of a run whose nodes, two a step, take so many seconds."""
+        """The lines of a run with two nodes per step, each of which takes `seconds`."""
         now = [100.0]
         patch.setattr("flowrl.run.training.report.time.monotonic", lambda: now[0])
         out = io.StringIO()
@@ -114,7 +114,7 @@ class TestALogFile:
 
     def test_a_slow_run_logs_every_30_seconds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = self.shown(8.0, 100, tmp_path, monkeypatch, first=50)
-        assert lines[0] == "51/100 reward 0.500"  # at once, also where the run goes on
+        assert lines[0] == "51/100 reward 0.500"  # at once, also if resumed
         steps = [int(line.partition("/")[0]) for line in lines]
         assert max(b - a for a, b in pairwise(steps)) == 2  # 32 seconds
 
@@ -125,7 +125,7 @@ class TestALogFile:
 
 
 def test_log_lines_are_flushed_at_once(tmp_path: Path) -> None:
-    """Python keeps back what it writes to a file; a reader who follows it would see nothing for long."""
+    """Python buffers output to a file; without a flush, `tail -f` shows lines late."""
     script = """
 import os, pathlib
 from flowrl import Terminal

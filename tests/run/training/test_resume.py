@@ -1,4 +1,4 @@
-"""Resuming: a run that was cut off anywhere ends with the numbers and weights of the one that was not."""
+"""Resuming: an interrupted run ends with the numbers and weights of an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ pytestmark = pytest.mark.runs
 
 @pytest.fixture(scope="module")
 def whole(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The uninterrupted run of an algorithm, made once."""
-    made: dict[str, Run] = {}
+    """The uninterrupted run of an algorithm, cached."""
+    runs: dict[str, Run] = {}
 
     def of(name: str) -> Run:
-        if name not in made:
-            made[name] = run(jobs(name, tiny), prompts_file, tmp_path_factory.mktemp("whole") / name)
-        return made[name]
+        if name not in runs:
+            runs[name] = run(jobs(name, tiny), prompts_file, tmp_path_factory.mktemp("whole") / name)
+        return runs[name]
 
     return of
 
@@ -70,7 +70,9 @@ Whole = Callable[[str], Run]
 
 
 class TestSameNumbers:
-    # within the first step after a checkpoint, in the step after, in one that crosses an epoch, in a validation
+    """A resumed run has the metrics, predictions and weights of an uninterrupted one, bit for bit."""
+
+    # in the first step after a checkpoint, in the next one, in a step across epochs, in a validation
     @pytest.mark.parametrize(
         ("name", "step", "node"),
         [
@@ -84,7 +86,7 @@ class TestSameNumbers:
             nightly("ppo", 5, "generate"),
         ],
     )
-    def test_interrupted_in_a_step(
+    def test_a_run_interrupted_in_a_step_resumes(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
     ) -> None:
         cut_off(jobs(name, tiny), prompts_file, tmp_path / "run", step, node)
@@ -92,7 +94,7 @@ class TestSameNumbers:
         assert checkpoints(tmp_path / "run") == ["step-000002", "step-000004", "step-000006"]
 
     def test_every_restored_state_affects_the_metrics(self, whole: Whole) -> None:
-        """Every kind of state changes within the run, so that its loss would show."""
+        """Every kind of state changes within the run, so a state that is not restored would change a metric."""
         ppo = whole("ppo").metrics
         for key in ("kl/coef", "actor/lr", "actor/grad_norm", "critic/vf_loss", "reward/mean"):
             assert len({metrics[key] for metrics in ppo}) == STEPS, key
@@ -100,21 +102,23 @@ class TestSameNumbers:
         assert position["data"] == {"epoch": 1, "offset": 8, "rows": 12}
         assert position["state"]["kl_shape.beta"] == ppo[4]["kl/coef"]
 
-    def test_interrupted_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_an_interrupted_validation_resumes(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
         assert [line["step"] for line in without_times(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
-    def test_interrupted_repeatedly(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_an_often_interrupted_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(job, prompts_file, tmp_path, 3)
         for step in (2, 3, 4, 5):
             cut_off(job, prompts_file, tmp_path, step, resume=True)
         assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
         updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
-        assert len(updates) > STEPS  # of all starts: some steps were done more than once
+        assert len(updates) > STEPS  # the trace has repeated steps, too
 
-    def test_after_a_reward_error(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_a_failed_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         flag = tmp_path / "asleep"
 
         def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -133,8 +137,7 @@ class TestSameNumbers:
         flag.unlink()
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
 
-    def test_killed_and_resumed_elsewhere(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
-        """A process is killed by SIGKILL within a step; another resumes the run."""
+    def test_a_killed_run_resumes(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         script = """
             import os, signal, sys
             from pathlib import Path
@@ -153,17 +156,16 @@ class TestSameNumbers:
         arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
         killed = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-        assert status(tmp_path) == "running"  # it had no time to say otherwise
+        assert status(tmp_path) == "running"  # a killed process cannot update it
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
 
-    def test_finished_and_extended(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
-        run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step has a checkpoint, whatever its number
+    def test_a_finished_run_is_extended(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step always has a checkpoint
         assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
     @pytest.mark.ray
-    def test_from_ray_to_one_process(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
-        """Started on Ray, cut off there, and ended in this process."""
+    def test_a_run_on_ray_resumes_locally(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         job = jobs("ppo", tiny)
         cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
         assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
@@ -197,7 +199,7 @@ class TestCheckpoints:
         with caplog.at_level(logging.WARNING):
             assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert "step-000004" in caplog.text and "resuming from step-000002, which is intact" in caplog.text
-        assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]  # and the new one is whole
+        assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]  # the new one is complete
 
     def test_a_run_resumes_after_a_partial_checkpoint(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +219,7 @@ class TestCheckpoints:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
 
-    def test_all_checkpoints_damaged_is_refused(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_a_run_with_only_damaged_checkpoints_is_refused(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
         before = (tmp_path / "run.json").read_text()
@@ -226,13 +228,13 @@ class TestCheckpoints:
         assert (tmp_path / "run.json").read_text() == before
 
     @pytest.mark.parametrize(
-        ("every", "keep", "expected"),
+        ("every", "limit", "expected"),
         [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
     )
-    def test_max_checkpoints(
-        self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, expected: list[int]
+    def test_only_the_newest_max_checkpoints_remain(
+        self, tiny: str, prompts_file: str, tmp_path: Path, every: int, limit: int, expected: list[int]
     ) -> None:
-        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=keep, validation=())
+        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=limit, validation=())
         assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in expected]
 
     def test_no_checkpoints_are_written_by_default(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ class TestCheckpoints:
     def test_checkpoints_contain_a_loadable_policy(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:
-        """Also from the middle of a run: it is the model of a run that ends there."""
+        """A checkpoint in the middle of a run has the model of a run that ends at its step."""
         ended = run(jobs("grpo", tiny), prompts_file, tmp_path, steps=2).engines["actor"]
         folders = (whole("grpo").folder / f"checkpoints/step-{step:06}/actor/huggingface" for step in (2, 6))
         for folder, engine in zip(folders, (ended, whole("grpo").engines["actor"]), strict=True):
@@ -250,19 +252,19 @@ class TestCheckpoints:
             AutoTokenizer.from_pretrained(folder, local_files_only=True)
             assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
 
-    def test_checkpoints_change_no_metric(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+    def test_checkpoints_do_not_change_a_run(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
 
     def test_an_unserializable_state_is_refused_before_a_model_loads(self, prompts_file: str, tmp_path: Path) -> None:
-        class Odd(Operator):
-            """Keeps what JSON does not know."""
+        class NotFinite(Operator):
+            """Has a state that JSON cannot represent."""
 
             mean = State(lambda self: torch.zeros(()))
 
             def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
                 return token_level_scores
 
-        job = job_of("grpo", "no such model").edit(insert={"odd": After("reward", Odd())})
+        job = job_of("grpo", "no such model").edit(insert={"odd": After("reward", NotFinite())})
         with pytest.raises(DataError, match=r"the state odd.mean is a Tensor, which JSON does not restore exactly"):
             run(job, prompts_file, tmp_path / "run")
         assert not (tmp_path / "run").exists()
@@ -308,7 +310,7 @@ class TestStart:
         run(jobs("grpo", tiny), prompts_file, tmp_path)
         before = (tmp_path / "metrics.jsonl").read_text(), (tmp_path / "predictions.jsonl").read_text()
 
-        class Heard(Stopper):
+        class RecordsDone(Stopper):
             def node(self, name: str) -> None:
                 raise AssertionError(name)
 
@@ -316,14 +318,14 @@ class TestStart:
                 assert summary is None
                 self.done = -1
 
-        heard = Heard(0, "")
-        again = run(jobs("grpo", tiny), prompts_file, tmp_path, [heard], resume=True, save_model=True)
-        assert heard.done == -1
+        recorder = RecordsDone(0, "")
+        again = run(jobs("grpo", tiny), prompts_file, tmp_path, [recorder], resume=True, save_model=True)
+        assert recorder.done == -1
         assert before == ((tmp_path / "metrics.jsonl").read_text(), (tmp_path / "predictions.jsonl").read_text())
         assert_same(again, whole("grpo"))
         assert (tmp_path / "actor" / "model.safetensors").exists()
 
-    def test_without_resume_a_run_is_not_changed(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_an_existing_run_is_refused_without_resume(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         with raises("run.folder-taken", path=str(tmp_path)):
             run(jobs("grpo", tiny), prompts_file, tmp_path)
@@ -364,10 +366,10 @@ class TestRefused:
         before = (cut / "run.json").read_text()
         with raises(code, **facts):
             run(jobs("grpo", tiny), prompts_file, cut, resume=True, **changed)
-        assert (cut / "run.json").read_text() == before  # which still describes the existing run
+        assert (cut / "run.json").read_text() == before  # the file still describes the existing run
 
     def test_another_graph_is_refused(self, prompts_file: str, cut: Path) -> None:
-        nowhere = "no such model"  # so that the refusal comes before it loads
+        nowhere = "no such model"  # the refusal comes before a model loads
         for job in (
             jobs("grpo", nowhere).edit(replace={"repeat": Repeat(3)}),
             jobs("grpo", nowhere, lambda data_source, solution_str, ground_truth, extra_info=None: 1.0),
@@ -376,7 +378,7 @@ class TestRefused:
             with raises("resume.other-run", changed="graph"):
                 run(job, prompts_file, cut, resume=True)
 
-    def test_other_data_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+    def test_changed_data_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
         ordered = Training(
             jobs("grpo", tiny),
             PromptData(prompts_file, shuffle=False),
@@ -391,7 +393,7 @@ class TestRefused:
         for rows in (11, 13):
             with raises("resume.other-run", changed="content of the data"):
                 run(jobs("grpo", tiny), write_prompts(tmp_path / "other.jsonl", rows), copy, resume=True)
-        moved = shutil.copyfile(prompts_file, tmp_path / "moved.jsonl")  # a file may lie elsewhere, though
+        moved = shutil.copyfile(prompts_file, tmp_path / "moved.jsonl")  # its location may change
         run(jobs("grpo", tiny), str(moved), copy, resume=True)
 
     def test_another_model_is_refused(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ class TestRefused:
     def test_another_backend_is_logged(
         self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """An engine with weights of its own for one that shares them: other backends, and the same numbers."""
+        """A rollout engine with its own weights instead of shared ones gives the same numbers."""
         copy = shutil.copytree(cut, tmp_path / "copy")
         job = jobs("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
         with caplog.at_level(logging.WARNING):
@@ -414,16 +416,16 @@ class TestRefused:
             "was written with other backends (role rollout.model: None -> " in caplog.text
             and "; role rollout.device: None -> 'cpu'); the run resumes" in caplog.text
         )
-        for ours, theirs in zip(found.metrics, whole("grpo").metrics, strict=True):
-            same = {k: v for k, v in theirs.items() if not k.startswith((*TIMES, "sync/"))}
-            assert {k: ours[k] for k in same} == same
+        for resumed, expected in zip(found.metrics, whole("grpo").metrics, strict=True):
+            same = {k: v for k, v in expected.items() if not k.startswith((*TIMES, "sync/"))}
+            assert {k: resumed[k] for k in same} == same
         assert all(
             torch.equal(w, weights_of(whole("grpo").engines["actor"])[n]) for n, w in found.engines["actor"].weights()
         )
 
 
-class Odd(Operator):
-    """Reports what has no number, and scores that a file cannot hold as such."""
+class NotFinite(Operator):
+    """Reports a mean without a weight, which is NaN."""
 
     def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
         metrics.mean("odd/mean", 0.0, 0.0)
@@ -432,14 +434,14 @@ class Odd(Operator):
 
 class TestFolder:
     def test_null_metrics_are_read_as_nan(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
-        job = jobs("grpo", tiny).edit(insert={"odd": After("reward", Odd())})
+        job = jobs("grpo", tiny).edit(insert={"odd": After("reward", NotFinite())})
         cut_off(job, prompts_file, tmp_path, 2)
         found = run(job, prompts_file, tmp_path, resume=True, steps=4)
         assert all(math.isnan(metrics["odd/mean"]) for metrics in found.metrics)
         found_lines = without_times(tmp_path / "metrics.jsonl")
         assert [line["odd/mean"] for line in found_lines if "odd/mean" in line] == [None] * 4
 
-    def test_tensorboard_shows_every_step_once(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    def test_tensorboard_has_every_step_once_after_resuming(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         with pytest.raises(Stop):
             run(jobs("grpo", tiny), prompts_file, tmp_path, [TensorBoard(), Stopper(3, "sync")])

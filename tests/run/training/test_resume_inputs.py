@@ -1,4 +1,4 @@
-"""Resuming on other inputs than before, or on a damaged folder: refused, or repaired with a word."""
+"""Resuming with other inputs, or from a damaged folder, is refused, or repaired with a logged warning."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.runs import described
 
 @pytest.fixture(scope="module")
 def model(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that tests may change, and put back."""
+    """A model whose files a test may change, if it restores them."""
     return str(shutil.copytree(tiny, tmp_path_factory.mktemp("model") / "model"))
 
 
 @pytest.fixture(scope="module")
 def cut(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was cut off after four steps, with a checkpoint after each second."""
+    """A run that was interrupted after four steps, with a checkpoint after every second step."""
     folder = tmp_path_factory.mktemp("cut") / "run"
     cut_off(jobs("grpo", model), prompts_file, folder, 4)
     return folder
@@ -40,17 +40,17 @@ def cut(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def copy(cut: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy of `cut` that a test may change."""
     return shutil.copytree(cut, tmp_path / "copy")
 
 
 @pytest.fixture(scope="module")
-def whole(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(jobs("grpo", model), prompts_file, tmp_path_factory.mktemp("whole") / "run")
+def uninterrupted(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(jobs("grpo", model), prompts_file, tmp_path_factory.mktemp("uninterrupted") / "run")
 
 
 def with_other_weights(model: str, tmp_path: Path) -> str:
-    """A model of the same form, under another path."""
+    """A copy of the model with other weights."""
     other = shutil.copytree(model, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     name = min(weights)
@@ -93,7 +93,7 @@ class TestOtherInputs:
     def test_file_locations_and_synced_weights_are_not_part_of_the_identity(
         self, model: str, prompts_file: str, tmp_path: Path
     ) -> None:
-        """Where files lie, what a model's folder holds besides, and the weights of an engine that is synced."""
+        """A run resumes if they change, or if unrelated files are added to the folder of a model."""
         moved = shutil.copytree(model, tmp_path / "moved")
         (moved / "README.md").write_text("moved")
         data = shutil.copyfile(prompts_file, tmp_path / "data.jsonl")
@@ -111,7 +111,7 @@ class TestOtherInputs:
     def test_a_changed_tokenizer_is_logged(
         self, model: str, prompts_file: str, copy: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Since a template may write today's date, it does not keep a run from going on."""
+        """It is not refused, since a template may render today's date."""
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
         original = tokenizer.chat_template
         tokenizer.chat_template = original.replace("<|assistant|>", "!<|assistant|>")
@@ -142,14 +142,14 @@ class TestLines:
     """metrics.jsonl and predictions.jsonl."""
 
     def test_an_intact_folder_resumes_without_warnings(
-        self, model: str, prompts_file: str, copy: Path, whole: Any, caplog: pytest.LogCaptureFixture
+        self, model: str, prompts_file: str, copy: Path, uninterrupted: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.WARNING):
-            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
+            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), uninterrupted)
         assert not [record for record in caplog.records if record.name.startswith("flowrl")]
 
     @pytest.mark.parametrize(
-        ("damage", "gone", "remaining"),
+        ("damage", "missing_step", "remaining"),
         [
             (lambda raw: b"", "the steps 1, 2, 3, 4", [5, 6]),
             nightly(lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
@@ -166,7 +166,7 @@ class TestLines:
         copy: Path,
         caplog: pytest.LogCaptureFixture,
         damage: Callable[[bytes], bytes],
-        gone: str | None,
+        missing_step: str | None,
         remaining: list[int],
     ) -> None:
         file = copy / "metrics.jsonl"
@@ -175,10 +175,10 @@ class TestLines:
         if not damaged:
             file.unlink()
         with caplog.at_level(logging.WARNING):
-            found = run(jobs("grpo", model), prompts_file, copy, resume=True)
+            resumed = run(jobs("grpo", model), prompts_file, copy, resume=True)
         assert "metrics.jsonl has changed since the checkpoint after step 4 was written" in caplog.text
-        assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
-        assert [metrics["step"] for metrics in found.metrics] == remaining
+        assert f"and lacks {missing_step}: " in caplog.text if missing_step else "lacks" not in caplog.text
+        assert [metrics["step"] for metrics in resumed.metrics] == remaining
         assert [line["step"] for line in without_times(file) if "actor/lr" in line] == remaining
 
     @pytest.mark.parametrize(
@@ -186,17 +186,23 @@ class TestLines:
         [b'{"step": 5, "validation": "val", "response": "\xc3', nightly(b"\xff\xfe\n"), nightly(b"{}\n3\n[]\n")],
     )
     def test_truncated_prediction_lines_are_repaired(
-        self, model: str, prompts_file: str, copy: Path, whole: Any, tail: bytes, caplog: pytest.LogCaptureFixture
+        self,
+        model: str,
+        prompts_file: str,
+        copy: Path,
+        uninterrupted: Any,
+        tail: bytes,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         for name in ("predictions.jsonl", "metrics.jsonl"):
             with (copy / name).open("ab") as file:
                 file.write(tail)
         with caplog.at_level(logging.WARNING):
-            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
+            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), uninterrupted)
         assert "has changed since" not in caplog.text
 
     @pytest.mark.parametrize(
-        ("name", "error", "lacks"),
+        ("name", "error", "verb"),
         [
             ("metrics.jsonl", DataError, "read"),
             ("predictions.jsonl", DataError, "read"),
@@ -204,11 +210,11 @@ class TestLines:
         ],
     )
     def test_a_folder_in_place_of_a_file_is_refused(
-        self, model: str, prompts_file: str, copy: Path, name: str, error: type[Exception], lacks: str
+        self, model: str, prompts_file: str, copy: Path, name: str, error: type[Exception], verb: str
     ) -> None:
         (copy / name).unlink()
         (copy / name).mkdir()
-        with pytest.raises(error, match=rf"{name} cannot be {lacks} \(Is a directory"):
+        with pytest.raises(error, match=rf"{name} cannot be {verb} \(Is a directory"):
             run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
         assert described(copy)["status"] == "failed"
 
@@ -227,27 +233,27 @@ class TestLines:
 
 
 class TestCheckpoints:
-    def test_unrelated_files_among_checkpoints_are_kept(
-        self, model: str, prompts_file: str, copy: Path, whole: Any
+    def test_unrelated_files_among_checkpoints_are_not_removed(
+        self, model: str, prompts_file: str, copy: Path, uninterrupted: Any
     ) -> None:
         strays = [copy / "checkpoints" / name for name in (".step-x", ".step-best", "step-", ".step-000004.bak")]
         for stray in strays[:2]:
             stray.mkdir()
-            (stray / "kept").touch()
+            (stray / "notes").touch()
         for stray in strays[2:]:
             stray.touch()
-        assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
-        assert all(stray.exists() for stray in strays) and (strays[0] / "kept").exists()
+        assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), uninterrupted)
+        assert all(stray.exists() for stray in strays) and (strays[0] / "notes").exists()
 
-    def test_a_linked_checkpoint_is_used_and_its_target_kept(
+    def test_a_linked_checkpoint_is_used_and_its_target_is_not_removed(
         self, model: str, prompts_file: str, copy: Path, tmp_path: Path
     ) -> None:
         place = copy / "checkpoints" / "step-000004"
-        place.rename(tmp_path / "elsewhere")
-        place.symlink_to(tmp_path / "elsewhere")
+        place.rename(tmp_path / "target")
+        place.symlink_to(tmp_path / "target")
         run(jobs("grpo", model), prompts_file, copy, resume=True, max_checkpoints=1)
         assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000006"]
-        assert (tmp_path / "elsewhere" / STATE).exists()  # what a link points to is not removed
+        assert (tmp_path / "target" / STATE).exists()  # only the link is removed
 
     @pytest.mark.parametrize(
         ("changed", "missing"),
@@ -267,7 +273,7 @@ class TestCheckpoints:
     def test_a_malformed_checkpoint_state_is_refused(
         self, model: str, prompts_file: str, copy: Path, changed: dict[str, Any], missing: str | None
     ) -> None:
-        """With a new manifest, so that its digests are right."""
+        """With a new manifest whose digests match."""
         shutil.rmtree(copy / "checkpoints" / "step-000002")
         reseal(copy / "checkpoints" / "step-000004", changed)
         with pytest.raises(DataError) as raised:
@@ -280,9 +286,9 @@ class TestCheckpoints:
 
 
 def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
-    """Write the checkpoint again, with another state."""
+    """Rewrite the checkpoint with a changed state and a matching manifest."""
     state = {**json.loads((checkpoint / STATE).read_text()), **changed}
-    original = shutil.move(checkpoint, checkpoint.with_name("kept"))
+    original = shutil.move(checkpoint, checkpoint.with_name("original"))
     written = Checkpoints(checkpoint.parent, max_checkpoints=9).save(
         int(state["step"]),
         {k: v for k, v in state.items() if k != "step"},

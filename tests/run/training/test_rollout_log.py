@@ -1,4 +1,4 @@
-"""The rollout log: the rows of a step as they were sampled; logging changes nothing else."""
+"""The rollout log has the rows of a step as sampled; logging does not change metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runs import lines, train, without_times
 
 
 def half(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Groups of prompts with an odd number are tied."""
+    """0.5 for prompts with an odd number, so that their groups have no spread."""
     return 0.5 if int(ground_truth) % 2 else sum(map(ord, solution_str)) / 1e4
 
 
@@ -30,11 +30,11 @@ def data(tmp_path: Path) -> str:
 
 def test_rollouts_every_selects_the_logged_steps(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, n=2)
-    logged = train(job, data, tmp_path / "told", steps=5, prompts=3, rollouts_every=2)
-    silent = train(job, data, tmp_path / "silent", steps=5, prompts=3)
-    assert without_times(list(logged.metrics)) == without_times(list(silent.metrics))
-    assert not (tmp_path / "silent" / "rollouts.jsonl").exists()
-    found = lines(tmp_path / "told" / "rollouts.jsonl")
+    logged = train(job, data, tmp_path / "logged", steps=5, prompts=3, rollouts_every=2)
+    unlogged = train(job, data, tmp_path / "unlogged", steps=5, prompts=3)
+    assert without_times(list(logged.metrics)) == without_times(list(unlogged.metrics))
+    assert not (tmp_path / "unlogged" / "rollouts.jsonl").exists()
+    found = lines(tmp_path / "logged" / "rollouts.jsonl")
     assert [row["step"] for row in found] == [2] * 6 + [4] * 6
     assert all(row["score"] == pytest.approx(digits("", row["response"], "")) for row in found)
     assert all(row["row_id"].startswith(f"{row['uid']}#") and row["prompt"] for row in found)
@@ -44,12 +44,12 @@ def test_rollouts_every_selects_the_logged_steps(tiny: str, data: str, tmp_path:
 def test_a_resumed_run_logs_each_rollout_once(tiny: str, data: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, n=2)
     settings: dict[str, Any] = {"prompts": 3, "rollouts_every": 1, "checkpoint_every": 2}
-    train(job, data, tmp_path / "whole", steps=4, **settings)
+    train(job, data, tmp_path / "uninterrupted", steps=4, **settings)
     train(job, data, tmp_path / "parts", steps=3, **settings)
     (tmp_path / "parts" / "checkpoints" / "step-000003").rename(tmp_path / "gone")
     train(job, data, tmp_path / "parts", steps=4, resume=True, **settings)
-    whole, parts = ((tmp_path / name / "rollouts.jsonl").read_text() for name in ("whole", "parts"))
-    assert whole == parts
+    uninterrupted, parts = ((tmp_path / name / "rollouts.jsonl").read_text() for name in ("uninterrupted", "parts"))
+    assert uninterrupted == parts
 
 
 def test_rows_dropped_by_a_gate_are_logged_for_all_rounds(tiny: str, data: str, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_rows_dropped_by_a_gate_are_logged_for_all_rounds(tiny: str, data: str, 
 
 
 @pytest.mark.parametrize(
-    ("graph", "answer", "score"),
+    ("graph", "response", "score"),
     [
         (grpo(exact), "generate", "reward"),
         (grpo(exact).edit(insert={"filter": After("reward", Filter(Ranked(2, 1)))}), "generate", "reward"),
@@ -71,9 +71,9 @@ def test_rows_dropped_by_a_gate_are_logged_for_all_rounds(tiny: str, data: str, 
         (remax(exact).subgraph(["reward", "greedy_reward"]), "greedy", "greedy_reward"),
     ],
 )
-def test_the_logged_score_belongs_to_the_logged_response(graph: Graph, answer: str, score: str) -> None:
+def test_the_logged_score_belongs_to_the_logged_response(graph: Graph, response: str, score: str) -> None:
     edges = logged_columns(graph)
-    assert (edges["response"].node, edges["score"].node) == (answer, score)
+    assert (edges["response"].node, edges["score"].node) == (response, score)
     assert edges["row_id"].node == edges["uid"].node
 
 

@@ -1,4 +1,4 @@
-"""The run folder: what a run writes there, and which folders it refuses."""
+"""The run folder: its files, and the folders that a run refuses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_predictions_have_prompt_response_and_score(tiny: str, prompts_file: str
     assert run.validations[0]["val/reward/mean"] == pytest.approx(mean)
 
 
-def test_a_folder_is_used_for_one_run_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused_for_another_run(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
     before = (tmp_path / "run.json").read_text()
     with raises("run.folder-taken", path=str(tmp_path)):
@@ -70,7 +70,7 @@ def test_a_folder_of_a_run_that_failed_before_its_first_step_is_reused(
     tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     validation = Validation(PromptData(prompts_file), every=1)
-    with pytest.raises(RuntimeError, match="fails at validation"):  # which leaves the lines of a validation
+    with pytest.raises(RuntimeError, match="fails at validation"):  # after the lines of a validation were written
         train(job_of("grpo", tiny), prompts_file, tmp_path, [Recorder("validation")], steps=1, validation=validation)
     train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, seed=1, validation=validation)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 1]
@@ -160,15 +160,15 @@ def test_default_run_folders_are_numbered(
 
 
 def test_non_finite_numbers_are_written_as_null(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    class Odd(Operator):
-        """Reports what has no number."""
+    class NotFinite(Operator):
+        """Reports NaN and infinity as metrics."""
 
         def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
             metrics.mean("odd/mean", 0.0, 0.0)
             metrics.max("odd/max", math.inf)
             return token_level_scores
 
-    job = job_of("grpo", tiny).edit(insert={"odd": After("reward", Odd())})
+    job = job_of("grpo", tiny).edit(insert={"odd": After("reward", NotFinite())})
     run = train(job, prompts_file, tmp_path, steps=1)
     assert math.isnan(run.metrics[0]["odd/mean"])
     (record,) = lines(tmp_path / "metrics.jsonl")
@@ -184,7 +184,7 @@ def test_rewind_removes_lines_of_later_steps(tmp_path: Path) -> None:
     folder.append("metrics.jsonl", [{"step": 0, "val/x": 0.1}, {"step": 1, "timing/step": 2.0, "x": 1e-300}])
     written = (tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "timi')  # cut off
+        file.write('{"step": 1, "timi')  # truncated
     assert folder.marks().keys() == {"metrics.jsonl", "predictions.jsonl"}
     assert folder.rewind(3) == ([{"step": 1, "timing/step": 2.0, "x": 1e-300}], [{"step": 0, "val/x": 0.1}])
     assert written == ((tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text())

@@ -1,4 +1,4 @@
-"""Runs with one source per input: sampled rows, refused settings, and resuming."""
+"""Runs with one source per graph input: sampled rows, refused settings, and resuming."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from flowrl.run.training.sources import Sources, by_input, refuse_no_feedback
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper
 from tests.support.errors import raises
-from tests.support.jobs import job_of, write_prompts
+from tests.support.jobs import bind_tiny, job_of, write_prompts
 from tests.support.models import char_tokenizer
 from tests.support.rewards import digits
 from tests.support.rows.prompt_files import record, write_jsonl
@@ -50,8 +50,8 @@ COUNT = 7  # of demonstrations; prompts are 12
 SEEN: list[tuple[str, list[str]]] = []
 
 
-class See(Operator):
-    """Keeps which rows there were."""
+class LogRows(Operator):
+    """Records the uids of its rows."""
 
     what: str
 
@@ -65,7 +65,7 @@ def seen(what: str) -> list[list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
+def _clear() -> None:
     SEEN.clear()
 
 
@@ -81,16 +81,14 @@ def pairs_in(folder: Path, count: int = COUNT) -> str:
 
 @algorithm
 def mixed(batch: PromptBatch, demos: DemoBatch) -> Any:
-    See("batch")(batch.uid)
-    See("demos").named("see_demos")(demos.uid)
+    LogRows("batch")(batch.uid)
+    LogRows("demos").named("see_demos")(demos.uid)
     return graphs.grpo_sft(batch, demos, digits, n=3, max_new_tokens=5)
 
 
 def job(tiny: str, graph: Graph | None = None) -> Job:
-    """GRPO with demonstrations on a tiny model, with See at both inputs."""
-    bound = job_of("grpo", tiny).graph.bindings
-    graph = graph or mixed()
-    return graph.bind(**{role: bound[role] for role in graph.roles()})
+    """GRPO with demonstrations on a tiny model, with LogRows at both inputs."""
+    return bind_tiny(graph or mixed(), tiny)
 
 
 def data(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -102,10 +100,10 @@ def run(job: Job, data: Any, folder: Path, reporters: Any = (), **settings: Any)
     return Training(job, data, folder=str(folder), **settings).run(reporters)
 
 
-# ---- what each input is given
+# ---- rows of each input
 
 
-def test_every_input_has_its_own_rows(tiny: str, tmp_path: Path) -> None:
+def test_every_input_samples_each_row_of_its_source_once_per_epoch(tiny: str, tmp_path: Path) -> None:
     run(job(tiny), data(tmp_path), tmp_path / "run")
     for what, count in (("batch", 12), ("demos", COUNT)):
         sampled = [uid for rows in seen(what) for uid in rows]
@@ -121,7 +119,7 @@ def test_an_additional_input_does_not_change_the_rows_of_the_first(tiny: str, tm
     run(job(tiny), sources, tmp_path / "run")
     mixed_rows = seen("batch")
     alone = job_of("grpo", tiny)
-    look = alone.edit(insert={"see": After("batch", See("alone"))})
+    look = alone.edit(insert={"see": After("batch", LogRows("alone"))})
     run(look, sources["batch"], tmp_path / "alone")
     run(look, {"batch": sources["batch"]}, tmp_path / "named")
     assert seen("alone") == mixed_rows * 2
@@ -130,10 +128,11 @@ def test_an_additional_input_does_not_change_the_rows_of_the_first(tiny: str, tm
 
 
 def test_rounds_sample_only_the_source_of_their_region(tiny: str, tmp_path: Path) -> None:
-    gated = mixed().edit(insert={"collect": After("reward", Collect(Spread(0.1), groups=5, rounds=30))}, drop=["see"])
+    collect = Collect(Spread(0.1), groups=5, rounds=30)
+    gated = mixed().edit(insert={"collect": After("reward", collect)}, drop=["log_rows"])
     found = run(job(tiny, gated), data(tmp_path), tmp_path / "run", checkpoint_every=4)
     offered = sum(metrics["collect/offered"] for metrics in found.metrics)
-    assert offered > 4 * 5  # there were rounds
+    assert offered > 4 * 5  # more than one round
     assert [len(rows) for rows in seen("demos")] == [5] * 4
     state = Checkpoints(tmp_path / "run/checkpoints", 1).latest()
     assert state is not None
@@ -142,7 +141,7 @@ def test_rounds_sample_only_the_source_of_their_region(tiny: str, tmp_path: Path
     assert position["demos"] == {"epoch": 2, "offset": 20 - 2 * COUNT, "rows": COUNT}
 
 
-# ---- what is refused, when the Training is made
+# ---- refused at construction
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
 
 
 def test_feedback_must_score_the_rows_of_the_source(tiny: str, tmp_path: Path) -> None:
-    """A Feedback on the prompts does not serve the demonstrations' sampler."""
+    """Feedback for prompts does not satisfy the sampler of demonstrations."""
     with_feedback = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
     sources = data(tmp_path, sampler=ByDifficulty())
     Training(with_feedback, sources, steps=1, prompts=1)
@@ -211,7 +210,7 @@ def test_a_missing_file_of_any_source_is_refused(tiny: str, tmp_path: Path) -> N
 )
 def test_an_interrupted_run_resumes_with_the_same_rows(cut: Any, tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
-    whole = run(job(tiny), sources, tmp_path / "whole", checkpoint_every=1)
+    uninterrupted = run(job(tiny), sources, tmp_path / "uninterrupted", checkpoint_every=1)
     rows = {what: seen(what) for what in ("batch", "demos")}
     SEEN.clear()
     with pytest.raises(Stop):
@@ -220,10 +219,10 @@ def test_an_interrupted_run_resumes_with_the_same_rows(cut: Any, tiny: str, tmp_
     SEEN.clear()
     again = run(job(tiny), sources, tmp_path / "cut", checkpoint_every=1, resume=True)
     assert {what: finished[what] + seen(what) for what in rows} == rows
-    assert without_times(list(again.metrics)) == without_times(list(whole.metrics))
+    assert without_times(list(again.metrics)) == without_times(list(uninterrupted.metrics))
 
 
-def test_another_source_is_another_run(tiny: str, tmp_path: Path) -> None:
+def test_resuming_with_another_source_is_refused(tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     with pytest.raises(Stop):
         run(job(tiny), sources, tmp_path / "run", [Stopper(2, "generate")], checkpoint_every=1)
@@ -244,7 +243,7 @@ def learning(tiny: str, gate: bool = False) -> Job:
     found = job_of("grpo", tiny).edit(insert={"feedback": After("reward", Feedback())})
     if gate:
         found = found.edit(insert={"collect": After("feedback", Collect(Spread(0.3), groups=4, rounds=20))})
-    return found.edit(insert={"see": After("batch", See("batch"))}) if not gate else found
+    return found.edit(insert={"see": After("batch", LogRows("batch"))}) if not gate else found
 
 
 @pytest.mark.parametrize(
@@ -259,13 +258,13 @@ def learning(tiny: str, gate: bool = False) -> Job:
 )
 def test_sampler_state_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
     sources = PromptData(write_prompts(tmp_path / "p.jsonl"), sampler=sampler)
-    whole = run(learning(tiny, gate), sources, tmp_path / "whole", checkpoint_every=2)
-    assert [metrics["data/batch/heard"] for metrics in whole.metrics] == [0, 1, 2, 3]
+    uninterrupted = run(learning(tiny, gate), sources, tmp_path / "uninterrupted", checkpoint_every=2)
+    assert [metrics["data/batch/heard"] for metrics in uninterrupted.metrics] == [0, 1, 2, 3]
     with pytest.raises(Stop):
         run(learning(tiny, gate), sources, tmp_path / "cut", [Stopper(3, "reward")], checkpoint_every=2)
     again = run(learning(tiny, gate), sources, tmp_path / "cut", checkpoint_every=2, resume=True)
-    assert without_times(list(again.metrics)) == without_times(list(whole.metrics))
-    ends = [Checkpoints(tmp_path / name / "checkpoints", 1).latest() for name in ("whole", "cut")]
+    assert without_times(list(again.metrics)) == without_times(list(uninterrupted.metrics))
+    ends = [Checkpoints(tmp_path / name / "checkpoints", 1).latest() for name in ("uninterrupted", "cut")]
     assert ends[0] is not None and ends[1] is not None
     assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["heard"] == 4
 
@@ -277,7 +276,7 @@ def test_feedback_upstream_of_a_gate_includes_dropped_rows(tiny: str, tmp_path: 
     state = Checkpoints(tmp_path / "run/checkpoints", 1).latest()
     assert state is not None and offered > 4
     known = state[1]["data"]["known"]
-    assert len(known) == offered and all(a + b > 2 for _, a, b in known.values())  # each was answered
+    assert len(known) == offered and all(a + b > 2 for _, a, b in known.values())  # each has feedback
 
 
 # ---- validation
@@ -300,8 +299,8 @@ def test_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     with raises("run.validation", found=(12, 7)):
         run(job(tiny), sources, tmp_path / "a", validation=Validation(sources, **both))
-    (tmp_path / "held").mkdir()
-    even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
+    (tmp_path / "heldout").mkdir()
+    even = {**sources, "demos": DemoData(demos_in(tmp_path / "heldout", 12))}
     found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
     assert found.validations[0]["val/rows/demos"] == 12
     with raises("run.data-columns", missing="demos"):
@@ -322,7 +321,7 @@ def test_validation_on_prompts_only(tiny: str, tmp_path: Path) -> None:
         ({"enable_thinking": False}, {}, True),
         ({"enable_thinking": True}, {"enable_thinking": False}, True),
         ({"enable_thinking": False}, {"enable_thinking": False}, False),
-        ({}, {"tools": []}, False),  # which a source knows nothing of
+        ({}, {"tools": []}, False),  # sources have no tools
     ],
 )
 def test_source_and_episodes_must_use_the_same_template_arguments(
@@ -354,6 +353,6 @@ def test_a_row_with_template_arguments_unlike_its_episodes_is_refused(
     plain = graphs.grpo(None)
     episodes = plain.edit(replace={"generate": Interact(tools=[pass_at_k], **calm)}, drop=["reward"])
     loaded = ChatTokenizer(str(tmp_path))
-    Sources(sources, loaded, 0, plain, ())  # `Generate` takes the ids that each row has
+    Sources(sources, loaded, 0, plain, ())  # `Generate` uses the token ids of the rows
     with raises("run.chat-template", node="interact", row=1) if refused else nullcontext():
         Sources(sources, loaded, 0, episodes, ())

@@ -33,7 +33,7 @@ CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "timing/up
 
 
 @pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
-def test_two_runs_with_one_seed_have_the_same_metrics(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
+def test_metrics_depend_only_on_the_seed_of_the_run(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
     validation = Validation(PromptData(prompts_file), every=2)
 
     def run(folder: str, seed: int) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def test_two_runs_with_one_seed_have_the_same_metrics(tiny: str, prompts_file: s
 
     torch.manual_seed(1)
     first = run("a", seed=5)
-    torch.manual_seed(2)  # a global generator has no say
+    torch.manual_seed(2)  # the global generator is not used
     assert run("b", seed=5) == first
     assert run("c", seed=6) != first
     assert (tmp_path / "a/predictions.jsonl").read_text() == (tmp_path / "b/predictions.jsonl").read_text()
@@ -93,7 +93,7 @@ def test_a_failed_run_is_reported_and_keeps_its_metrics(tiny: str, prompts_file:
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert not (tmp_path / "actor").exists()
     assert reporter.count("end") == 1
-    assert reporter.told[-1] == ("end", None)
+    assert reporter.calls[-1] == ("end", None)
 
 
 def test_an_interrupt_is_not_recorded_as_a_failure(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -126,20 +126,20 @@ def test_missing_data_is_refused_before_a_folder_is_created(prompts_file: str, t
 
 
 class Counted(NamedTuple):
-    """How many prompts there were."""
+    """The number of prompts."""
 
     rows: int
 
 
 class Count(Operator):
-    """Counts prompts, and needs no engine for that."""
+    """Counts prompts without an engine."""
 
     def __call__(self, prompt_mask: c.PromptMask) -> Counted:
         return Counted(len(prompt_mask))
 
 
 class WithValues(NamedTuple):
-    """An input that no prompt file could feed."""
+    """An input with a column that no prompt file has."""
 
     prompt_mask: c.PromptMask
     values: c.Values
@@ -190,15 +190,15 @@ def spans(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_trace_has_every_call_and_marks_validations(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Recorder()
-    validation = Validation(PromptData(prompts_file), every=2, name="held", batch=5)
+    validation = Validation(PromptData(prompts_file), every=2, name="heldout", batch=5)
     job = job_of("ppo", tiny)
     run = train(job, prompts_file, tmp_path, [reporter], validation=validation)
     found = Counter(span["name"] for span in spans(tmp_path))
     nodes = [name for name in job.graph.nodes if name != "batch"]
     # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
-    held = {f"held/{name}": 9 for name in ("repeat", "generate", "reward")}
-    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **held}  # one sync before the first step
-    (_, summary) = reporter.told[-1]
+    heldout = {f"heldout/{name}": 9 for name in ("repeat", "generate", "reward")}
+    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **heldout}  # one sync before the first step
+    (_, summary) = reporter.calls[-1]
     assert [total.name for total in summary.totals] == nodes
     for total in summary.totals:
         assert total.seconds == pytest.approx(sum(step[f"timing/{total.name}"] for step in run.metrics))
@@ -212,18 +212,20 @@ def test_a_failed_run_writes_its_trace(tiny: str, prompts_file: str, tmp_path: P
         train(job_of("grpo", tiny, fails_at(16, ValueError("no"))), prompts_file, tmp_path)
     names = [span["name"] for span in spans(tmp_path)]
     assert names.count("update_actor") == 1
-    assert names.count("generate") == names.count("reward") == 2  # the one that failed is there, too
+    assert names.count("generate") == names.count("reward") == 2  # including the failed call
 
 
-def test_swapping_an_engine_changes_nothing_else(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_metrics_do_not_depend_on_whether_the_rollout_shares_weights(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
     job = job_of("grpo", tiny)
     shared = train(job, prompts_file, tmp_path / "a")
     copied = train(job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")}), prompts_file, tmp_path / "b")
-    for ours, theirs in zip(without_times(list(shared.metrics)), without_times(list(copied.metrics)), strict=True):
-        assert (ours.pop("sync/by/alias"), theirs.pop("sync/by/copy")) == (1, 1)
-        assert ours.pop("sync/bytes") == 0
-        assert theirs.pop("sync/bytes") > 0
-        assert ours == theirs
+    for first, second in zip(without_times(list(shared.metrics)), without_times(list(copied.metrics)), strict=True):
+        assert (first.pop("sync/by/alias"), second.pop("sync/by/copy")) == (1, 1)
+        assert first.pop("sync/bytes") == 0
+        assert second.pop("sync/bytes") > 0
+        assert first == second
 
 
 def test_data_may_have_fewer_prompts_than_a_step(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
-"""Tests of `validation.py` and `validating.py`: when a `Validation` runs, and what it runs.
+"""Tests of `validation.py` and `validating.py`: when a `Validation` runs, and on which graph.
 
-Training gives the same numbers with and without it.
+A validation does not change the numbers of training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.runs import Recorder, described, lines, train, without_times
 
 
 class Runs(Operator):
-    """Counts how often it has run; adds nothing to the scores."""
+    """Counts its calls as a metric; does not change the scores."""
 
     count = State(lambda self: 0)
 
@@ -37,7 +37,7 @@ class Runs(Operator):
 
 
 class FailsLater(Operator):
-    """Fails the second time that it is asked in a validation."""
+    """Fails in its second call of a validation."""
 
     seen: ClassVar[list[int]] = []
     validates: bool = False
@@ -51,7 +51,7 @@ class FailsLater(Operator):
 
 
 def test_a_validation_may_have_any_name() -> None:
-    """Metrics go by it, and boards group them at a slash."""
+    """The name prefixes metrics, so it may contain slashes, colons and spaces."""
     validation = Validation(PromptData("math.jsonl"), name="val/math: hard")
     assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
 
@@ -80,10 +80,10 @@ def test_each_validation_starts_with_its_own_initial_state(tiny: str, prompts_fi
 def test_an_error_in_a_validation_names_the_validation_and_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny).edit(insert={"later": After("reward", FailsLater())})
     changes = {"repeat.n": 1, "later.validates": True}
-    validation = Validation(PromptData(prompts_file), every=2, name="held", until="later", changes=changes)
-    with pytest.raises(NodeError, match=r"^later failed in the validation 'held' after step 2: RuntimeError: out of"):
+    validation = Validation(PromptData(prompts_file), every=2, name="own", until="later", changes=changes)
+    with pytest.raises(NodeError, match=r"^later failed in the validation 'own' after step 2: RuntimeError: out of"):
         train(job, prompts_file, tmp_path, validation=validation)
-    assert [span.step for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "held/later"] == [
+    assert [span.step for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "own/later"] == [
         None
     ] * 2
 
@@ -96,20 +96,20 @@ def test_validations_run_before_the_first_step_periodically_and_after_the_last(
     validation = Validation(PromptData(prompts_file), every=every, batch=5)
     run = train(job_of("grpo", tiny), prompts_file, tmp_path, [reporter], steps=steps, validation=validation)
     assert [metrics["step"] for metrics in run.validations] == expected
-    assert [told[1] for told in reporter.told if told[0] == "validation"] == expected
+    assert [call[1] for call in reporter.calls if call[0] == "validation"] == expected
     assert reporter.count("step") == steps
-    assert ("node", "val") in reporter.told
+    assert ("node", "val") in reporter.calls
 
 
 def test_validation_does_not_change_training(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     greedy = Validation(PromptData(prompts_file), every=1)
     sampled = Validation(PromptData(prompts_file), every=1, name="sampled", changes={"repeat.n": 3})
-    without = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "a")
-    within = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "b", validation=(greedy, sampled))
-    assert without_times(list(within.metrics)) == without_times(list(without.metrics))
-    trained = weights_of(within.engines["actor"])
-    assert all(torch.equal(trained[name], w) for name, w in without.engines["actor"].weights())
-    assert len(within.validations) == 8
+    plain = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "a")
+    validated = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "b", validation=(greedy, sampled))
+    assert without_times(list(validated.metrics)) == without_times(list(plain.metrics))
+    trained = weights_of(validated.engines["actor"])
+    assert all(torch.equal(trained[name], w) for name, w in plain.engines["actor"].weights())
+    assert len(validated.validations) == 8
 
 
 def test_changes_select_greedy_or_sampled_validation(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -119,18 +119,18 @@ def test_changes_select_greedy_or_sampled_validation(tiny: str, prompts_file: st
     sampled = Validation(data, name="sampled", changes={"repeat.n": 3, "generate.temperature": 0.7})
     job = job_of("grpo", tiny)
     train(job, prompts_file, tmp_path, steps=1, validation=(greedy, again, sampled))
-    answers: dict[str, list[str]] = {"greedy": [], "again": [], "sampled": []}
+    responses: dict[str, list[str]] = {"greedy": [], "again": [], "sampled": []}
     for record in lines(tmp_path / "predictions.jsonl"):
         if record["step"] == 0:
-            answers[record["validation"]].append(record["response"])
-    assert len(answers["greedy"]) == 12
-    assert answers["greedy"] == answers["again"]  # however it is cut into batches
-    assert len(answers["sampled"]) == 36
-    assert any(len(set(answers["sampled"][i : i + 3])) > 1 for i in range(0, 36, 3))
+            responses[record["validation"]].append(record["response"])
+    assert len(responses["greedy"]) == 12
+    assert responses["greedy"] == responses["again"]  # independent of the batch size
+    assert len(responses["sampled"]) == 36
+    assert any(len(set(responses["sampled"][i : i + 3])) > 1 for i in range(0, 36, 3))
     graph = sampled.graph(job.graph)
     assert graph.sinks == ("reward",)
     assert set(graph.nodes) == {"batch", "repeat", "generate", "reward"}
-    assert job.graph["repeat"].operator != graph["repeat"].operator  # and the original is as it was
+    assert job.graph["repeat"].operator != graph["repeat"].operator  # the job's graph is unchanged
 
 
 def test_initial_validations_do_not_depend_on_the_algorithm(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_an_invalid_validation_is_refused_before_a_folder_is_created(
 
 
 def test_two_validations_of_one_name_are_refused(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    twice = (Validation(PromptData(prompts_file)), Validation(PromptData(prompts_file)))
+    duplicates = (Validation(PromptData(prompts_file)), Validation(PromptData(prompts_file)))
     with pytest.raises(ParameterError, match="two validations are named 'val'"):
-        train(job_of("grpo", tiny), prompts_file, tmp_path, validation=twice)
+        train(job_of("grpo", tiny), prompts_file, tmp_path, validation=duplicates)
 
 
 # ---- a goal
@@ -172,18 +172,18 @@ def test_two_validations_of_one_name_are_refused(tiny: str, prompts_file: str, t
 def test_a_run_ends_when_a_validation_reaches_its_goal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     data = PromptData(prompts_file)
     validations = (
-        Validation(data, every=2, name="low", goal=0.0),  # any reward is as much
+        Validation(data, every=2, name="low", goal=0.0),  # every reward reaches it
         Validation(data, every=5, name="rare"),
-        Validation(data, every=1, name="high", goal=7.0),  # no reward is
+        Validation(data, every=1, name="high", goal=7.0),  # no reward reaches it
     )
     settings = {"validation": validations, "steps": 9, "checkpoint_every": 5, "save_model": True}
     run = train(job_of("grpo", tiny), prompts_file, tmp_path, **settings)
     assert [metrics["step"] for metrics in run.metrics] == [1, 2]
     names = [(line["step"], key.partition("/")[0]) for line in run.validations for key in line if "reward/mean" in key]
-    assert names[3:] == [(1, "high"), (2, "low"), (2, "rare"), (2, "high")]  # the others too, where the run is over
+    assert names[3:] == [(1, "high"), (2, "low"), (2, "rare"), (2, "high")]  # all validations run after the last step
     assert described(tmp_path)["status"] == "finished" and (tmp_path / "actor" / "config.json").exists()
     again = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **settings)
-    assert len(again.metrics) == 2  # it stays over
+    assert len(again.metrics) == 2  # a resumed run has reached its goal, too
     higher = {**settings, "validation": validations[1:], "steps": 4}
     longer = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **higher)
     assert [metrics["step"] for metrics in longer.metrics] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Random rows for losses, and the same losses written out in loops over Python numbers."""
+"""Random rows for losses, and reference losses in loops over Python floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_aggregation = pytest.mark.parametrize(("aggregation", "norm"), AGGREGATION
 
 
 class PolicyBatch(NamedTuple):
-    """Fields as a trainer would hand them in; `output` and `entropy` come from the model."""
+    """The columns that a trainer passes to a policy loss; `output` and `entropy` come from the model."""
 
     old_log_probs: Tensor
     advantages: Tensor
@@ -42,7 +42,7 @@ class ValueBatch(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the model says, and the batch."""
+    """The model's output and entropy, and the batch."""
 
     output: Tensor
     entropy: Tensor
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 def make(kind: type, mask: Tensor, seed: int, off: float = NAN) -> Rows:
-    """Seeded numbers on the mask, spread so that every branch of the losses is taken; `off` elsewhere."""
+    """Seeded numbers under the mask, spread so that every branch of the losses runs; `off` elsewhere."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(scale: float, shift: float = 0.0) -> Tensor:
@@ -75,7 +75,7 @@ def masks(draw: st.DrawFn) -> Tensor:
 
 
 def aggregate(rows: Sequence[Sequence[float]], aggregation: str, norm: float | None) -> float:
-    """The mode's own words, over the losses of the tokens that are there, row by row."""
+    """The definition of the aggregation, in float64; `rows` has the losses of the tokens under the mask."""
     live = [row for row in rows if row]
     if not live:
         return 0.0

@@ -1,4 +1,4 @@
-"""Files of prompts, and a tokenizer with a token per character."""
+"""Files of prompts, and a tokenizer with one token per character."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.data.sources.prompts import PromptData, PromptStream
 
 
 class Characters:
-    """Stands in for `ChatTokenizer`: one id per character of all contents; counts what it was asked to tokenize."""
+    """A replacement for `ChatTokenizer`: one id per character of all contents; counts its calls."""
 
     longest_token = 10
 

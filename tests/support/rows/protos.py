@@ -1,4 +1,4 @@
-"""`DataProto`s for tests: sequences laid out by loops, and any mixture of columns."""
+"""`DataProto`s for tests: sequences padded by Python loops, and hypothesis strategies for mixed columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ json_values = st.recursive(
 
 
 def rollout(prompts: list[list[int]], responses: list[list[int]], prompt: int = 0, response: int = 0) -> DataProto:
-    """Sequences laid out by plain Python loops: prompts end, and responses start, at one column."""
+    """Sequences padded by Python loops: prompts on the left, responses on the right."""
     prompt = max([prompt, *map(len, prompts)])
     response = max([response, *map(len, responses)])
     left = [[0] * (prompt - len(p)) + p for p in prompts]
@@ -50,7 +50,7 @@ rows_of_tokens = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=7)
 
 @st.composite
 def protos(draw: st.DrawFn, min_rows: int = 0) -> DataProto:
-    """Mixed columns, several dtypes with raw bytes in them (so NaN and infinities too), any JSON in the objects."""
+    """Columns of several dtypes with random bytes (so NaN and infinities too), and of any JSON objects."""
     n = draw(st.integers(min_rows, 6))
     columns: dict[str, Tensor | np.ndarray] = {}
     for dtype in draw(

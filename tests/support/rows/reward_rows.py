@@ -9,7 +9,7 @@ import torch
 
 from flowrl.operators.reward.operator import Reward
 
-# The functions of the worker processes: a file that imports in no time, as a user's reward file does.
+# Functions that worker processes call, in a file that imports fast, as a user's reward file does.
 SCORES = """
 import os, re, sys, time
 

@@ -1,4 +1,4 @@
-"""Rollout engines over a tiny actor, prompts for them, and what their responses ought to score."""
+"""Rollout engines that share a tiny actor, prompts, and reference log-probs of responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = Key.of(3)
 
 
 class Actor:
-    """What a rollout needs of a trainer: a model, its folder, a version, and weights to send."""
+    """The members of a trainer that a rollout uses: model, folder, version and weights."""
 
     sharded = False
 
@@ -41,7 +41,7 @@ class Actor:
 
 
 class Context:
-    """A build context that knows one actor."""
+    """A build context with one actor."""
 
     seed = 0
 

@@ -32,7 +32,7 @@ OTHERS = ["afmoe", "deepseek_v3", "gpt_oss", "jamba", "mamba", "phimoe", "qwen3_
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The folder of a model, created on first use."""
     path, folders = tmp_path_factory.mktemp("models"), dict[str, str]()
 
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return of
 
 
-def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
+def sampled_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
     """The response by one forward pass per token without a cache, sampled in float64."""
     sampling, ids, log_probs = request.sampling, list(request.ids), list[float]()
     for uniform in request.key.numbers(sampling.max_new_tokens).tolist():
@@ -52,9 +52,9 @@ def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
         probabilities = (logits / (sampling.temperature or 1.0)).softmax(-1)
         if sampling.top_k and sampling.temperature:
-            left_out = probabilities.argsort(descending=True)[sampling.top_k :]
+            excluded = probabilities.argsort(descending=True)[sampling.top_k :]
             order = probabilities.argsort(descending=True)[: sampling.top_k]
-            probabilities[left_out] = 0.0
+            probabilities[excluded] = 0.0
             probabilities /= probabilities.sum()
         else:
             order = torch.arange(len(probabilities))
@@ -67,19 +67,23 @@ def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
     return ids[len(request.ids) :], log_probs
 
 
-def answers(engine: TorchRolloutEngine, *requests: Request) -> list[Response]:
-    """Submit all at once; in their order."""
+def responses_of(engine: TorchRolloutEngine, *requests: Request) -> list[Response]:
+    """Submit all requests at once; returns the responses in order."""
     for request in requests:
         engine.submit(request)
-    return [taken[request.name] for taken in [finished(engine, len(requests))] for request in requests]
+    return [
+        responses_by_name[request.name]
+        for responses_by_name in [finished(engine, len(requests))]
+        for request in requests
+    ]
 
 
 def finished(engine: TorchRolloutEngine, count: int) -> dict[str, Response]:
-    """Step until so many have ended."""
-    taken: dict[str, Response] = {}
-    while len(taken) < count:
-        taken |= {name: engine.take(name) for name in engine.step()}
-    return taken
+    """Step until `count` requests have ended."""
+    responses_by_name: dict[str, Response] = {}
+    while len(responses_by_name) < count:
+        responses_by_name |= {name: engine.take(name) for name in engine.step()}
+    return responses_by_name
 
 
 def same(response: Response, expected: tuple[list[int], list[float]]) -> bool:
@@ -92,13 +96,13 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(EOS + 1, VOCAB, (count,), generator=draw).tolist()
 
 
-# One by one, and together
+# Batches
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba", "deepseek_v3"], KINDS + OTHERS))
-def test_responses_equal_those_of_the_model_in_any_batch(kind: str, made: Folder) -> None:
+def test_responses_in_any_batch_equal_the_model_without_a_cache(kind: str, folder_of: Folder) -> None:
     """A request joins at every step; some continue for three turns, past a sliding window (8 or 64 tokens)."""
-    actor = Actor(made(kind))
+    actor = Actor(folder_of(kind))
     engine = synced(actor, max_rows=4)
     actor.model.eval()
     context = {str(i): tokens(60 if kind == "gemma2" and i == 0 else 3 + 2 * i, seed=i) for i in range(6)}
@@ -106,21 +110,21 @@ def test_responses_equal_those_of_the_model_in_any_batch(kind: str, made: Folder
     waiting, remaining = list(context), len(context)
     requests: dict[str, Request] = {}
 
-    def ask(name: str) -> None:
+    def submit_request(name: str) -> None:
         limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
         requests[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
         engine.submit(requests[name])
 
     while remaining:
         if waiting:
-            ask(waiting.pop(0))
+            submit_request(waiting.pop(0))
         for name in engine.step():
             response = engine.take(name)
-            assert same(response, drawn_alone(actor.model, requests[name]))
+            assert same(response, sampled_alone(actor.model, requests[name]))
             context[name] = [*context[name], *response.ids, *tokens(3, seed=turn[name])]
             turn[name] += 1
             if turn[name] < 3:
-                ask(name)
+                submit_request(name)
             else:
                 remaining -= 1
     assert engine.step() == []
@@ -140,7 +144,7 @@ def test_rows_of_a_group_equal_those_of_the_model(kind: str, made: Folder) -> No
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests of a few beginnings come, go on, are dropped, sleep; each answer is that of the model alone."""
+    """Submits, continues and drops requests with shared prefixes, and sleeps; each response equals the model's."""
 
     engine: TorchRolloutEngine
     actor: Actor
@@ -154,14 +158,14 @@ class Traffic(RuleBasedStateMachine):
             shares=self.actor,  # type: ignore[arg-type]
         )
         self.engine.sync(self.actor)  # type: ignore[arg-type]
-        self.under_way: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
         self.ended: dict[str, list[int]] = {}
         self.count = 0
 
-    def ask(self, name: str, ids: list[int], limit: int, temperature: float, keep: bool) -> None:
+    def submit_request(self, name: str, ids: list[int], limit: int, temperature: float, keep: bool) -> None:
         sampling = Sampling(temperature, 3 if temperature > 1 else 0, 1.0, limit)
-        self.under_way[name] = Request(name, ids, sampling, KEY.answer(str(self.count)), keep)
-        self.engine.submit(self.under_way[name])
+        self.running[name] = Request(name, ids, sampling, KEY.answer(str(self.count)), keep)
+        self.engine.submit(self.running[name])
         self.count += 1
 
     @rule(
@@ -173,25 +177,25 @@ class Traffic(RuleBasedStateMachine):
     )
     def submit(self, beginning: int, rest: int, limit: int, temperature: float, keep: bool) -> None:
         ids = tokens(30, seed=1)[:beginning] + tokens(rest, seed=rest % 4)
-        self.ask(f"request {self.count}", ids, limit, temperature, keep)
+        self.submit_request(f"request {self.count}", ids, limit, temperature, keep)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), cut=st.sampled_from([0, 0, 3]), more=st.integers(1, 5))
-    def go_on(self, data: st.DataObject, cut: int, more: int) -> None:
-        """With all that stands before, or with some of it written anew."""
+    def continue_conversation(self, data: st.DataObject, cut: int, more: int) -> None:
+        """Continue the full context, or one with a rewritten end."""
         name = data.draw(st.sampled_from(sorted(self.ended)))
         ids = self.ended.pop(name)
-        self.ask(name, ids[: max(1, len(ids) - cut)] + tokens(more, seed=more), 4, 0.8, keep=True)
+        self.submit_request(name, ids[: max(1, len(ids) - cut)] + tokens(more, seed=more), 4, 0.8, keep=True)
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.under_way)))
-        del self.under_way[name]
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[name]
         self.engine.drop(name)
 
     @rule()
-    def doze(self) -> None:
+    def sleep_and_wake(self) -> None:
         self.engine.sleep()
         self.engine.wake()
 
@@ -199,21 +203,21 @@ class Traffic(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             for name in self.engine.step():
-                request, response = self.under_way.pop(name), self.engine.take(name)
-                assert same(response, drawn_alone(self.actor.model, request))
+                request, response = self.running.pop(name), self.engine.take(name)
+                assert same(response, sampled_alone(self.actor.model, request))
                 assert response.ended == ("stop" if response.ids[-1] == EOS else "length")
                 self.ended[name] = [*request.ids, *response.ids]
 
     @invariant()
-    def all_that_is_computed_is_wanted(self) -> None:
-        assert set(self.engine._decoder.begun) <= self.under_way.keys()
+    def only_submitted_requests_are_computed(self) -> None:
+        assert set(self.engine._decoder.begun) <= self.running.keys()
 
     def teardown(self) -> None:
-        while self.under_way:
+        while self.running:
             self.step(1)
 
 
-def test_any_sequence_of_requests_gets_the_responses_of_the_model(actor: Actor) -> None:
+def test_responses_equal_the_model_without_a_cache_for_any_order_of_requests(actor: Actor) -> None:
     class OfLlama(Traffic):
         pass
 
@@ -227,43 +231,43 @@ def test_requests_with_different_samplings_share_a_step(actor: Actor, engine: To
     actor.model.eval()
     kinds = [GREEDY, SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25))]
     requests = [Request(str(i), tokens(4, 7), k, KEY.answer(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
-    for request, response in zip(requests, answers(engine, *requests), strict=True):
-        assert same(response, drawn_alone(actor.model, request))
+    for request, response in zip(requests, responses_of(engine, *requests), strict=True):
+        assert same(response, sampled_alone(actor.model, request))
 
 
 def test_generate_equals_submitting_requests_and_stepping(engine: TorchRolloutEngine) -> None:
     assert isinstance(engine, StreamingRollout)
     prompts, mask = ragged(engine, [4, 9, 2, 4])
-    whole = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
+    complete = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
     rows = zip(prompts, mask, names(4), strict=True)
-    responses = answers(
-        engine, *(Request(row, ids[kept].tolist(), SAMPLED, KEY.answer(row)) for ids, kept, row in rows)
+    responses = responses_of(
+        engine, *(Request(row, ids[attended].tolist(), SAMPLED, KEY.answer(row)) for ids, attended, row in rows)
     )
-    assert [response.ids for response in responses] == as_lists(whole)
-    for response, log_probs in zip(responses, whole.log_probs, strict=True):
+    assert [response.ids for response in responses] == as_lists(complete)
+    for response, log_probs in zip(responses, complete.log_probs, strict=True):
         assert response.log_probs == pytest.approx(log_probs[: len(response.ids)].tolist(), abs=1e-6)
 
 
 def test_submitted_requests_continue_during_generate(actor: Actor, engine: TorchRolloutEngine) -> None:
     actor.model.eval()
-    request = Request("mine", tokens(5, 3), SAMPLED, KEY)
+    request = Request("own", tokens(5, 3), SAMPLED, KEY)
     engine.submit(request)
     prompts, mask = ragged(engine, [4, 9])
     engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=30), KEY)
-    assert same(engine.take("mine"), drawn_alone(actor.model, request))
+    assert same(engine.take("own"), sampled_alone(actor.model, request))
 
 
 # Turns
 
 
-def test_tokens_have_the_version_of_the_weights_that_sampled_them(made: Folder) -> None:
+def test_tokens_have_the_version_of_the_weights_that_sampled_them(folder_of: Folder) -> None:
     """The cache of turn 1 was computed with other weights, so turn 2 recomputes it."""
-    actor = Actor(made("llama"), version=3)
+    actor = Actor(folder_of("llama"), version=3)
     engine = synced(actor)
     actor.model.eval()
     one = Request("a", tokens(20, 1), SAMPLED, KEY.answer("a"), retain_cache=True)
-    (first,) = answers(engine, one)
-    assert same(first, drawn_alone(actor.model, one)) and set(first.versions) == {3}
+    (first,) = responses_of(engine, one)
+    assert same(first, sampled_alone(actor.model, one)) and set(first.versions) == {3}
     with torch.no_grad():
         for parameter in actor.model.parameters():
             parameter.mul_(1.2)
@@ -272,8 +276,8 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(made: Folder) 
     with raises("engine.version-mismatch", found=4, expected=3):
         engine.submit(two)
     engine.sync(actor)  # type: ignore[arg-type]
-    (second,) = answers(engine, two)
-    assert same(second, drawn_alone(actor.model, two)) and set(second.versions) == {4}
+    (second,) = responses_of(engine, two)
+    assert same(second, sampled_alone(actor.model, two)) and set(second.versions) == {4}
 
 
 def test_a_sync_with_requests_in_flight_is_refused(actor: Actor, engine: TorchRolloutEngine) -> None:
@@ -293,23 +297,23 @@ def test_a_sync_with_requests_in_flight_is_refused(actor: Actor, engine: TorchRo
 
 def test_stop_strings_match_in_the_response_only(actor: Actor, engine: TorchRolloutEngine) -> None:
     """A stop string that begins in the context does not match; one within the response ends each turn."""
-    ids = engine.tokenizer._tokenizer.encode("what is it? no")
+    ids = engine.tokenizer.encode("what is it? no")
     free = replace(GREEDY, ignore_eos=True)
-    (whole,) = answers(engine, Request("a", ids, free, KEY))
-    text = engine.tokenizer.text(whole.ids)
-    (across,) = answers(engine, Request("a", ids, replace(free, stop=("no" + text[0],)), KEY))
-    assert across.ids == whole.ids and across.ended == "length"
+    (complete,) = responses_of(engine, Request("a", ids, free, KEY))
+    text = engine.tokenizer.text(complete.ids)
+    (across,) = responses_of(engine, Request("a", ids, replace(free, stop=("no" + text[0],)), KEY))
+    assert across.ids == complete.ids and across.ended == "length"
     sampling, context = replace(free, stop=(text[2:4],)), ids
     for turn in range(3):
-        (response,) = answers(engine, Request("a", context, sampling, KEY.answer("a", turn), retain_cache=True))
+        (response,) = responses_of(engine, Request("a", context, sampling, KEY.answer("a", turn), retain_cache=True))
         found = engine.tokenizer.text(response.ids)
         assert response.ended == ("stop" if text[2:4] in found else "length")
         assert text[2:4] not in engine.tokenizer.text(response.ids[:-1])
-        assert turn or response.ids == whole.ids[:4]
+        assert turn or response.ids == complete.ids[:4]
         context = [*context, *response.ids, *ids]
 
 
-def test_each_turn_has_its_own_random_numbers_and_turn_0_those_of_the_row() -> None:
+def test_turns_have_different_random_numbers_and_turn_0_those_of_generate() -> None:
     numbers = [KEY.answer("a", turn).numbers(6) for turn in range(3)]
     assert torch.equal(numbers[0], KEY.uniforms(["a"], 6)[0])
     assert len({tuple(row.tolist()) for row in numbers}) == 3
@@ -317,12 +321,12 @@ def test_each_turn_has_its_own_random_numbers_and_turn_0_those_of_the_row() -> N
     assert KEY.answer("a", 1) != KEY.answer("b", 1) != Key.of(4).answer("b", 1)
 
 
-# What is under way
+# Requests in flight
 
 
 def test_a_request_name_in_use_is_refused(engine: TorchRolloutEngine) -> None:
     request = Request("a", [5, 6], replace(SAMPLED, max_new_tokens=2, ignore_eos=True), KEY)
-    for _ in range(2):  # it waits; it is computed
+    for _ in range(2):  # queued, then running
         engine.submit(request) if not engine._decoder._rows else None
         with raises("engine.request-exists", request="a"):
             engine.submit(request)
@@ -337,7 +341,7 @@ def test_a_request_name_in_use_is_refused(engine: TorchRolloutEngine) -> None:
         engine.take("a")
     engine.submit(request)
     engine.drop("a")
-    engine.drop("nobody")
+    engine.drop("unknown")
     assert engine.step() == []
 
 
@@ -346,11 +350,11 @@ def test_invalid_requests_are_refused_by_submit(actor: Actor, engine: TorchRollo
         with raises(code):
             engine.submit(Request("a", ids, SAMPLED, KEY))
     request = Request("a", [5], SAMPLED, KEY)
-    fresh = TorchRolloutEngine(actor.model, engine.tokenizer, 4, shares=actor)  # type: ignore[arg-type]
+    unsynced = TorchRolloutEngine(actor.model, engine.tokenizer, 4, shares=actor)  # type: ignore[arg-type]
     with raises("engine.no-receipt", engine="TorchRollout"):
-        fresh.submit(request)
+        unsynced.submit(request)
     with raises("engine.no-receipt", engine="TorchRollout"):
-        fresh.step()
+        unsynced.step()
     engine.sleep()
     with raises("engine.asleep", call="submit"):
         engine.submit(request)
@@ -367,14 +371,14 @@ def test_running_and_cached_rows_never_exceed_max_rows(actor: Actor) -> None:
     requests = [
         Request(str(i), tokens(4, i), replace(SAMPLED, ignore_eos=True), KEY, retain_cache=True) for i in range(8)
     ]
-    assert [len(response.ids) for response in answers(engine, *requests)] == [12] * 8
+    assert [len(response.ids) for response in responses_of(engine, *requests)] == [12] * 8
     assert max(fed) == 3
     assert len(engine._decoder._retained) == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_an_error_ends_all_requests_and_restores_the_model(kind: str, made: Folder) -> None:
-    actor = Actor(made(kind))
+def test_an_error_ends_all_requests_and_restores_the_model(kind: str, folder_of: Folder) -> None:
+    actor = Actor(folder_of(kind))
     engine = synced(actor)
     actor.model.train()
     before = actor.model.config._attn_implementation
@@ -394,7 +398,7 @@ def test_an_error_ends_all_requests_and_restores_the_model(kind: str, made: Fold
     assert actor.model.config._attn_implementation == before and actor.model.training
     assert engine.step() == [] and not engine._decoder.begun
     after = engine.generate(prompts, mask, names(2), SAMPLED, KEY)
-    assert as_lists(after) == as_lists(synced(Actor(made(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
+    assert as_lists(after) == as_lists(synced(Actor(folder_of(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
 
 
 def test_non_finite_logits_are_refused_at_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
@@ -411,15 +415,15 @@ def test_non_finite_logits_are_refused_at_the_first_token(actor: Actor, engine: 
     [("llama", Slots), ("qwen2", Slots), ("gpt2", Slots), ("deepseek_v3", Slots), ("phimoe", Slots)]
     + [(kind, CacheBatches) for kind in ("gemma2", "afmoe", "gpt_oss", "jamba", "mamba", "qwen3_next")],
 )
-def test_unsupported_attention_uses_the_transformers_cache(kind: str, memory: type, made: Folder) -> None:
-    assert type(synced(Actor(made(kind)))._memory) is memory
+def test_unsupported_attention_uses_the_transformers_cache(kind: str, memory: type, folder_of: Folder) -> None:
+    assert type(synced(Actor(folder_of(kind)))._memory) is memory
 
 
-def test_an_engine_with_its_own_weights_accepts_requests(made: Folder, tmp_path: Path) -> None:
+def test_an_engine_with_its_own_weights_accepts_requests(folder_of: Folder, tmp_path: Path) -> None:
     from flowrl.backends import TorchRollout
 
-    actor = Actor(made("llama"))
-    engine = TorchRollout(made("llama"), device="cpu").build(Context(SimpleNamespace()))
+    actor = Actor(folder_of("llama"))
+    engine = TorchRollout(folder_of("llama"), device="cpu").build(Context(SimpleNamespace()))
     engine.sync(actor)  # type: ignore[arg-type]
     request = Request("a", tokens(6, 1), SAMPLED, KEY)
-    assert same(answers(engine, request)[0], drawn_alone(actor.model.eval(), request))
+    assert same(responses_of(engine, request)[0], sampled_alone(actor.model.eval(), request))

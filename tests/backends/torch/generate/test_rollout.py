@@ -32,7 +32,7 @@ from tests.backends.torch.generate.rollouts import (
     ragged,
     synced,
 )
-from tests.engines.contract.answers import CONTEXT, AnswerTests
+from tests.engines.contract.answers import CONTEXT, GenerationTests
 from tests.nightly import examples
 from tests.support.errors import raises
 from tests.support.models import EOS, KINDS, PAD, VOCAB
@@ -48,11 +48,11 @@ def trainer(folder: str) -> TorchTrainerEngine:
     return TorchTrainer(folder, device="cpu").build(CONTEXT)
 
 
-# What every rollout engine must do
+# The contract of all rollout engines
 
 
-class TestAnswers(AnswerTests):
-    """On PyTorch."""
+class TestContract(GenerationTests):
+    """The contract tests with `TorchRollout`."""
 
     @pytest.fixture
     def engine(self, folder: str, trainer: TorchTrainerEngine) -> TorchRolloutEngine:
@@ -75,8 +75,8 @@ def test_greedy_tokens_equal_transformers_generate(folders: dict[str, str], kind
     whole = actor.model.generate(
         prompts, attention_mask=mask.long(), do_sample=False, max_new_tokens=24, eos_token_id=EOS, pad_token_id=PAD
     )
-    theirs = whole[:, prompts.shape[1] :]
-    assert torch.equal(got.responses, theirs)
+    expected = whole[:, prompts.shape[1] :]
+    assert torch.equal(got.responses, expected)
     assert torch.allclose(
         got.log_probs[got.response_mask].double(), full_log_probs(actor.model, prompts, mask, got, 1.0), atol=1e-5
     )
@@ -96,7 +96,7 @@ def test_log_probs_equal_a_full_forward(folders: dict[str, str], kind: str, temp
 
 
 def test_assembled_sequences_have_the_sampled_log_probs(engine: TorchRolloutEngine) -> None:
-    """The whole padded batch in one forward pass, with the positions that `assemble` gives."""
+    """One forward pass over the padded batch, with the positions of `assemble`."""
     prompts, mask = ragged(engine, [3, 8, 1, 5])
     got = engine.generate(prompts, mask, names(4), replace(SAMPLED, temperature=1.0, max_new_tokens=40), KEY)
     input_ids, attention, position = assemble(prompts, mask, got.responses, got.response_mask)
@@ -110,7 +110,7 @@ def test_assembled_sequences_have_the_sampled_log_probs(engine: TorchRolloutEngi
 
 
 def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then top-p on what is left, each renormalized: one row, float64, plain loops."""
+    """Temperature, then top-k, then top-p on the remaining tokens, each renormalized: one row, float64, plain loops."""
     weight = np.exp(logits / temperature - np.max(logits / temperature))
     ranked = sorted(range(len(weight)), key=lambda i: (-weight[i], i))
     ranked = ranked[:top_k] if top_k else ranked
@@ -118,7 +118,7 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     for i in ranked:
         selected.append(i)
         reached += weight[i] / total
-        assume(abs(reached - top_p) > 1e-6)  # where float32 may decide either way
+        assume(abs(reached - top_p) > 1e-6)  # where rounding in float32 decides
         if reached >= top_p:
             break
     probability = np.zeros(len(weight))
@@ -134,12 +134,12 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     top_k=st.sampled_from([0, 1, 3, 10, 100]),
     top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
 )
-def test_next_token_samples_the_filtered_distribution(
+def test_next_token_samples_the_reference_distribution(
     seed: int, vocabulary: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
     expected = reference_distribution(logits.astype(np.float64), temperature, top_k, top_p)
-    grid = 4000  # evenly spaced numbers hit an interval of length p in p * grid places, give or take one
+    grid = 4000  # evenly spaced uniforms hit an interval of length p about p * grid times, up to one
     uniforms = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     sampling = Sampling(temperature, top_k, top_p, max_new_tokens=1)
     tokens, log_probs = next_token(torch.from_numpy(logits).expand(grid, -1), uniforms, sampling)
@@ -149,7 +149,7 @@ def test_next_token_samples_the_filtered_distribution(
     np.testing.assert_allclose(log_probs.numpy(), np.log(expected[tokens.numpy()]), atol=2e-5)
 
 
-def test_uniforms_at_the_ends_of_the_unit_interval_sample_possible_tokens() -> None:
+def test_extreme_uniforms_never_sample_impossible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(2, -1)
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
     for top_k in (0, 4):
@@ -164,7 +164,7 @@ def test_top_k_breaks_ties_by_the_lowest_ids() -> None:
     assert torch.bincount(tokens).tolist() == [10, 10, 10]
 
 
-def test_greedy_takes_the_mode_for_any_top_k_and_top_p() -> None:
+def test_greedy_sampling_returns_the_mode_for_any_top_k_and_top_p() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     for sampling in (GREEDY, replace(GREEDY, top_k=1, top_p=0.1)):
         tokens, log_probs = next_token(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
@@ -193,10 +193,10 @@ def test_frequencies_of_first_tokens_match_the_model(actor: Actor) -> None:
     counts = np.bincount(got.responses[:, 0].numpy(), minlength=VOCAB)
     often = expected >= 5
     observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
+    expected_counts = np.append(expected[often], expected[~often].sum())
     degrees = len(observed) - 1
     assert degrees >= 5
-    assert ((observed - wanted) ** 2 / wanted).sum() < degrees + 4 * np.sqrt(2 * degrees)
+    assert ((observed - expected_counts) ** 2 / expected_counts).sum() < degrees + 4 * np.sqrt(2 * degrees)
 
 
 # Rows are independent of each other
@@ -286,18 +286,18 @@ def test_responses_end_at_eos_and_finished_rows_leave_the_batch(engine: TorchRol
     got = engine.generate(prompts, mask, names(48), sampling, KEY)
     lengths = got.response_mask.sum(1)
     assert got.responses.shape[1] == lengths.max() <= 60
-    assert 1 < (lengths < 60).sum() < 48  # some ended, some were cut
+    assert 1 < (lengths < 60).sum() < 48  # some ended by EOS, some by max_new_tokens
     for row, present, log_probs, versions, n in zip(*got, lengths.tolist(), strict=True):
         assert present.tolist() == [True] * n + [False] * (len(row) - n)
         assert EOS not in row[: n - 1]
         assert n == 60 or row[n - 1] == EOS
         assert (row[n:] == PAD).all() and (log_probs[n:] == 0).all() and (log_probs[:n] < 0).all()
         assert (versions[n:] == -1).all() and (versions[:n] == 0).all()
-    # After the prefill one forward per further column, over the rows that have not ended by then.
+    # After the prefill, one forward pass per further column, over the unfinished rows.
     assert fed[1:] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
 
 
-def test_stop_ids_end_rows_and_stay_in_the_response(engine: TorchRolloutEngine) -> None:
+def test_stop_token_ids_end_rows_and_are_part_of_the_response(engine: TorchRolloutEngine) -> None:
     prompts, mask = ragged(engine, [5, 3])
     free = as_lists(engine.generate(prompts, mask, names(2), GREEDY, KEY))
     stop = free[0][4]
@@ -318,7 +318,7 @@ def test_columns_are_as_wide_as_the_longest_response(engine: TorchRolloutEngine)
     assert none.responses.shape == (0, 0)
 
 
-def test_dropout_is_off_and_training_mode_is_restored(folders: dict[str, str]) -> None:
+def test_generation_disables_dropout_and_restores_training_mode(folders: dict[str, str]) -> None:
     actor = Actor(folders["gpt2"])
     engine = synced(actor)
     prompts, mask = ragged(engine, [5, 3])
@@ -337,15 +337,15 @@ def test_a_response_ends_at_end_of_turn_tokens_of_the_folder(folder: str, tmp_pa
     stop = plain[3]
     assert EOS not in plain and len(plain) == 12
     path = tmp_path / where
-    stated = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(stated | {"eos_token_id": [EOS, stop]}))
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"eos_token_id": [EOS, stop]}))
     ending = synced(Actor(str(tmp_path)))
     assert as_lists(ending.generate(prompts, mask, names(1), GREEDY, KEY))[0] == plain[: plain.index(stop) + 1]
-    going_on = replace(GREEDY, ignore_eos=True)
-    assert as_lists(ending.generate(prompts, mask, names(1), going_on, KEY))[0] == plain
+    ignoring_eos = replace(GREEDY, ignore_eos=True)
+    assert as_lists(ending.generate(prompts, mask, names(1), ignoring_eos, KEY))[0] == plain
 
 
-# What prompts are refused
+# Refused prompts
 
 
 def test_malformed_prompts_are_refused(engine: TorchRolloutEngine) -> None:
@@ -367,7 +367,7 @@ def test_malformed_prompts_are_refused(engine: TorchRolloutEngine) -> None:
     outside[0, 0] = VOCAB
     refused(outside, mask, "model.unknown-token", token_id=VOCAB, vocabulary=VOCAB)
     refused(prompts, mask, "model.too-long", tokens=252, row="row-0", found=257, expected=256)
-    # Padding counts neither as length nor as vocabulary.
+    # Padding counts towards neither length nor vocabulary.
     padded = torch.nn.functional.pad(prompts, (200, 0), value=10**6), torch.nn.functional.pad(mask, (200, 0))
     same = engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=100), KEY)
     assert as_lists(engine.generate(*padded, names(2), replace(GREEDY, max_new_tokens=100), KEY)) == as_lists(same)

@@ -1,4 +1,4 @@
-"""`TorchRollout` and the weights it samples with: shared or copied, their digests, and what is refused."""
+"""Weights of `TorchRollout`: shared or copied, their digests, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.models import KINDS, VOCAB, char_tokenizer, tiny_folder
 # Weights: sharing
 
 
-def test_syncing_a_shared_engine_copies_nothing(actor: Actor) -> None:
+def test_a_sync_of_shared_weights_copies_nothing(actor: Actor) -> None:
     engine = TorchRollout().build(Context(actor))
     assert isinstance(engine, Rollout)
     assert engine.receipt is None and engine.model is actor.model
@@ -75,17 +75,17 @@ def test_a_synced_copy_samples_like_a_shared_engine(folders: dict[str, str], tmp
     receipt = engine.sync(actor)  # type: ignore[arg-type]
     assert (receipt.version, receipt.transport) == (7, "copy")
     assert receipt.digest == weights_digest(actor.weights()) == weights_digest(named_weights(engine.model))
-    assert receipt.bytes == sum(4 * p.numel() for p in actor.model.parameters())  # torch counts tied ones once
+    assert receipt.bytes == sum(4 * p.numel() for p in actor.model.parameters())  # torch lists tied weights once
     prompts, mask = ragged(engine, [4, 6])
-    ours, theirs = (e.generate(prompts, mask, names(2), SAMPLED, KEY) for e in (engine, synced(actor)))
-    assert as_lists(ours) == as_lists(theirs)
+    copied, shared = (e.generate(prompts, mask, names(2), SAMPLED, KEY) for e in (engine, synced(actor)))
+    assert as_lists(copied) == as_lists(shared)
     with torch.no_grad():
         actor.model.get_input_embeddings().weight.zero_()
-    assert as_lists(engine.generate(prompts, mask, names(2), SAMPLED, KEY)) == as_lists(ours)  # a copy, no alias
+    assert as_lists(engine.generate(prompts, mask, names(2), SAMPLED, KEY)) == as_lists(copied)  # a copy, not an alias
 
 
 def test_fused_experts_are_synced(tmp_path: Path) -> None:
-    """Transformers stores the experts of a layer fused, but names them one by one in files, and so on the way."""
+    """Transformers fuses the experts of a layer in memory; saved and synced weights name each expert."""
     sizes: Any = dict(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2
     )
@@ -100,10 +100,10 @@ def test_fused_experts_are_synced(tmp_path: Path) -> None:
         assert torch.equal(engine.model.state_dict()[name], tensor)
 
 
-def test_an_engine_of_another_dtype_has_the_cast_weights(folders: dict[str, str], actor: Actor) -> None:
+def test_an_engine_with_another_dtype_casts_synced_weights(folders: dict[str, str], actor: Actor) -> None:
     engine = TorchRollout(folders["llama"], dtype="bfloat16").build(Context(None))
     receipt = engine.sync(actor)  # type: ignore[arg-type]
-    assert receipt.digest == weights_digest(actor.weights())  # over the tensors as sent
+    assert receipt.digest == weights_digest(actor.weights())  # of the tensors before the cast
     for name, tensor in actor.model.named_parameters():
         assert torch.equal(engine.model.get_parameter(name), tensor.bfloat16())
     prompts, mask = ragged(engine, [4, 6])

@@ -1,4 +1,4 @@
-"""The search of many columns, against plain cumulative sums."""
+"""Sampling from many columns in blocks, against plain cumulative sums."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PLAIN = Sampling(1.0, 0, 1.0, 1)
 
 
 @pytest.mark.parametrize("columns", [8 * BLOCK, 8 * BLOCK + 1, 10 * BLOCK, 12 * BLOCK - 1])
-def test_sampling_in_blocks_equals_sampling_the_whole_vocabulary(columns: int) -> None:
+def test_block_search_equals_a_search_of_the_full_vocabulary(columns: int) -> None:
     generator = torch.Generator().manual_seed(columns)
     logits = 4 * torch.randn(50, columns, generator=generator)
     logits[:, ::3] = -torch.inf
-    logits[:, 4 * BLOCK : 6 * BLOCK] = -torch.inf  # whole blocks that hold nothing
+    logits[:, 4 * BLOCK : 6 * BLOCK] = -torch.inf  # complete blocks without probability
     logits[:25, -2 * BLOCK :] = -torch.inf
     uniforms = torch.rand(50, dtype=torch.float64, generator=generator)
     uniforms[[0, 30]], uniforms[[1, 31]] = 0.0, 1 - 2**-53

@@ -1,6 +1,6 @@
-"""Tests of `slots.py` and `passes.py`: the KV cache is updated in place.
+"""Tests of `slots.py` and `passes.py`: a KV cache that is updated in place.
 
-They cover what is computed once, copied and released, and which models support it.
+They cover prefix reuse, growth and release of its memory, and the supported models.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flowrl.backends.torch.generate.slots import STEP, Slots, suits
 from flowrl.backends.torch.probes import probe_inputs, tolerance
 from flowrl.protocols.protocols import Request
 from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, names, ragged
-from tests.backends.torch.generate.test_decoder import answers, drawn_alone, finished, same, tokens
+from tests.backends.torch.generate.test_decoder import finished, responses_of, same, sampled_alone, tokens
 from tests.support.models import VOCAB
 
 LONG = replace(SAMPLED, ignore_eos=True)
 
 
 @pytest.fixture
-def fed(engine: TorchRolloutEngine) -> list[tuple[int, ...]]:
-    """The shapes of the tokens of each forward pass."""
+def passes(engine: TorchRolloutEngine) -> list[tuple[int, ...]]:
+    """The shapes of the token ids of each forward pass."""
     shapes: list[tuple[int, ...]] = []
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -38,27 +38,27 @@ def fed(engine: TorchRolloutEngine) -> list[tuple[int, ...]]:
     return shapes
 
 
-def whole(model: Any, ids: list[int]) -> Tensor:
+def full_logits(model: Any, ids: list[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits
 
 
-# What is computed once
+# Prefix reuse
 
 
-def test_a_shared_prefix_is_prefilled_once(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
-    beginning = tokens(40, 1)
-    requests = [Request(str(i), beginning + tokens(2 + i, i), LONG, KEY.answer(str(i))) for i in range(5)]
-    responses = answers(engine, *requests)
-    assert fed[:3] == [(1, 40), (5, 6), (5, 1)]
-    del fed[:]
+def test_a_shared_prefix_is_prefilled_once(actor: Actor, engine: TorchRolloutEngine, passes: list[Any]) -> None:
+    prefix = tokens(40, 1)
+    requests = [Request(str(i), prefix + tokens(2 + i, i), LONG, KEY.answer(str(i))) for i in range(5)]
+    responses = responses_of(engine, *requests)
+    assert passes[:3] == [(1, 40), (5, 6), (5, 1)]
+    del passes[:]
     for request, response in zip(requests, responses, strict=True):
-        assert same(response, drawn_alone(actor.model.eval(), request))
+        assert same(response, sampled_alone(actor.model.eval(), request))
 
 
-def test_later_requests_reuse_the_cached_prefix_of_earlier_ones(
-    actor: Actor, engine: TorchRolloutEngine, fed: list[Any]
+def test_requests_reuse_the_cached_prefix_of_running_requests(
+    actor: Actor, engine: TorchRolloutEngine, passes: list[Any]
 ) -> None:
     prompt = tokens(30, 1)
     requests = [
@@ -70,28 +70,34 @@ def test_later_requests_reuse_the_cached_prefix_of_earlier_ones(
     for request in requests:
         engine.submit(request)
         engine.step()
-    assert [shape for shape in fed if shape[1] > 1] == [(1, 30), (1, 5), (1, 15)]  # 10 are too few to copy
-    assert fed[2] == (1, 1)  # "b" computes the last token of what "a" has
+    assert [shape for shape in passes if shape[1] > 1] == [
+        (1, 30),
+        (1, 5),
+        (1, 15),
+    ]  # a prefix of 10 tokens is too short to copy
+    assert passes[2] == (1, 1)  # "b" computes only the last token of the prompt
     assert (engine.context_tokens, engine.cached_tokens) == (30 + 30 + 25 + 15, 29 + 20)
     responses = finished(engine, 4)
     for request in requests:
-        assert same(responses[request.name], drawn_alone(actor.model.eval(), request))
+        assert same(responses[request.name], sampled_alone(actor.model.eval(), request))
 
 
-def test_a_turn_prefills_only_its_new_tokens(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
+def test_a_turn_prefills_only_its_new_tokens(actor: Actor, engine: TorchRolloutEngine, passes: list[Any]) -> None:
     context = tokens(50, 1)
-    (first,) = answers(engine, Request("a", context, LONG, KEY, retain_cache=True))
+    (first,) = responses_of(engine, Request("a", context, LONG, KEY, retain_cache=True))
     context = [*context, *first.ids, *tokens(7, 2)]
     request = Request("a", context, LONG, KEY.answer("a", 1), retain_cache=True)
-    del fed[:]
-    (second,) = answers(engine, request)
-    assert fed[0] == (1, 8)  # the last token of the answer was drawn, and nothing computed after it
+    del passes[:]
+    (second,) = responses_of(engine, request)
+    assert passes[0] == (1, 8)  # including the last sampled token, which has no cache entry yet
     assert (engine.context_tokens, engine.cached_tokens) == (50 + len(context), len(context) - 8)
     rewritten = Request("a", [*context[:30], *tokens(9, 3)], LONG, KEY)
-    del fed[:]
-    (third,) = answers(engine, rewritten)
-    assert fed[0] == (1, 9)
-    assert same(second, drawn_alone(actor.model.eval(), request)) and same(third, drawn_alone(actor.model, rewritten))
+    del passes[:]
+    (third,) = responses_of(engine, rewritten)
+    assert passes[0] == (1, 9)
+    assert same(second, sampled_alone(actor.model.eval(), request)) and same(
+        third, sampled_alone(actor.model, rewritten)
+    )
 
 
 # Memory
@@ -132,13 +138,13 @@ def test_responses_are_unchanged_while_cache_buffers_grow(actor: Actor) -> None:
             if t == STEP + 20:
                 rows = [rows[i] for i in slots.leave([1, 3])]
     for row, row_logits in zip(rows, logits, strict=True):
-        torch.testing.assert_close(row_logits, whole(model, row), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(row_logits, full_logits(model, row), atol=2e-5, rtol=1e-5)
 
 
-# Which models
+# Supported models
 
 
-def suited(model: Any) -> bool:
+def is_supported(model: Any) -> bool:
     with torch.no_grad():
         return suits(model.eval(), probe_inputs(model, model.device, rows=2), tolerance(torch.float32))
 
@@ -150,57 +156,57 @@ def small(config: type, **options: Any) -> Any:
 
 
 def test_sliding_windows_of_any_width_are_unsupported() -> None:
-    assert suited(small(MistralConfig, sliding_window=None))
-    assert not suited(small(MistralConfig, sliding_window=4096))
+    assert is_supported(small(MistralConfig, sliding_window=None))
+    assert not is_supported(small(MistralConfig, sliding_window=4096))
     windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=1)
-    assert suited(small(Qwen2Config)) and not suited(small(Qwen2Config, **windows))
+    assert is_supported(small(Qwen2Config)) and not is_supported(small(Qwen2Config, **windows))
 
 
 @pytest.mark.parametrize("more", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 4096}])
 def test_attention_with_extra_arguments_is_unsupported(
     actor: Actor, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert suited(actor.model)
+    assert is_supported(actor.model)
     forward = Slots.attend
 
     def handed(self: Slots, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs, **more)
 
     monkeypatch.setattr(Slots, "attend", handed)
-    assert not suited(actor.model)
+    assert not is_supported(actor.model)
 
 
 def test_attention_with_different_results_is_unsupported(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Slots.attend
 
-    def wrong(self: Slots, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def scaled(self: Slots, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return forward(self, module, 1.05 * query, *args, **kwargs)
 
-    monkeypatch.setattr(Slots, "attend", wrong)
-    assert not suited(actor.model)
+    monkeypatch.setattr(Slots, "attend", scaled)
+    assert not is_supported(actor.model)
 
 
 def test_the_support_check_restores_the_attention_of_the_model(actor: Actor) -> None:
     before = actor.model.config._attn_implementation
     for _ in range(2):
-        suited(actor.model)
+        is_supported(actor.model)
         assert actor.model.config._attn_implementation == before
         assert not [name for name in ALL_ATTENTION_FUNCTIONS if "flowrl_slots" in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_errors_are_no_larger_than_those_of_transformers(actor: Actor, dtype: torch.dtype) -> None:
-    """What bfloat16 rounds away is no more in place than in a pass without a cache."""
+def test_rounding_errors_are_no_larger_than_without_a_cache(actor: Actor, dtype: torch.dtype) -> None:
+    """The rounding error of cached logits is at most 1.5 times that of a pass without a cache."""
     exact = actor.model.eval()
     rows = [tokens(20, 1), tokens(9, 2)]
-    truth = torch.stack([whole(exact, row) for row in rows])
+    exact_logits = torch.stack([full_logits(exact, row) for row in rows])
     model = exact.to(dtype)
     slots = Slots(model)
     with torch.no_grad(), slots.decoding():
         slots.join([Context(row[:-1]) for row in rows])
         found = slots.extend(torch.tensor([row[-1] for row in rows])).float()
-    off = (torch.stack([whole(model, row) for row in rows]).float() - truth).norm()
-    assert (found - truth).norm() <= 1.5 * off + 1e-5 * truth.norm()
+    off = (torch.stack([full_logits(model, row) for row in rows]).float() - exact_logits).norm()
+    assert (found - exact_logits).norm() <= 1.5 * off + 1e-5 * exact_logits.norm()
 
 
 @pytest.mark.parametrize("positions", [[6, 6, 6], [2, 6, 4]], ids=["equal lengths", "unequal lengths"])

@@ -1,4 +1,4 @@
-"""Weight swaps during generation with `TorchRollout`: each token against transformers, by its recorded version."""
+"""Weight swaps of `TorchRollout` during generation: each token has the log-prob of its version by transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowrl.backends.torch.generate.slots import SHARED
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Caches, LiveWeightUpdate, Request, Response
 from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, Context, names, ragged
-from tests.backends.torch.generate.test_decoder import answers, finished, tokens
+from tests.backends.torch.generate.test_decoder import finished, responses_of, tokens
 from tests.backends.torch.train.trainers import Folder
 from tests.support.architectures import architecture
 from tests.support.errors import raises
@@ -31,14 +31,14 @@ CACHES: list[Caches] = ["recompute", "reuse"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """One that decodes in slots (llama), in cohorts (gemma2), and with experts that are stored fused (phimoe)."""
-    made: dict[str, str] = {}
+    """Folders of models that use slots (llama), cache batches (gemma2), and fused experts (phimoe)."""
+    folders: dict[str, str] = {}
 
     def of(kind: str) -> str:
-        if kind not in made:
+        if kind not in folders:
             path = tmp_path_factory.mktemp("models")
-            made[kind] = architecture(path, kind) if kind == "phimoe" else tiny_folder(path, kind)
-        return made[kind]
+            folders[kind] = architecture(path, kind) if kind == "phimoe" else tiny_folder(path, kind)
+        return folders[kind]
 
     return of
 
@@ -57,14 +57,14 @@ def actors(folder: str, count: int = 3) -> list[Any]:
 
 
 def engine_of(folder: str, actor: Any) -> TorchRolloutEngine:
-    """One with a copy of the weights."""
+    """An engine with a copy of the weights."""
     engine = TorchRollout(folder, device="cpu").build(Context(actor))
     engine.sync(actor)
     return engine
 
 
 def by_version(versions: list[Any], ids: list[int], response: Response) -> list[float]:
-    """The log-prob of each token by the whole context, computed by the weights of the version that it bears."""
+    """The log-prob of each token given its full context, with the weights of its recorded version."""
     return [
         scored(versions[version], [*ids, *response.ids[:i]], token)
         for i, (token, version) in enumerate(zip(response.ids, response.versions, strict=True))
@@ -78,7 +78,7 @@ def scored(actor: Any, ids: list[int], token: int) -> float:
 
 
 def over_old(old: Any, new: Any, ids: list[int], response: Response, swapped: int) -> list[float]:
-    """The log-probs of the tokens after a swap; of their contexts, all but the last token was computed by the old."""
+    """The log-probs of the tokens after a swap, with a cache that the old weights computed."""
     whole, start = [*ids, *response.ids], len(ids) + swapped
     with torch.no_grad():
         cache = old.model(input_ids=torch.tensor([whole[: start - 1]]), use_cache=True).past_key_values
@@ -87,15 +87,15 @@ def over_old(old: Any, new: Any, ids: list[int], response: Response, swapped: in
     return [float(row[token]) for row, token in zip(log_probs, response.ids[swapped:], strict=True)]
 
 
-def asked(count: int, keep: bool = False) -> list[Request]:
+def requests_of(count: int, keep: bool = False) -> list[Request]:
     return [Request(str(i), tokens(3 + 4 * i, seed=i), LONG, KEY.answer(str(i)), keep) for i in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phimoe"])
-def test_each_token_was_sampled_by_its_recorded_version(kind: str, folder: Folder) -> None:
-    """Two swaps, the second repeated, while requests wait, join and end."""
+def test_each_token_has_the_log_prob_of_its_recorded_version(kind: str, folder: Folder) -> None:
+    """Two swaps, the second one twice, while requests are queued, started and finished."""
     versions = actors(folder(kind))
-    engine, requests = engine_of(folder(kind), versions[0]), asked(4)
+    engine, requests = engine_of(folder(kind), versions[0]), requests_of(4)
     assert isinstance(engine, LiveWeightUpdate)
     taken: dict[str, Response] = {}
     for step in range(16):
@@ -119,13 +119,13 @@ def test_each_token_was_sampled_by_its_recorded_version(kind: str, folder: Folde
 def test_reused_caches_were_computed_by_the_old_weights(kind: str, folder: Folder) -> None:
     old, new, _ = versions = actors(folder(kind))
     engine, swapped = engine_of(folder(kind), old), 4
-    for request in asked(3):
+    for request in requests_of(3):
         engine.submit(request)
     for _ in range(swapped):
         engine.step()
     engine.swap(new, "reuse")
     responses = finished(engine, 3)
-    for request in asked(3):
+    for request in requests_of(3):
         response = responses[request.name]
         assert response.versions == [0] * swapped + [1] * (10 - swapped)
         ids = list(request.ids)
@@ -138,15 +138,15 @@ def test_reused_caches_were_computed_by_the_old_weights(kind: str, folder: Folde
 def test_swapping_in_equal_weights_changes_only_the_version(caches: Caches, folder: Folder) -> None:
     old, *_ = actors(folder("llama"), 1)
     same = Actor(folder("llama"), version=1)
-    whole = answers(engine_of(folder("llama"), old), *asked(3))
+    whole = responses_of(engine_of(folder("llama"), old), *requests_of(3))
     engine = engine_of(folder("llama"), old)
-    for request in asked(3):
+    for request in requests_of(3):
         engine.submit(request)
     for _ in range(4):
         engine.step()
     engine.swap(cast(Any, same), caches)
     responses = finished(engine, 3)
-    for request, expected in zip(asked(3), whole, strict=True):
+    for request, expected in zip(requests_of(3), whole, strict=True):
         found = responses[request.name]
         assert found.ids == expected.ids and found.ended == expected.ended
         assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
@@ -154,35 +154,35 @@ def test_swapping_in_equal_weights_changes_only_the_version(caches: Caches, fold
 
 
 @pytest.mark.parametrize("caches", CACHES)
-def test_requests_started_after_a_swap_reuse_no_older_cache(caches: Caches, folder: Folder) -> None:
-    """Neither the cache of an ended turn, nor of one in flight, nor of a shared prefix."""
+def test_requests_started_after_a_swap_reuse_no_cache_of_old_weights(caches: Caches, folder: Folder) -> None:
+    """Neither that of an ended turn, nor of a running request, nor of a shared prefix."""
     old, new, _ = versions = actors(folder("llama"))
     engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
-    ended, under_way = (
+    ended, running = (
         Request(name, start, replace(LONG, max_new_tokens=count), KEY.answer(name), retain_cache=True)
-        for name, count in (("ended", 3), ("under way", 10))
+        for name, count in (("ended", 3), ("running", 10))
     )
-    for request in (ended, under_way):
+    for request in (ended, running):
         engine.submit(request)
     taken = finished(engine, 1)
     engine.swap(new, caches)
     again = [
         Request("ended", [*start, *taken["ended"].ids, *tokens(2, 1)], LONG, KEY.answer("ended", 1)),
-        Request("beside", start, LONG, KEY.answer("beside")),
+        Request("shared", start, LONG, KEY.answer("shared")),
     ]
     for request in again:
         engine.submit(request)
     taken |= finished(engine, 3)
-    again.append(Request("under way", [*start, *taken["under way"].ids, 7], LONG, KEY.answer("under way", 1)))
-    taken |= {"under way": answers(engine, again[-1])[0]}
+    again.append(Request("running", [*start, *taken["running"].ids, 7], LONG, KEY.answer("running", 1)))
+    taken |= {"running": responses_of(engine, again[-1])[0]}
     for request in again:
         response = taken[request.name]
         assert set(response.versions) == {1}
         assert response.log_probs == pytest.approx(by_version(versions, list(request.ids), response), abs=3e-5)
 
 
-class Broken(Actor):
-    """Sends a weight of another shape."""
+class WrongShape(Actor):
+    """Sends one weight with another shape."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for i, (name, tensor) in enumerate(super().weights()):
@@ -192,21 +192,23 @@ class Broken(Actor):
 def test_a_failed_swap_is_reported_to_the_requests_in_flight(folder: Folder) -> None:
     old, new, _ = actors(folder("llama"))
     engine = engine_of(folder("llama"), old)
-    for request in asked(2):
+    for request in requests_of(2):
         engine.submit(request)
     engine.step()
     with raises("engine.weights-mismatch", version=1):
-        engine.swap(cast(Any, Broken(folder("llama"), 1)), "recompute")
+        engine.swap(cast(Any, WrongShape(folder("llama"), 1)), "recompute")
     with raises("engine.swap-failed", error="SyncError") as raised:
         engine.step()
     assert isinstance(raised.value.__cause__, SyncError)
-    engine.sync(new)  # nothing of them is left
+    engine.sync(new)  # none of the requests is running
     prompts, mask = ragged(engine, [4, 9])
     assert set(engine.generate(prompts, mask, names(2), LONG, KEY).versions.flatten().tolist()) == {1}
 
 
-def test_another_thread_can_swap_weights_during_generate(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ray has it: the thread that generates does not stop, and the swap comes after the step that it came in."""
+def test_another_thread_can_swap_weights_between_steps_of_generate(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Ray: the generating thread continues, and the swap runs after the current step."""
     versions = actors(folder("phimoe"))
     engine, step, swapping = engine_of(folder("phimoe"), versions[0]), TorchRolloutEngine._step, list[Any]()
 
@@ -217,7 +219,7 @@ def test_another_thread_can_swap_weights_during_generate(folder: Folder, monkeyp
             thread = threading.Thread(target=self.swap, args=(versions[(len(swapping) - 1) // 2], "recompute"))
             thread.start()
             swapping[-1] = thread
-            while not self._alone._next.locked():  # it waits for this step
+            while not self._alone._next.locked():  # the swapping thread waits for this step
                 pass
         return ended
 
@@ -236,13 +238,13 @@ def test_another_thread_can_swap_weights_during_generate(folder: Folder, monkeyp
 def test_the_lock_is_fair_to_waiting_threads() -> None:
     alone, seen, stop = FairLock(), list[str](), threading.Event()
 
-    def again_and_again() -> None:
+    def acquire_repeatedly() -> None:
         while not stop.is_set():
             with alone:
                 seen.append("again")
                 sum(range(2000))
 
-    thread = threading.Thread(target=again_and_again)
+    thread = threading.Thread(target=acquire_repeatedly)
     thread.start()
     for _ in range(20):
         with alone:

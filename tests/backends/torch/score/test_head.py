@@ -1,4 +1,4 @@
-"""Heads that travel: what they make of last states is what their model says, and they are those of their folder."""
+"""Heads that are sent with hidden states: they give the log-probs of their model, and equal those of their folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scorer(folder: str, **settings: Any) -> Any:
 
 
 def distributions(hidden: HiddenStates, batch: Ragged, row: int) -> Tensor:
-    """What the head makes of a row's states: ``[tokens vocabulary]``."""
+    """Log-probs of the head for a row's states: ``[tokens vocabulary]``."""
     on = batch.response_mask[row]
     return hidden.head.log_probs(hidden.states[row][on], batch.temperature[row].expand(int(on.sum())))
 
@@ -39,7 +39,7 @@ def distributions(hidden: HiddenStates, batch: Ragged, row: int) -> Tensor:
     "kind", ["llama", nightly("qwen2"), nightly("gpt2"), "gemma2", "granite", nightly("cohere"), "phi"]
 )
 def test_hidden_states_and_head_give_the_log_probs_of_the_model(kind: str, folder: Folder) -> None:
-    """Heads that are tied and not, with a bias, before a scale and before a cap; compared with transformers."""
+    """Tied and untied heads, with a bias, a scale or a soft cap; compared with transformers."""
     batch, engine = ragged(), scorer(folder(kind), max_tokens=30)
     assert isinstance(engine, HiddenStateScorer)
     hidden = engine.last_states(batch)
@@ -60,10 +60,10 @@ def test_a_head_computes_in_the_dtype_of_its_model(kind: str, folder: Folder) ->
     for row in range(len(batch.input_ids)):
         on = batch.response_mask[row]
         targets = batch.input_ids[row, -len(on) :][on]
-        with torch.autocast("cpu", torch.bfloat16, enabled=row % 2 == 0):  # whatever surrounds it
+        with torch.autocast("cpu", torch.bfloat16, enabled=row % 2 == 0):  # independent of autocast
             found = distributions(hidden, batch, row).gather(1, targets[:, None]).squeeze(1)
         torch.testing.assert_close(found, log_probs[row][on], atol=1e-3, rtol=0)
-    assert (log_probs - exact).abs().max() > 5e-3  # which is coarser than that
+    assert (log_probs - exact).abs().max() > 5e-3  # larger than the tolerance above
 
 
 def test_a_pickled_head_is_small_and_compares_by_content(folder: Folder) -> None:
@@ -94,7 +94,7 @@ def test_a_trainer_reads_a_head_once(folder: Folder, monkeypatch: pytest.MonkeyP
         rows = ragged(seed=seed)
         updated(engine, Stated(*rows[:5], *teacher.last_states(rows)))
     assert read == [folder("qwen2")]
-    assert len(engine.residence.extra_modules) == 1  # and it leaves the device when the trainer does
+    assert len(engine.residence.extra_modules) == 1  # and it is offloaded with the trainer
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -111,7 +111,7 @@ def test_a_folder_changed_after_loading_is_refused(kind: str, tmp_path: Path) ->
 
 
 def test_read_head_reads_only_the_head_of_a_folder(folder: Folder, tmp_path: Path) -> None:
-    """From tensors that are stored as they are; and from other folders by loading the model, to the same end."""
+    """From safetensors, and from other folders by loading the model."""
     for kind in ("qwen2", "phi"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float32)
         head = dict(model.get_output_embeddings().named_parameters())

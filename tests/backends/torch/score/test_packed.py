@@ -1,6 +1,6 @@
-"""Packed rows: which architectures pack them, that rows do not affect each other, and warnings for the others.
+"""Packed rows: the architectures that support them, their independence, and warnings for other architectures.
 
-That log-probs and gradients are those of each row alone is in `test_rows.py`, of all architectures.
+`test_rows.py` compares log-probs and gradients with those of each row alone, for all architectures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from flowrl.backends import LoRA, TorchCritic, TorchScorer
 from flowrl.backends.torch.score.packed import ATTENTION, Window
-from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, change, trainer, whole
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, all_rows, change, trainer
 from tests.support.architectures import SETTINGS, architecture
 from tests.support.models import Ragged, ragged, tiny_folder
 
@@ -44,8 +44,15 @@ def scorer(folder: str, **settings: Any) -> Any:
     return TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
 
 
-def lines(engine: Any, batch: Ragged) -> set[int]:
-    """How many lines forward passes over the rows of `batch` have."""
+def warnings_of(folder: str, caplog: pytest.LogCaptureFixture) -> str:
+    """The warnings that flowrl logs while it loads a scorer."""
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        scorer(folder)
+    return "".join(record.getMessage() for record in caplog.records if record.name.startswith("flowrl"))
+
+
+def rows_of_passes(engine: Any, batch: Ragged) -> set[int]:
+    """The numbers of rows in forward passes over `batch`; 1 if rows are packed."""
     seen: set[int] = set()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,14 +66,14 @@ def lines(engine: Any, batch: Ragged) -> set[int]:
     return seen
 
 
-# --- who is packed ---------------------------------------------------------------------------------------------------
+# --- architectures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_supported_architectures_pack_rows(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flowrl"):
         engine = scorer(folder_of(kind, tmp_path))
-    assert lines(engine, ragged()) == {1} and not caplog.records
+    assert rows_of_passes(engine, ragged()) == {1} and not caplog.records
 
 
 @pytest.mark.parametrize("kind", PADDED)
@@ -76,39 +83,45 @@ def test_architectures_that_cannot_pack_rows_pad_them_and_log_why(
     folder = folder_of(kind, tmp_path)
     with caplog.at_level(logging.WARNING, "flowrl"):
         engine = scorer(folder)
-    assert lines(engine, ragged()) == {6}
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
-    assert f"{type(engine.model).__name__} in {folder!r} computes padding, because {PADDED[kind]}" in said
+    assert rows_of_passes(engine, ragged()) == {6}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
+    assert f"{type(engine.model).__name__} in {folder!r} computes padding, because {PADDED[kind]}" in warning
 
 
 def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = scorer(tiny, attention="eager")
-    assert lines(engine, ragged()) == {6} and not caplog.records
+    assert rows_of_passes(engine, ragged()) == {6} and not caplog.records
 
 
-def test_rows_are_padded_if_attention_ignores_packing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_if_attention_ignores_packing(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     attend = LlamaAttention.forward
 
-    def deaf(self: Any, hidden_states: Tensor, packed: Any = None, **kwargs: Any) -> Any:
+    def without_packing(self: Any, hidden_states: Tensor, packed: Any = None, **kwargs: Any) -> Any:
         return attend(self, hidden_states, **kwargs)
 
-    monkeypatch.setattr(LlamaAttention, "forward", deaf)
-    assert "its outputs for packed rows differ" in scorer(tiny)._scorer.unpacked
+    monkeypatch.setattr(LlamaAttention, "forward", without_packing)
+    assert "its outputs for packed rows differ" in warnings_of(tiny, caplog)
 
 
-def test_rows_are_padded_if_a_layer_leaks_between_tokens(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that the numbers of a row by itself are nearly those of packed rows."""
+def test_rows_are_padded_if_a_layer_mixes_the_tokens_of_rows(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The change is so small that packed rows are close to single rows."""
     apply = LlamaMLP.forward
 
-    def leaky(self: Any, x: Tensor) -> Tensor:
+    def mixing(self: Any, x: Tensor) -> Tensor:
         y = apply(self, x)
         return y + 1e-3 * nn.functional.pad(y, (0, 0, 1, -1))
 
-    monkeypatch.setattr(LlamaMLP, "forward", leaky)
-    assert "the tokens of one row change the outputs of others" in scorer(tiny)._scorer.unpacked
+    monkeypatch.setattr(LlamaMLP, "forward", mixing)
+    assert "the tokens of one row change the outputs of others" in warnings_of(tiny, caplog)
 
 
-def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     attend = LlamaAttention.forward
 
     def strict(
@@ -123,15 +136,15 @@ def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(tiny: str, monk
         return attend(self, hidden_states, position_embeddings, attention_mask, past_key_values)
 
     monkeypatch.setattr(LlamaAttention, "forward", strict)
-    assert "it raises TypeError" in scorer(tiny)._scorer.unpacked
+    assert "it raises TypeError" in warnings_of(tiny, caplog)
 
 
-# --- rows stay apart -------------------------------------------------------------------------------------------------
+# --- independence of rows --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3_text", "deepseek_v3"])
 def test_packed_rows_do_not_affect_each_other(kind: str, tmp_path: Path) -> None:
-    """Bit for bit: other tokens in all rows but one change nothing of that one."""
+    """Other tokens in all other rows leave a row bit-equal."""
     batch, engine = ragged(rows=8), scorer(folder_of(kind, tmp_path))
     before = engine.log_probs(batch)
     for row in range(8):
@@ -143,7 +156,7 @@ def test_packed_rows_do_not_affect_each_other(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_sliding_windows_are_as_wide_in_packed_rows_as_alone(kind: str, tmp_path: Path) -> None:
-    """Of layers that look back 8 tokens, in rows of up to 40; without windows the numbers would be others."""
+    """Layers look back 8 tokens, in rows of up to 40; with wider windows the results differ."""
     batch, folder = ragged(rows=6, prompt=12, response=28), architecture(tmp_path, kind)
     together, plain = (scorer(folder, attention=attention).log_probs(batch) for attention in (None, "eager"))
     torch.testing.assert_close(together, plain, atol=2e-6, rtol=1e-6)
@@ -152,7 +165,7 @@ def test_sliding_windows_are_as_wide_in_packed_rows_as_alone(kind: str, tmp_path
     assert not torch.allclose(scorer(folder).log_probs(batch), plain, atol=1e-3)
 
 
-def test_window_mask_worked_example() -> None:
+def test_a_window_mask_equals_a_worked_example() -> None:
     window = Window(lambda row, head, query, key: (key <= query) & (query - key < 2), 2)
     assert window.mask(2, torch.device("cpu")) is None
     for tokens, expected in [
@@ -167,8 +180,8 @@ def test_window_mask_worked_example() -> None:
 def test_gradient_checkpointing_works_with_packed_rows(kind: str, tmp_path: Path) -> None:
     folder, batch = folder_of(kind, tmp_path), ragged(rows=8)
     plain, again = trainer(folder), trainer(folder, gradient_checkpointing=True)
-    assert again._scorer.unpacked is None and torch.equal(plain.log_probs(batch), again.log_probs(batch))
-    moved, same = (change(e, lambda e=e: e.update(batch, [whole(batch)], Pull())) for e in (plain, again))
+    assert rows_of_passes(again, batch) == {1} and torch.equal(plain.log_probs(batch), again.log_probs(batch))
+    moved, same = (change(e, lambda e=e: e.update(batch, [all_rows(batch)], Pull())) for e in (plain, again))
     torch.testing.assert_close(moved, same, atol=1e-6, rtol=1e-5)
 
 
@@ -178,9 +191,9 @@ def test_packed_scoring_and_training_give_ratio_one(settings: dict[str, Any], fo
     batch = ragged(rows=9)
     for max_tokens in (None, 30):
         engine, loss = trainer(folder("llama"), max_tokens=max_tokens, **settings), Pull()
-        assert engine._scorer.unpacked is None
+        assert rows_of_passes(engine, batch) == {1}
         old = engine.log_probs(batch)
-        engine.update(batch, [whole(batch)], loss)
+        engine.update(batch, [all_rows(batch)], loss)
         for output, _, part, _ in loss.seen:
             rows = [batch.uid.tolist().index(uid) for uid in part.uid]
             assert torch.equal(output, old[rows])
@@ -200,12 +213,12 @@ def test_rows_without_tokens_and_rows_with_masked_tokens_are_scored(folder: Fold
     assert not torch.allclose(plain[0], expected[0], atol=1e-3)
 
 
-# --- others who use the model ----------------------------------------------------------------------------------------
+# --- other callers of the model --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_direct_calls_of_the_model_equal_transformers(kind: str, tmp_path: Path) -> None:
-    """Padded rows, one row alone, and one that continues from a cache; windows of `mistral` are narrower."""
+    """Padded rows, a single row, and one that continues from a cache; `mistral` has sliding windows."""
     folder = folder_of(kind, tmp_path)
     model, plain = scorer(folder).model, AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(4, 20, (3, 24))

@@ -1,4 +1,4 @@
-"""`TorchRewardModel`: what transformers says of each row alone, whatever the padding; and what it refuses."""
+"""`TorchRewardModel` equals transformers on each unpadded row; refused folders and rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.kernel import exact
 from tests.support.models import CHAT_TEMPLATE, EOS, KINDS, PAD, VOCAB, char_tokenizer, ragged, tiny_config
 
 OTHERS = ["deepseek_v3", "falcon", "gpt_oss", "jamba", "phimoe", "qwen3_next"]
-"""Of the other architectures, those that transformers can classify by."""
+"""Other architectures that have a sequence classifier in transformers."""
 
 
 def reward_folder(path: Path, kind: str = "llama", labels: int = 1, pad: int | None = PAD, seed: int = 3) -> str:
@@ -50,8 +50,8 @@ def build(spec: TorchRewardModel) -> Any:
 
 
 @torch.no_grad()
-def alone(folder: str, rows: list[torch.Tensor], label: int = 0) -> torch.Tensor:
-    """What transformers gives for each row without padding."""
+def reference_scores(folder: str, rows: list[torch.Tensor], label: int = 0) -> torch.Tensor:
+    """Scores of transformers for each row without padding."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     return torch.stack([model(input_ids=row[None]).logits[0, label] for row in rows])
 
@@ -62,13 +62,13 @@ def test_scores_equal_those_of_transformers_row_by_row(kind: str, tmp_path: Path
     batch = ragged(rows=8, seed=5)
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     found = build(TorchRewardModel(model=folder, device="cpu", max_tokens=40)).rewards(batch)
-    expected = alone(folder, rows)
+    expected = reference_scores(folder, rows)
     assert expected.std() > 0.01
     assert found.dtype == torch.float32 and torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_pad_tokens_inside_a_row_do_not_end_it(tmp_path: Path) -> None:
-    """As transformers has it, the last token that is not the pad token is read, where EOS is that, too."""
+    """Transformers scores the last token that is not padding, also where EOS is the pad token."""
     folder = reward_folder(tmp_path, pad=EOS)
     batch = ragged(rows=4)
     ids = batch.input_ids.clone()
@@ -77,7 +77,7 @@ def test_pad_tokens_inside_a_row_do_not_end_it(tmp_path: Path) -> None:
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     assert any(int(row[-1]) == EOS for row in rows)
     found = build(TorchRewardModel(model=folder, device="cpu")).rewards(batch)
-    torch.testing.assert_close(found, alone(folder, rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, reference_scores(folder, rows), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_and_other_rows_do_not_change_scores(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_text_is_rendered_by_the_chat_template_of_the_model(tmp_path: Path) -> N
     ]
     rows = [torch.tensor(tokenizer.apply_chat_template(talk, tokenize=True, return_dict=False)) for talk in talks]
     engine = build(TorchRewardModel(model=folder, device="cpu"))
-    torch.testing.assert_close(engine.rewards_of(talks), alone(folder, rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(engine.rewards_of(talks), reference_scores(folder, rows), atol=1e-5, rtol=1e-5)
     assert engine.rewards_of([]).shape == (0,)
 
 
@@ -112,7 +112,7 @@ def test_label_selects_one_of_several_outputs(tmp_path: Path) -> None:
     folder, batch = reward_folder(tmp_path, labels=3), ragged()
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     found = build(TorchRewardModel(model=folder, label=2, device="cpu")).rewards(batch)
-    torch.testing.assert_close(found, alone(folder, rows, 2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, reference_scores(folder, rows, 2), atol=1e-5, rtol=1e-5)
     for label in (None, 3):
         with raises("model.label", label=label, labels=("LABEL_0", "LABEL_1", "LABEL_2")):
             TorchRewardModel(model=folder, label=label).refuse_missing()

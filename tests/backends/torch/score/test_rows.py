@@ -1,4 +1,4 @@
-"""Micro-batches by length, and rows moved to their first token: nothing changes, and padding is not computed."""
+"""Micro-batches by length and packed rows: results do not change, and padding is not computed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.models import KINDS, Ragged, ragged, tiny_folder, unpadded
 
 PLAIN = [*KINDS, "granite", "cohere", "phi"]
 OTHERS = sorted(SETTINGS.keys() - {"recurrent_gemma", "rwkv", "xlstm"})
-"""Of the other architectures, those that are trained; see `test_probes.py`."""
+"""Other architectures that can be trained; see `test_probes.py`."""
 ON_EVERY_COMMIT = ["gpt2", "gemma2", "granite", "gpt_oss", "jamba", "deepseek_v3"]
 """Learned positions, windows, a scale of attention, sinks and experts, states, and latent attention."""
 
 
 def mask_of(lengths: list[tuple[int, int]], prompt: int = 6, response: int = 8) -> Tensor:
-    """Rows with so many tokens of their prompts and responses."""
+    """A mask of rows with these numbers of prompt and response tokens."""
     columns = torch.arange(prompt + response)
     return torch.stack([(columns >= prompt - p) & (columns < prompt + r) for p, r in lengths])
 
@@ -58,10 +58,10 @@ def test_micro_batches_contain_each_row_once_within_the_token_budget(
         if after is not None:
             following = min(after.tolist(), key=lambda row: spans[row])
             assert max(spans[row] for row in rows) <= spans[following]
-            assert computed([*rows, following]) > positions  # it would not have fitted
+            assert computed([*rows, following]) > positions  # one more row would exceed the budget
 
 
-def test_micro_batches_worked_example() -> None:
+def test_micro_batches_equal_a_worked_example() -> None:
     mask = mask_of([(6, 8), (1, 2), (6, 0), (0, 0), (2, 1), (1, 5), (3, 3)])  # spans 14, 3, 6, 0, 3, 6, 6
     assert [run.tolist() for run in micro_batches(mask, Budget(12, False))] == [[1, 3, 4], [2, 5], [6], [0]]
     assert [run.tolist() for run in micro_batches(mask, Budget(12, True))] == [[1, 2, 3, 4], [5, 6], [0]]
@@ -86,7 +86,7 @@ def test_the_default_token_budget_is_smaller_on_a_cpu() -> None:
 # --- rows as they run ------------------------------------------------------------------------------------------------
 
 
-def test_from_first_tokens_removes_left_padding_and_common_right_padding() -> None:
+def test_rows_are_shifted_to_their_first_token_and_common_padding_is_cut() -> None:
     batch = ragged()
     shortest = torch.tensor([1, 3, 4])
     part: Any = Ragged(*(c[shortest] if isinstance(c, Tensor) else None for c in batch))
@@ -116,7 +116,7 @@ def test_packed_rows_are_concatenated_in_order_of_length(lengths: list[tuple[int
     assert moved.runs is not None
     expanded = [tokens for rows, tokens in moved.runs for _ in range(rows)]
     assert expanded == [sum(lengths[row]) for row in order if any(lengths[row])]
-    assert len({tokens for _, tokens in moved.runs}) == len(moved.runs)  # rows of one length are one rectangle
+    assert len({tokens for _, tokens in moved.runs}) == len(moved.runs)  # rows of equal length form one rectangle
     rows, columns = mask.nonzero(as_tuple=True)
     assert torch.equal(moved.input_ids[moved.lines[rows], columns + moved.shifts[rows]], ids[rows, columns])
 
@@ -125,14 +125,14 @@ def test_rows_with_masked_inner_tokens_are_not_packed() -> None:
     batch = ragged()
     mask = batch.attention_mask.clone()
     mask[0, 3] = False
-    moved = packed(batch._replace(attention_mask=mask))  # which packs no such rows
+    moved = packed(batch._replace(attention_mask=mask))  # such rows are not packed
     assert moved.runs is None and torch.equal(moved.attention_mask[0], mask[0]) and moved.input_ids[0, 3] == 0
     assert torch.equal(moved.position_ids[0][mask[0]], batch.position_ids[0][mask[0]])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_forward_passes_are_no_larger_than_their_micro_batch(kind: str, folder: Folder) -> None:
-    """By the shapes that the model is run on, of a trainer whose padded rows are more than twice their tokens."""
+    """Checked by the input shapes of the model; padded rows would have more than twice the tokens."""
     batch, shapes = ragged(rows=24, prompt=12, response=24), []
     engine = trainer(folder(kind), max_tokens=60)
 
@@ -150,11 +150,11 @@ def test_forward_passes_are_no_larger_than_their_micro_batch(kind: str, folder: 
     assert batch.input_ids.numel() > 1.5 * computed
     shapes.clear()
     engine.update(batch, [MiniBatch(torch.arange(24), batch.response_mask.float())], Pull())
-    assert shapes == needed  # the same, for the same rows
+    assert shapes == needed  # scoring and training use the same shapes
 
 
 def test_only_needed_logits_are_computed(tmp_path: Path) -> None:
-    """Of a model that is no head over hidden states, from the first place that is read on."""
+    """For a model without a separate head: logits from the first scored position on."""
     batch, outputs = ragged(), []
     engine = TorchScorer(tiny_folder(tmp_path, "granite"), device="cpu").build(CONTEXT)
     scorer = engine._scorer
@@ -172,11 +172,11 @@ def test_only_needed_logits_are_computed(tmp_path: Path) -> None:
     assert outputs == [int(lengths.sum()) - before]
 
 
-# --- nothing changes -------------------------------------------------------------------------------------------------
+# --- equal results -------------------------------------------------------------------------------------------------
 
 
-def alone(lm: Any, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs by `lm` of one row at a time, without padding; and the gradient of `Pull`."""
+def reference_pass(lm: Any, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of `lm`, one unpadded row at a time, and the gradient of `Pull`."""
     rows = torch.zeros(batch.response_mask.shape, dtype=lm.dtype)
     for row, ids, counted in unpadded(batch):
         log_p = torch.log_softmax(lm(ids).logits[0] / batch.temperature[row].to(lm.dtype), dim=-1)[counted - 1]
@@ -186,11 +186,11 @@ def alone(lm: Any, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Te
 
 
 def in_float64(folder: str, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """`alone`, of a folder; in float32 where layers cannot compute in float64 (experts, state spaces)."""
+    """`reference_pass` of a folder; in float32 where layers do not support float64 (experts, state spaces)."""
 
     def of(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-        return alone(lm, batch, weights)
+        return reference_pass(lm, batch, weights)
 
     try:
         return of(torch.float64)
@@ -198,7 +198,7 @@ def in_float64(folder: str, batch: Ragged, weights: Tensor) -> tuple[Tensor, dic
         return of(torch.float32)
 
 
-def apart(found: Tensor, truth: Tensor) -> float:
+def relative_error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
@@ -210,7 +210,7 @@ def apart(found: Tensor, truth: Tensor) -> float:
     ),
 )
 def test_log_probs_and_gradients_equal_those_of_each_row_alone(kind: str, max_tokens: int, tmp_path: Path) -> None:
-    """By transformers, in float64 where its code can compute in that; windows are narrower than rows are long."""
+    """Compared with transformers, in float64 where supported; sliding windows are narrower than the rows."""
     batch, loss = ragged(rows=8), Pull()
     weights = batch.response_mask * torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0))
     changed = {"sliding_window": 4} if kind == "gemma2" else {}
@@ -218,7 +218,7 @@ def test_log_probs_and_gradients_equal_those_of_each_row_alone(kind: str, max_to
     truth, gradients = in_float64(folder, batch, weights)
     engine = trainer(folder, max_tokens=max_tokens, optimizer=SGD(lr=0.1, momentum=0.9))
     old = engine.log_probs(batch)
-    assert apart(old, truth) < 1e-6
+    assert relative_error(old, truth) < 1e-6
     engine.update(batch, [MiniBatch(torch.arange(8), weights)], loss)
     assert torch.equal(seen_by(loss, batch), old)
     state = engine.state_dict()
@@ -227,5 +227,5 @@ def test_log_probs_and_gradients_equal_those_of_each_row_alone(kind: str, max_to
     found = {name: buffers[i]["momentum_buffer"] for i, name in enumerate(state["weights"])}
     assert not any(found[name].any() for name in found.keys() - set(names))
     slope, expected = (torch.cat([of[name].double().flatten() for name in names]) for of in (found, gradients))
-    # What float32 leaves of a row alone; Granite's attention, whose scores are not scaled, leaves less.
-    assert apart(slope, expected) < (2e-5 if kind == "granite" else 3e-6)
+    # Float32 rounding of a single row; larger for Granite, whose attention scores are not scaled.
+    assert relative_error(slope, expected) < (2e-5 if kind == "granite" else 3e-6)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies that are made tile by tile, against autograd over whole distributions in float64."""
+"""Log-probs and entropies computed tile by tile, against autograd over full distributions in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AFTER = {"plain": AfterHead(), "scaled": AfterHead(0.3), "capped": AfterHead(cap
 
 
 class Case(NamedTuple):
-    """What is scored: `states` are the logits where there is no `layer`."""
+    """Inputs of a score; without a `layer`, `states` are the logits."""
 
     layer: nn.Linear | None
     after: AfterHead
@@ -53,20 +53,20 @@ def case(tokens: int, size: int, seed: int = 0, bias: bool = False, ready: bool 
 
 
 def exact(found: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs and entropies by the whole distributions in float64; and the leaves that they are made of."""
+    """Log-probs and entropies from full float64 distributions, and the leaf tensors of both."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in found.leaves]
     logits = leaves[0] if found.layer is None else found.after(nn.functional.linear(leaves[0], *leaves[1:]))
     log_p = (logits / found.temperature[:, None].double()).log_softmax(1)
     return [log_p.gather(1, found.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)], leaves
 
 
-def apart(found: Tensor, truth: Tensor) -> float:
+def relative_error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes tiles small."""
+def set_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that sets set_tile_sizes tile sizes."""
 
     def to(part: int, numbers: int) -> None:
         monkeypatch.setattr(tiles, "_PART", part)
@@ -75,8 +75,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return to
 
 
-def agree(found: Case, entropy: Entropy, chunk: int = 1024, bound: float = 1e-6) -> None:
-    """Numbers and gradients are those of float64, but for rounding: gradients to `bound` of their length."""
+def assert_equals_float64(found: Case, entropy: Entropy, chunk: int = 1024, bound: float = 1e-6) -> None:
+    """Assert that results and gradients equal float64 up to rounding: gradients with relative error < `bound`."""
     scored, (truth, leaves) = found.scored(entropy, chunk), exact(found)
     if entropy != "gradient":
         truth[1] = truth[1].detach()
@@ -89,18 +89,18 @@ def agree(found: Case, entropy: Entropy, chunk: int = 1024, bound: float = 1e-6)
     sum(((y * pull).sum() for _, y, pull in moving), torch.zeros(())).backward()
     for leaf, expected in zip(found.leaves, leaves, strict=True):
         assert leaf.grad is not None and expected.grad is not None and leaf.grad.dtype == leaf.dtype
-        assert apart(leaf.grad, expected.grad) < bound
+        assert relative_error(leaf.grad, expected.grad) < bound
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("bias", [False, True])
 def test_log_probs_entropies_and_gradients_match_float64(
-    after: str, bias: bool, entropy: Entropy, small: Callable[..., None]
+    after: str, bias: bool, entropy: Entropy, set_tile_sizes: Callable[..., None]
 ) -> None:
-    small(7, 21)
-    agree(case(11, 40, bias=bias, after=AFTER[after]), entropy)
-    agree(case(11, 40, bias=bias, after=AFTER[after], temperature=1.0), entropy)
+    set_tile_sizes(7, 21)
+    assert_equals_float64(case(11, 40, bias=bias, after=AFTER[after]), entropy)
+    assert_equals_float64(case(11, 40, bias=bias, after=AFTER[after], temperature=1.0), entropy)
 
 
 @examples(40)
@@ -108,19 +108,19 @@ def test_log_probs_entropies_and_gradients_match_float64(
     st.integers(1, 9), st.integers(1, 30), st.integers(1, 12), st.integers(1, 60), st.integers(1, 10),
     st.booleans(), st.sampled_from(["none", "value", "gradient"]),
 )  # fmt: skip
-def test_tile_sizes_change_results_by_rounding_only(
+def test_results_do_not_depend_on_tile_sizes(
     tokens: int, size: int, part: int, numbers: int, chunk: int, ready: bool, entropy: Entropy
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_PART", part)
         patch.setattr(tiles, "_numbers", lambda device, products: numbers)
-        agree(case(tokens, size, tokens * size, ready=ready), entropy, chunk)
+        assert_equals_float64(case(tokens, size, tokens * size, ready=ready), entropy, chunk)
 
 
 def test_default_tile_sizes_match_float64_for_a_large_vocabulary() -> None:
-    """To what autograd over the whole distributions in float32 keeps to as well: 3e-6 here."""
-    agree(case(70, 9000), "gradient", bound=5e-6)
-    agree(case(70, 9000, ready=True, temperature=1.0), "gradient", bound=5e-6)
+    """The bound is close to that of float32 autograd over full distributions, 3e-6 here."""
+    assert_equals_float64(case(70, 9000), "gradient", bound=5e-6)
+    assert_equals_float64(case(70, 9000, ready=True, temperature=1.0), "gradient", bound=5e-6)
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -137,7 +137,7 @@ def test_log_probs_are_bit_equal_with_and_without_entropy_or_gradient(dtype: tor
 
 @pytest.mark.parametrize("after", AFTER)
 def test_bfloat16_rounds_only_the_logits(after: str) -> None:
-    """Of the same logits, as autocast makes them, the numbers are those of float64."""
+    """Given the logits of autocast, results equal float64."""
     found = case(30, 5000, bias=True, after=AFTER[after])
     with torch.autocast("cpu", torch.bfloat16):
         log_prob, entropy = found.scored("gradient")
@@ -149,7 +149,9 @@ def test_bfloat16_rounds_only_the_logits(after: str) -> None:
     (log_prob.sum() + entropy.sum()).backward()
     (log_prob, entropy), leaves = exact(found)
     (log_prob.sum() + entropy.sum()).backward()
-    assert all(apart(leaf.grad, expected.grad) < 0.03 for leaf, expected in zip(found.leaves, leaves, strict=True))
+    assert all(
+        relative_error(leaf.grad, expected.grad) < 0.03 for leaf, expected in zip(found.leaves, leaves, strict=True)
+    )
 
 
 def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
@@ -160,7 +162,7 @@ def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
         assert x.states.grad.dtype == x.states.dtype
         truth = exact(x)
         truth[0][1].sum().backward()
-        assert apart(x.states.grad, truth[1][0].grad) < (3e-3 if x.states.dtype == torch.bfloat16 else 1e-6)
+        assert relative_error(x.states.grad, truth[1][0].grad) < (3e-3 if x.states.dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -173,7 +175,7 @@ def test_gradients_of_zero_tokens_are_zero(ready: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["states", "head"])
-def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
+def test_frozen_tensors_get_no_gradient_and_others_are_unchanged(frozen: str) -> None:
     found, other = case(5, 40, bias=True), case(5, 40, bias=True)
     for leaf in found.leaves[:1] if frozen == "states" else found.leaves[1:]:
         leaf.requires_grad_(False)
@@ -184,7 +186,7 @@ def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
 
 
 def test_logits_of_minus_infinity_do_not_affect_the_other_logits() -> None:
-    """Logits of -inf, as a model gives tokens that it never says."""
+    """Some models give impossible tokens logits of -inf."""
     found = case(6, 40, ready=True)
     targets = found.targets.where(found.targets < 30, 3)
     ruled = found.states.detach().clone()
@@ -198,8 +200,8 @@ def test_logits_of_minus_infinity_do_not_affect_the_other_logits() -> None:
     assert found.states.grad[:, 30:].eq(0).all()
 
 
-def test_nan_affects_only_its_row(small: Callable[..., None]) -> None:
-    small(7, 21)
+def test_nan_affects_only_its_row(set_tile_sizes: Callable[..., None]) -> None:
+    set_tile_sizes(7, 21)
     found, clean = case(6, 40), case(6, 40)
     with torch.no_grad():
         found.states[2, 3] = torch.nan
@@ -211,8 +213,8 @@ def test_nan_affects_only_its_row(small: Callable[..., None]) -> None:
     assert found.states.grad[2].isnan().all() and torch.equal(found.states.grad[others], clean.states.grad[others])
 
 
-def test_a_token_outside_the_vocabulary_is_refused(small: Callable[..., None]) -> None:
-    small(7, 21)
+def test_a_token_outside_the_vocabulary_is_refused(set_tile_sizes: Callable[..., None]) -> None:
+    set_tile_sizes(7, 21)
     for size in (40, 42):
         found = case(3, size)
         with pytest.raises((IndexError, RuntimeError)):
@@ -220,7 +222,7 @@ def test_a_token_outside_the_vocabulary_is_refused(small: Callable[..., None]) -
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any tensor has which a pass makes."""
+    """Records the largest number of elements of any tensor created in the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +237,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_memory_for_a_large_vocabulary_is_bounded_by_the_tile_size() -> None:
-    """Its 21 million logits are made in tiles of at most 8 MB; the head's own gradient is smaller than one."""
+    """21 million logits are computed in tiles of at most 8 MB; the gradient of the head is smaller than a tile."""
     found = case(140, 152_000)._replace(layer=nn.Linear(2, 152_000), states=torch.randn(140, 2).requires_grad_())
     with Largest() as largest:
         sum(x.sum() for x in found.scored("gradient")).backward()

@@ -1,7 +1,7 @@
-"""What `test_fsdp.py` compares between one process and two ranks: cases that run in either, and a rank's main program.
+"""Cases that `test_fsdp.py` runs in one process and on two ranks, and the main program of a rank.
 
 ``python -m tests.backends.torch.train.fsdp_cases RANK SIZE FOLDER`` runs every case as one rank of a gloo group, and
-pickles what it found.
+pickles the results.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.support.models import ragged
 
 ROWS = 7
 PPO = TokenObjective(PPOClip(dual_clip=3.0), kl=KLLoss("k3", 0.05), entropy=0.01)
-TIMEOUT = 30  # seconds that a rank waits for one that does not come, in the last case
+TIMEOUT = 30  # seconds; the process group timeout of the last case
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A `BuildContext`: rank and number of ranks; and where models, rollouts and checkpoints are."""
+    """A `BuildContext`: rank and number of ranks; and the folder of models, rollouts and checkpoints."""
 
     rank: int
     world_size: int
@@ -60,13 +60,13 @@ class Ranks:
     def trainer(self, kind: str, **settings: Any) -> Any:
         return self.build(TorchTrainer, kind, **{"optimizer": SGD(lr=1.0), "grad_clip": None} | settings)
 
-    def mine(self, rows: Sequence[int]) -> list[int]:
-        """The rows of this rank: the first has all but the last two; alone, it has all."""
+    def own_rows(self, rows: Sequence[int]) -> list[int]:
+        """The rows of this rank: the second has the last two, the first all others; a single process has all."""
         return list(rows) if self.world_size == 1 else list(rows[:-2]) if self.rank == 0 else list(rows[-2:])
 
 
 class Shared:
-    """A `BuildContext` that knows one engine."""
+    """A `BuildContext` with one engine."""
 
     seed, rank, world_size = 0, 0, 1
 
@@ -103,14 +103,14 @@ def value_batch(ranks: Ranks, kind: str) -> Any:
 
 
 def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
-    """Mini-batches of these rows, with the weights that `loss` gives their tokens."""
+    """Mini-batches of these rows, with the token weights of `loss`."""
     share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
     index = [torch.tensor(rows) for rows in parts]
     return rank_parts(index, loss.weights, batch.response_mask, batch.attention_mask, share)
 
 
 ALL = range(ROWS)
-# Two epochs; a mini-batch of one row, two that nobody can halve.
+# Two epochs; one mini-batch of one row, and two with an odd number of rows.
 STEPS = ([4], [0, 1, 2, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
 
 
@@ -126,16 +126,16 @@ def values_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
-    """Of the rank's own rows: with micro-batches of unequal numbers, of all rows, of none."""
+    """Log-probs of the rank's own rows, of all rows, and of one row on rank 0 and none on rank 1."""
     engine = ranks.build(TorchScorer, kind, max_tokens=20)
-    own = ranks.mine(ALL)
+    own = ranks.own_rows(ALL)
     found = {"own": engine.log_probs(sequences(own)), "all": engine.log_probs(sequences())}
     none = engine.log_probs(sequences([] if ranks.rank == 1 else [3]))
     return found | {"none": none, "rows": own}
 
 
 def last_gradient(engine: Any) -> dict[str, Tensor]:
-    """The gradient of the first step of SGD with momentum, as its buffers keep it."""
+    """The gradient of the first step of SGD with momentum, from its momentum buffers."""
     state = engine.state_dict()
     buffers = (state["optimizer"]["state"][i]["momentum_buffer"] for i in range(len(state["weights"])))
     return values_of(dict(zip(state["weights"], buffers, strict=True)))
@@ -149,7 +149,7 @@ def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
 
 
 def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
-    """Epochs of mini-batches, clipped, under a schedule."""
+    """Two epochs of mini-batches with gradient clipping and a schedule."""
     engine, batch = (
         ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(1.0, 0.0, steps=12), max_tokens=40),
         policy_batch(ranks, kind),
@@ -168,7 +168,7 @@ COVARIANCE = TokenObjective(KLCov(0.2))
 
 
 def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> dict[str, Any]:
-    """An objective that compares rows, which are dealt to ranks and micro-batches."""
+    """An objective across rows, whose rows are split over ranks and micro-batches."""
     engine = ranks.trainer("llama", max_tokens=max_tokens, optimizer=SGD(lr=0.1, momentum=0.9))
     batch = policy_batch(ranks, "llama")
     uid = np.array([f"{row % 3}" for row in range(ROWS)], dtype=object)
@@ -184,7 +184,7 @@ def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> 
 def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
     engine = ranks.build(TorchCritic, "critic", optimizer=SGD(lr=0.005, momentum=0.9), grad_clip=None, **settings)
     batch, loss = value_batch(ranks, "llama"), TokenObjective(ValueClip(0.2))
-    own = ranks.mine(ALL)
+    own = ranks.own_rows(ALL)
     found = engine.values(sequences(own))
     metrics = [engine.update(batch, minis(batch, loss, ALL), loss)]
     slope = last_gradient(engine)
@@ -202,33 +202,33 @@ def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
 
 
 def resuming(ranks: Ranks) -> dict[str, Any]:
-    """Train, save, train on; and from what was saved, train on again: by state dict, from a checkpoint, from the other
-    number of ranks' checkpoint where there is one."""
+    """Train, save, and continue training: directly, from a state dict, from a checkpoint, and from the checkpoint of
+    the other number of ranks if it exists."""
     optimizer, schedule = AdamW(lr=0.003, eps=1e-5), Cosine(1.0, 0.0, steps=20)
     settings: dict[str, Any] = {"optimizer": optimizer, "grad_clip": 1.0, "schedule": schedule}
     batch = policy_batch(ranks, "qwen2")
 
-    def go_on(engine: Any) -> dict[str, Any]:
+    def continue_training(engine: Any) -> dict[str, Any]:
         metrics = engine.update(batch, minis(batch, PPO, *STEPS), PPO)
         return {"metrics": metrics.compute(), "after": weights(engine), "version": engine.version}
 
     engine = ranks.trainer("qwen2", **settings)
     fresh = ranks.folder / f"fresh-{ranks.world_size}"
-    engine.save_checkpoint(str(fresh))  # before any step there is no state of an optimizer
+    engine.save_checkpoint(str(fresh))  # before the first step the optimizer has no state
     engine.update(batch, minis(batch, PPO, *STEPS), PPO)
     folder = ranks.folder / f"checkpoint-{ranks.world_size}"
     engine.save_checkpoint(str(folder))
     twin = ranks.trainer("qwen2", **settings)
     twin.load_state_dict(engine.state_dict())
-    found = {"straight": go_on(engine), "state": go_on(twin)}
-    engine.load_checkpoint(str(folder))  # into an engine that has gone on
-    found["back"] = go_on(engine)
+    found = {"straight": continue_training(engine), "state": continue_training(twin)}
+    engine.load_checkpoint(str(folder))  # into an engine that was trained further
+    found["back"] = continue_training(engine)
     other = ranks.folder / f"checkpoint-{3 - ranks.world_size}"
     if other.exists():
         engine.load_checkpoint(str(other))
-        found["other"] = go_on(engine)
+        found["other"] = continue_training(engine)
     engine.load_checkpoint(str(fresh))
-    found["fresh"] = go_on(engine)
+    found["fresh"] = continue_training(engine)
     llama, sgd = ranks.trainer("llama", **settings), ranks.trainer("qwen2")
     found["no checkpoint"] = error_of(lambda: engine.load_checkpoint(str(ranks.folder)))
     found["another model"] = error_of(lambda: llama.load_checkpoint(str(folder)))
@@ -238,7 +238,7 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
 
 
 def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """Train an adapter whose r two ranks cannot halve; the reference before and after is the actor without it."""
+    """Train an adapter with odd r; the reference is the actor without it, before and after training."""
     settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
     engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
     reference = TorchScorer().build(Shared(engine))
@@ -247,23 +247,23 @@ def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     folder = ranks.folder / f"{kind}-lora-checkpoint"
     engine.save_checkpoint(f"{folder}-{ranks.world_size}")
 
-    def go_on() -> dict[str, Tensor]:
+    def continue_training() -> dict[str, Tensor]:
         found["metrics"].append(engine.update(batch, minis(batch, PPO, *STEPS), PPO))
         return dict(engine.adapter_weights())
 
-    found["adapter"] = {name: tensor.clone() for name, tensor in go_on().items()}
+    found["adapter"] = {name: tensor.clone() for name, tensor in continue_training().items()}
     found["reference"].append(reference.log_probs(batch))
     found |= {"after": weights(engine), "log_probs": engine.log_probs(batch), "over": engine.adapter_of}
     engine.save_pretrained(str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
     other = f"{folder}-{3 - ranks.world_size}"
     if Path(other).exists():
         engine.load_checkpoint(other)
-        found["other"] = go_on()
+        found["other"] = continue_training()
     return found
 
 
 def not_finite(ranks: Ranks) -> dict[str, Any]:
-    """NaN in one row, which is one rank's: all refuse the mini-batch, and none of them is worse for it."""
+    """NaN in a row of one rank: all ranks refuse the mini-batch without a change of weights."""
     engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
     poisoned = batch._replace(advantages=batch.advantages.index_fill(0, torch.tensor([5]), float("nan")))
     error = error_of(lambda: engine.update(poisoned, minis(batch, PPO, [0, 1], ALL), PPO))
@@ -272,14 +272,14 @@ def not_finite(ranks: Ranks) -> dict[str, Any]:
 
 
 def bad_rows(ranks: Ranks) -> dict[str, Any]:
-    """Rows that one rank refuses stop all ranks, and leave them able to go on."""
+    """Rows that one rank refuses: all ranks raise, and can continue."""
     engine, batch = ranks.trainer("llama"), sequences()
     bad = batch._replace(temperature=batch.temperature * 0) if ranks.rank == ranks.world_size - 1 else batch
     return {"error": error_of(lambda: engine.log_probs(bad)), "all": engine.log_probs(batch)}
 
 
 def gathering(ranks: Ranks) -> dict[str, Any]:
-    """Gather all weights, in buckets of some sizes, keeping none; the most bytes that any hand-out left alive."""
+    """Gather all weights in buckets of several sizes; returns the peak of live bytes."""
     engine = ranks.trainer("llama")
     sizes = {name: tensor.nbytes for name, tensor in engine.weights()}
     peaks = {}
@@ -287,22 +287,22 @@ def gathering(ranks: Ranks) -> dict[str, Any]:
         peaks[bucket] = 0
         with LiveBytes() as live:
             for _ in engine.weights(bucket_bytes=bucket):
-                end = time.monotonic() + 1  # gloo's threads let go of what they sent a moment later
+                end = time.monotonic() + 1  # gloo's threads free sent tensors a moment later
                 while live.now > 2 * max(bucket, *sizes.values()) + 1024 and time.monotonic() < end:
                     time.sleep(0.001)
                 peaks[bucket] = max(peaks[bucket], live.now)
     engine.save_pretrained(str(ranks.folder / f"saved-{ranks.world_size}"))
     allocated = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
-    return {"peaks": peaks, "sizes": sizes, "held": allocated}
+    return {"peaks": peaks, "sizes": sizes, "allocated": allocated}
 
 
 def buffers(ranks: Ranks, kind: str) -> dict[str, Any]:
-    """Buffers of a model that was laid out without storage."""
+    """Buffers of a model that was created on the meta device."""
     return {name: tensor.clone() for name, tensor in ranks.trainer(kind).model.named_buffers()}
 
 
 def other_folders(ranks: Ranks) -> dict[str, Any]:
-    """Folders whose tensors are named from the body down, or are pickled: loaded by transformers, then sharded."""
+    """Folders with tensor names without the body's prefix, or with pickles: loaded by transformers, then sharded."""
     return {kind: weights(ranks.build(TorchTrainer, kind)) for kind in ("body", "pickled")}
 
 
@@ -368,16 +368,16 @@ def cases(every: bool) -> dict[str, Callable[[Ranks], dict[str, Any]]]:
 
 
 def error_of(act: Callable[[], Any]) -> str:
-    """What `act` raises, as ``Class: message``."""
+    """The error that `act` raises, as ``Class: message``."""
     try:
         act()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return "no error"
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes that tensors made in the block hold now."""
+    """Counts the live bytes of tensors created in the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Failing:
-    """A loss that fails on the rank that it says."""
+    """A loss that raises if `fails`."""
 
     wants_entropy = False
     of_distribution = None
@@ -415,8 +415,8 @@ class Failing:
         return (weights * output).sum()
 
 
-def lonely(ranks: Ranks) -> dict[str, Any]:
-    """One rank raises amid an update and lives on; the other waits for it until the timeout, and no longer."""
+def failed_rank(ranks: Ranks) -> dict[str, Any]:
+    """One rank raises during an update; the other waits for it until the timeout."""
     done = ranks.folder / "done"
     engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
     error = error_of(lambda: engine.update(batch, minis(batch, PPO, ALL), Failing(ranks.rank == 1)))
@@ -437,12 +437,12 @@ def main(rank: int, size: int, folder: Path, every: bool) -> None:
         )
 
     ranks, found = Ranks(rank, size, folder), {}
-    group("first-group", 300)  # imports of one rank may take much longer than those of the other
+    group("first-group", 300)  # imports of one rank may take much longer than of the other
     for name, case in cases(every).items():
         found[name] = case(ranks)
     dist.destroy_process_group()
     group("second-group", TIMEOUT)
-    found["lonely"] = lonely(ranks)
+    found["failed_rank"] = failed_rank(ranks)
     (folder / f"found-{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

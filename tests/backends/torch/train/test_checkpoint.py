@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, incomplete or planted: refused by name, and nothing of them is run."""
+"""Damaged, incomplete or malicious checkpoints are refused, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from flowrl.backends import AdamW
 from flowrl.backends.torch.train import checkpoint
-from tests.backends.torch.train.trainers import Bomb, Folder, Pull, snapshot, trainer, whole
+from tests.backends.torch.train.trainers import Bomb, Folder, Pull, all_rows, snapshot, trainer
 from tests.support.errors import raises
 from tests.support.models import ragged
 
@@ -24,18 +24,18 @@ HEAD = "weights.lm_head.weight"
 DAMAGED, MISMATCH = "checkpoint.damaged", "checkpoint.mismatch"
 
 
-def moved(folder: str) -> Any:
-    """A trainer that has taken a step, so that its optimizer has a state."""
+def trained_once(folder: str) -> Any:
+    """A trainer after one step, so that its optimizer has state."""
     engine = trainer(folder, optimizer=AdamW(lr=0.01))
-    engine.update(ragged(), [whole(ragged())], Pull())
+    engine.update(ragged(), [all_rows(ragged())], Pull())
     return engine
 
 
 def test_loading_a_checkpoint_unpickles_nothing(folder: Folder, tmp_path: Path) -> None:
-    engine, marker = moved(folder("llama")), tmp_path / "run"
+    engine, marker = trained_once(folder("llama")), tmp_path / "run"
     bomb = pickle.dumps(Bomb(marker))
     pickle.loads(bomb)
-    assert marker.exists()  # it works
+    assert marker.exists()  # the pickle is malicious
     marker.unlink()
     engine.save_checkpoint(str(tmp_path / "saved"))
     assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors"}
@@ -47,7 +47,7 @@ def test_loading_a_checkpoint_unpickles_nothing(folder: Folder, tmp_path: Path) 
             with raises(DAMAGED, path=str(planted)):
                 engine.load_checkpoint(str(planted))
         else:
-            engine.load_checkpoint(str(planted))  # it is not ours, so it is not looked at
+            engine.load_checkpoint(str(planted))  # unrelated files are ignored
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / ".metadata").write_bytes(bomb)
     with raises("checkpoint.missing", path=str(tmp_path / "foreign")):
@@ -55,24 +55,24 @@ def test_loading_a_checkpoint_unpickles_nothing(folder: Folder, tmp_path: Path) 
     assert not marker.exists()
 
 
-def dropped(path: Path) -> None:
+def without_a_tensor(path: Path) -> None:
     tensors = load_file(path / PART)
     tensors.pop("weights.lm_head.weight")
     save_file(tensors, path / PART)
 
 
-def narrowed(path: Path) -> None:
+def with_a_narrower_tensor(path: Path) -> None:
     tensors = load_file(path / PART)
     save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"].bfloat16()}, path / PART)
 
 
-def shortened(path: Path) -> None:
+def truncated(path: Path) -> None:
     tensors = load_file(path / PART)
     save_file(tensors | {"weights.lm_head.weight": tensors["weights.lm_head.weight"][1:]}, path / PART)
 
 
 def without_axes(number: int) -> Callable[[Path], None]:
-    """A second part, with a tensor that has rows in the other one and no axis in this."""
+    """Write a second part with a scalar tensor that has rows in the first part."""
 
     def damage(path: Path) -> None:
         (path / PART).rename(path / f"part-0000{number}-of-00002.safetensors")
@@ -101,18 +101,18 @@ def without_axes(number: int) -> Callable[[Path], None]:
             {"expected": 1},
         ),
         (lambda path: (path / PART).rename(path / "weights.safetensors"), "checkpoint.missing", {}),
-        (dropped, MISMATCH, {"differ": (HEAD,)}),
-        (narrowed, MISMATCH, {"differ": (HEAD,)}),
-        (shortened, MISMATCH, {"differ": (HEAD,)}),
+        (without_a_tensor, MISMATCH, {"differ": (HEAD,)}),
+        (with_a_narrower_tensor, MISMATCH, {"differ": (HEAD,)}),
+        (truncated, MISMATCH, {"differ": (HEAD,)}),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     damage: Callable[[Path], Any], code: str, facts: dict[str, Any], folder: Folder, tmp_path: Path
 ) -> None:
-    engine = moved(folder("llama"))
+    engine = trained_once(folder("llama"))
     engine.save_checkpoint(str(tmp_path / "saved"))
     damage(tmp_path / "saved")
-    engine.update(ragged(), [whole(ragged())], Pull())
+    engine.update(ragged(), [all_rows(ragged())], Pull())
     before = snapshot(engine)
     with raises(code, **facts):
         engine.load_checkpoint(str(tmp_path / "saved"))
@@ -120,8 +120,8 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     assert engine.version == 2
 
 
-def test_a_checkpoint_part_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Whatever comes first, and of any shape; `safetensors` reads it."""
+def test_safetensors_reads_a_checkpoint_part(tmp_path: Path) -> None:
+    """Tensors of several dtypes and shapes, also empty ones."""
     tensors = {
         "short": torch.arange(3.0),
         "scalar": torch.tensor(7.0),
@@ -138,8 +138,8 @@ def test_a_checkpoint_part_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-def test_tensors_of_a_checkpoint_part_are_aligned(length: int, tmp_path: Path) -> None:
-    """However long the text is that stands before them, so that a file can be mapped as it is."""
+def test_tensors_of_a_checkpoint_part_are_aligned_to_8_bytes(length: int, tmp_path: Path) -> None:
+    """Independent of the length of the header, so that the file can be memory-mapped."""
     checkpoint._write(str(tmp_path / PART), {"x" * length: torch.tensor(1 << 40)})
     raw = (tmp_path / PART).read_bytes()
     assert int.from_bytes(raw[:8], "little") % 8 == 0

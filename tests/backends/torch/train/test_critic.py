@@ -31,7 +31,7 @@ def critic(model: str, **settings: Any) -> Any:
 class Squares:
     """``(weights * (values - pull)**2).sum()``: regression of the values to the column `pull`."""
 
-    wants_entropy = True  # a critic has no distribution over tokens to take it of
+    wants_entropy = True  # ignored: a critic has no distribution over tokens
     of_distribution = None
 
     def __call__(
@@ -43,7 +43,7 @@ class Squares:
         return loss
 
 
-def whole(batch: Ragged) -> MiniBatch:
+def all_rows(batch: Ragged) -> MiniBatch:
     return MiniBatch(torch.arange(len(batch.input_ids)), batch.response_mask.float())
 
 
@@ -57,14 +57,14 @@ def change(engine: Any, act: Callable[[], Any]) -> dict[str, Tensor]:
     return {name: tensor.double() - before[name].double() for name, tensor in snapshot(engine).items()}
 
 
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def relative_error(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     flat_a, flat_b = (torch.cat([c[name].flatten() for name in sorted(c)]) for c in (a, b))
     return float((flat_a - flat_b).norm() / flat_b.norm())
 
 
 def with_random_head(engine: Any) -> Any:
-    """A zero head would hide the body, from the values and from the gradient."""
+    """Replace the zero head, with which values and gradients would not depend on the body."""
     state = copy.deepcopy(engine.state_dict())
     state["weights"]["value_head.weight"].normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     state["weights"]["value_head.bias"].fill_(0.25)
@@ -72,8 +72,8 @@ def with_random_head(engine: Any) -> Any:
     return engine
 
 
-class Truth:
-    """The value function in float64: the state before a token, times the head."""
+class Float64Critic:
+    """The value function in float64: hidden state before each token, times the head."""
 
     def __init__(self, model: str, engine: Any) -> None:
         self.body = (
@@ -109,7 +109,7 @@ def test_values_match_an_unpadded_float64_forward(kind: str, folder: Folder) -> 
     assert engine.values(batch).eq(0).all()  # before any training
     with_random_head(engine)
     with torch.no_grad():
-        expected = Truth(folder(kind), engine).values(batch)
+        expected = Float64Critic(folder(kind), engine).values(batch)
     found = engine.values(batch)
     assert found.dtype == torch.float32 and not found.requires_grad
     assert found[~batch.response_mask].eq(0).all() and expected.std() > 0.1
@@ -119,14 +119,14 @@ def test_values_match_an_unpadded_float64_forward(kind: str, folder: Folder) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_critic_step_matches_float64_autograd(kind: str, folder: Folder) -> None:
     batch, engine = ragged(), with_random_head(critic(folder(kind), max_tokens=50))
-    truth, metrics = Truth(folder(kind), engine), Metrics()
+    reference, metrics = Float64Critic(folder(kind), engine), Metrics()
     weights = batch.response_mask * torch.rand(batch.response_mask.shape)
-    loss = (weights.double() * (truth.values(batch) - batch.pull.double()) ** 2).sum()
+    loss = (weights.double() * (reference.values(batch) - batch.pull.double()) ** 2).sum()
     loss.backward()
     mini = MiniBatch(torch.arange(6), weights)
     found = change(engine, lambda: metrics.merge(engine.update(batch, [mini], Squares())))
-    expected = {name: -gradient for name, gradient in truth.gradients().items()}
-    assert apart(found, expected) < 1e-5
+    expected = {name: -gradient for name, gradient in reference.gradients().items()}
+    assert relative_error(found, expected) < 1e-5
     norm = torch.nn.utils.get_total_norm(list(expected.values()))
     log = metrics.compute()
     assert log["critic/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
@@ -151,48 +151,50 @@ def test_padding_and_micro_batches_do_not_change_values_or_steps(folder: Folder)
         position_ids=pad(batch.position_ids, 10**6),
     )
     assert torch.equal(engine.values(padded), expected)
-    whole_step = change(engine, lambda: engine.update(batch, [whole(batch)], Squares()))
+    whole_step = change(engine, lambda: engine.update(batch, [all_rows(batch)], Squares()))
     for max_tokens in (1, 40):
         other = with_random_head(critic(folder("llama"), max_tokens=max_tokens))
         torch.testing.assert_close(other.values(batch), expected, atol=1e-5, rtol=1e-5)
-        step = change(other, lambda other=other: other.update(padded, [whole(batch)], Squares()))
-        assert apart(step, whole_step) < 1e-6
+        step = change(other, lambda other=other: other.update(padded, [all_rows(batch)], Squares()))
+        assert relative_error(step, whole_step) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_gradient_checkpointing_and_bfloat16_agree_with_float32(kind: str, folder: Folder) -> None:
     batch = ragged()
     plain = with_random_head(critic(folder(kind)))
-    thrifty = with_random_head(critic(folder(kind), gradient_checkpointing=True))
-    rough = with_random_head(critic(folder(kind), gradient_checkpointing=True, dtype="bfloat16"))
-    assert torch.equal(plain.values(batch), thrifty.values(batch))
-    assert rough.values(batch).dtype == torch.float32
-    torch.testing.assert_close(rough.values(batch), plain.values(batch), atol=0.15, rtol=0.05)
-    steps = [change(e, lambda e=e: e.update(batch, [whole(batch)], Squares())) for e in (plain, thrifty, rough)]
-    assert apart(steps[1], steps[0]) < 1e-6
-    assert 0 < apart(steps[2], steps[0]) < 0.1
+    checkpointed = with_random_head(critic(folder(kind), gradient_checkpointing=True))
+    in_bfloat16 = with_random_head(critic(folder(kind), gradient_checkpointing=True, dtype="bfloat16"))
+    assert torch.equal(plain.values(batch), checkpointed.values(batch))
+    assert in_bfloat16.values(batch).dtype == torch.float32
+    torch.testing.assert_close(in_bfloat16.values(batch), plain.values(batch), atol=0.15, rtol=0.05)
+    steps = [
+        change(e, lambda e=e: e.update(batch, [all_rows(batch)], Squares())) for e in (plain, checkpointed, in_bfloat16)
+    ]
+    assert relative_error(steps[1], steps[0]) < 1e-6
+    assert 0 < relative_error(steps[2], steps[0]) < 0.1
 
 
 def test_a_critic_fits_fixed_returns(folder: Folder) -> None:
     batch, engine = ragged(), critic(folder("llama"), optimizer=AdamW(lr=0.01), grad_clip=1.0)
-    losses = [engine.update(batch, [whole(batch)], Squares()).compute()["critic/vf_loss"] for _ in range(60)]
+    losses = [engine.update(batch, [all_rows(batch)], Squares()).compute()["critic/vf_loss"] for _ in range(60)]
     assert losses[-1] < 0.02 * losses[0]
     assert (engine.values(batch) - batch.pull)[batch.response_mask].abs().mean() < 0.15
     assert engine.version == 60
 
 
-def test_resuming_is_bit_exact(folder: Folder) -> None:
+def test_a_critic_resumed_from_a_state_dict_is_bit_equal(folder: Folder) -> None:
     batch, settings = (
         ragged(),
         {"optimizer": AdamW(lr=0.003), "schedule": Linear(1.0, 0.0, steps=9, warmup=1), "grad_clip": 1.0},
     )
     engine = critic(folder("llama"), **settings)
-    engine.update(batch, [whole(batch)] * 2, Squares())
+    engine.update(batch, [all_rows(batch)] * 2, Squares())
     state = copy.deepcopy(engine.state_dict())
-    log = engine.update(batch, [whole(batch)], Squares()).compute()
+    log = engine.update(batch, [all_rows(batch)], Squares()).compute()
     resumed = critic(folder("llama"), **settings)
     resumed.load_state_dict(state)
-    assert resumed.update(batch, [whole(batch)], Squares()).compute() == log
+    assert resumed.update(batch, [all_rows(batch)], Squares()).compute() == log
     assert resumed.version == engine.version == 2
     after = snapshot(engine)
     assert all(torch.equal(tensor, after[name]) for name, tensor in snapshot(resumed).items())
@@ -212,13 +214,13 @@ def test_unusable_folders_rows_and_gradients_are_refused(folder: Folder, tmp_pat
     batch, engine = ragged(), critic(folder("llama"))
     mask = batch.response_mask.clone()
     mask[1, 1] = True
-    for act in (engine.values, lambda b: engine.update(b, [whole(b)], Squares())):
+    for act in (engine.values, lambda b: engine.update(b, [all_rows(b)], Squares())):
         with raises("model.invalid-rows", row=1, token=1):
             act(batch._replace(response_mask=mask))
     poisoned = batch._replace(pull=batch.pull.index_fill(0, torch.tensor([5]), float("nan")))
     before = snapshot(engine)
     with raises("trainer.not-finite-gradient", role="critic", where="mini-batch 0 of 1"):
-        engine.update(poisoned, [whole(batch)], Squares())
+        engine.update(poisoned, [all_rows(batch)], Squares())
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(engine).items())
 
 

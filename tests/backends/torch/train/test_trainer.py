@@ -21,7 +21,7 @@ from flowrl.backends import SGD, AdamW, TorchScorer
 from flowrl.data.metrics import Metrics
 from flowrl.protocols.protocols import MiniBatch, Scorer, Trainer
 from flowrl.protocols.scorers import NormScorer
-from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, change, seen_by, trainer, whole
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, all_rows, change, seen_by, trainer
 from tests.support.errors import raises
 from tests.support.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
@@ -44,7 +44,7 @@ def float64(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").eval()
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
@@ -53,7 +53,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logit_norms_are_squared_norms_of_the_log_prob_gradient(kind: str, folder: Folder) -> None:
-    """By autograd in float64, in the logits over the temperature."""
+    """Compared with float64 autograd with respect to the logits over the temperature."""
     batch, lm = ragged(), float64(folder(kind))
     expected = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
     for row, ids, counted in unpadded(batch):
@@ -79,7 +79,7 @@ def test_log_probs_and_entropy_match_an_unpadded_float64_forward(kind: str, fold
     assert found.dtype == torch.float32 and not found.requires_grad
     assert found[~batch.response_mask].eq(0).all()
     torch.testing.assert_close(found.double(), log_probs, atol=1e-5, rtol=0)
-    engine.update(batch, [whole(batch)], loss)
+    engine.update(batch, [all_rows(batch)], loss)
     torch.testing.assert_close(loss.seen[0][0].double(), log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(loss.seen[0][1].double(), entropy, atol=1e-5, rtol=0)
 
@@ -133,9 +133,9 @@ def test_rows_of_padding_score_zero_and_do_not_change_the_update(folder: Folder)
     )
     torch.testing.assert_close(engine.log_probs(mixed)[:6], expected, atol=1e-5, rtol=0)
     assert engine.log_probs(filler).eq(0).all()
-    plain = change(engine, lambda: engine.update(batch, [whole(batch)], Pull()))
+    plain = change(engine, lambda: engine.update(batch, [all_rows(batch)], Pull()))
     other = trainer(folder("llama"))
-    assert apart(change(other, lambda: other.update(mixed, [whole(mixed)], Pull())), plain) < 1e-6
+    assert relative_error(change(other, lambda: other.update(mixed, [all_rows(mixed)], Pull())), plain) < 1e-6
 
 
 def test_a_non_positive_temperature_is_refused(folder: Folder) -> None:
@@ -144,7 +144,7 @@ def test_a_non_positive_temperature_is_refused(folder: Folder) -> None:
     with raises("model.temperature", row=2, temperature=0.0):
         engine.log_probs(cold)
     with raises("model.temperature", row=2):
-        engine.update(cold, [whole(cold)], Pull())
+        engine.update(cold, [all_rows(cold)], Pull())
 
 
 def test_response_tokens_without_attention_or_predecessor_are_refused(folder: Folder) -> None:
@@ -166,12 +166,12 @@ def test_the_ratio_before_the_first_step_is_exactly_one(kind: str, settings: dic
     batch, loss = ragged(), Pull(entropy_coef=0.1)
     engine = trainer(folder(kind), **settings)
     old = engine.log_probs(batch)
-    engine.update(batch, [whole(batch)], loss)
+    engine.update(batch, [all_rows(batch)], loss)
     assert (len(loss.seen) > 1) == ("max_tokens" in settings)
     assert torch.equal(seen_by(loss, batch), old)
 
 
-def test_another_micro_batch_layout_changes_the_ratio_by_rounding_only(folder: Folder) -> None:
+def test_other_micro_batches_change_the_ratio_by_rounding_only(folder: Folder) -> None:
     batch, loss, engine = ragged(rows=12), Pull(), trainer(folder("llama"), max_tokens=40)
     old = engine.log_probs(batch)
     rows = torch.randperm(12)
@@ -185,18 +185,18 @@ def test_another_micro_batch_layout_changes_the_ratio_by_rounding_only(folder: F
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_matches_float64_autograd(kind: str, folder: Folder) -> None:
-    batch, truth = ragged(), float64(folder(kind))
-    log_probs, entropy = reference(truth, batch)
+    batch, reference_model = ragged(), float64(folder(kind))
+    log_probs, entropy = reference(reference_model, batch)
     weights = batch.response_mask * torch.rand(batch.response_mask.shape)
     (weights.double() * (batch.pull.double() * log_probs + 0.1 * entropy)).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in truth.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in reference_model.named_parameters()}
     gradient = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
     engine = trainer(folder(kind), max_tokens=50, logprob_chunk=4)
     metrics = Metrics()
     mini = MiniBatch(torch.arange(6), weights)
     found = change(engine, lambda: metrics.merge(engine.update(batch, [mini], Pull(entropy_coef=0.1))))
-    assert apart(found, gradient) < 1e-5
+    assert relative_error(found, gradient) < 1e-5
     log, pull = metrics.compute(), float((weights * batch.pull).sum() / weights.sum())
     assert log["actor/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
     assert log["actor/pull"] == pytest.approx(pull, rel=1e-5) and log["actor/lr"] == 1.0
@@ -207,9 +207,9 @@ def test_micro_batches_and_chunks_do_not_change_a_step(folder: Folder) -> None:
     changes = []
     for max_tokens, chunk in [(10**6, 10**6), (1, 10**6), (48, 10**6), (10**6, 1), (64, 7)]:
         engine = trainer(folder("llama"), max_tokens=max_tokens, logprob_chunk=chunk)
-        changes.append(change(engine, lambda engine=engine: engine.update(batch, [whole(batch)], loss)))
+        changes.append(change(engine, lambda engine=engine: engine.update(batch, [all_rows(batch)], loss)))
     for other in changes[1:]:
-        assert apart(other, changes[0]) < 1e-6
+        assert relative_error(other, changes[0]) < 1e-6
 
 
 def test_each_mini_batch_is_one_optimizer_step_in_order(folder: Folder) -> None:
@@ -218,17 +218,17 @@ def test_each_mini_batch_is_one_optimizer_step_in_order(folder: Folder) -> None:
     minis = [MiniBatch(r, batch.response_mask[r].float()) for r in rows]
     found = change(engine, lambda: metrics.merge(engine.update(batch, minis, Pull())))
 
-    truth, norms = float64(folder("llama")), []
-    before = {name: parameter.detach().clone() for name, parameter in truth.named_parameters()}
-    torch_sgd = torch.optim.SGD(truth.parameters(), lr=0.01, momentum=0.9)
+    reference_model, norms = float64(folder("llama")), []
+    before = {name: parameter.detach().clone() for name, parameter in reference_model.named_parameters()}
+    torch_sgd = torch.optim.SGD(reference_model.parameters(), lr=0.01, momentum=0.9)
     for r in rows:
         part = rows_of(batch, r)
         torch_sgd.zero_grad()
-        (-(part.pull * reference(truth, part)[0]).sum()).backward()
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in truth.parameters()])))
+        (-(part.pull * reference(reference_model, part)[0]).sum()).backward()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in reference_model.parameters()])))
         torch_sgd.step()
-    after = dict(truth.named_parameters())
-    assert apart(found, torch.cat([(after[n] - before[n]).detach().flatten() for n in sorted(before)])) < 1e-5
+    after = dict(reference_model.named_parameters())
+    assert relative_error(found, torch.cat([(after[n] - before[n]).detach().flatten() for n in sorted(before)])) < 1e-5
     assert metrics.compute()["actor/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
     assert engine.version == 1
 
@@ -237,7 +237,7 @@ def test_a_loss_gets_full_columns_of_its_rows(folder: Folder) -> None:
     batch, loss, engine = ragged(), Pull(), trainer(folder("llama"), max_tokens=1)
     rows = torch.tensor([3, 1])
     engine.update(batch, [MiniBatch(rows, batch.response_mask[rows].float())], loss)
-    assert [seen[2].uid.tolist() for seen in loss.seen] == [["row 1"], ["row 3"]]  # short before long
+    assert [seen[2].uid.tolist() for seen in loss.seen] == [["row 1"], ["row 3"]]  # in order of length
     for output, entropy, part, weights in loss.seen:
         assert output.shape == weights.shape == part.pull.shape == part.response_mask.shape == (1, 9)
         assert entropy is not None and not entropy.requires_grad and part.absent is None
@@ -247,15 +247,15 @@ def test_gradients_are_clipped_by_their_norm(folder: Folder) -> None:
     batch = ragged()
     for clip, scale in [(0.5, None), (1e6, 1.0)]:
         free, clipped = trainer(folder("llama")), trainer(folder("llama"), grad_clip=clip)
-        full = change(free, lambda e=free: e.update(batch, [whole(batch)], Pull()))
+        full = change(free, lambda e=free: e.update(batch, [all_rows(batch)], Pull()))
         metrics = Metrics()
-        found = change(clipped, lambda e=clipped, m=metrics: m.merge(e.update(batch, [whole(batch)], Pull())))
-        assert apart(found, full * (scale or clip / float(full.norm()))) < 1e-5
+        found = change(clipped, lambda e=clipped, m=metrics: m.merge(e.update(batch, [all_rows(batch)], Pull())))
+        assert relative_error(found, full * (scale or clip / float(full.norm()))) < 1e-5
         assert metrics.compute()["actor/grad_norm"] == pytest.approx(float(full.norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_is_refused_and_changes_no_weight(bad: float, folder: Folder) -> None:
+def test_a_non_finite_gradient_is_refused_without_a_change_of_weights(bad: float, folder: Folder) -> None:
     batch, engine = ragged(), trainer(folder("llama"), grad_clip=1.0)
     poisoned = batch._replace(pull=batch.pull.index_fill(0, torch.tensor([5]), bad))
     minis = [MiniBatch(rows, batch.response_mask[rows].float()) for rows in (torch.tensor([0, 1]), torch.tensor([5]))]
@@ -273,7 +273,7 @@ def test_a_mini_batch_of_weight_zero_still_takes_an_optimizer_step(folder: Folde
     spec = AdamW(lr=0.01, weight_decay=0.1)
     engine = trainer(folder("llama"), optimizer=spec)
     idle = MiniBatch(torch.tensor([2, 3]), torch.zeros(2, 9))
-    engine.update(batch, [whole(batch)], loss)
+    engine.update(batch, [all_rows(batch)], loss)
     state = copy.deepcopy(engine.state_dict())
     metrics = engine.update(batch, [idle], loss).compute()
     assert len(loss.seen) == 1 and metrics["actor/grad_norm"] == 0 and engine.version == 2
@@ -292,7 +292,7 @@ def test_a_mini_batch_of_weight_zero_still_takes_an_optimizer_step(folder: Folde
 
 
 class WidestVocabulary(TorchDispatchMode):
-    """Notes how many tokens any ``[tokens, vocabulary]`` tensor has."""
+    """Records the largest number of tokens in any ``[tokens, vocabulary]`` tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class WidestVocabulary(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_logits_are_computed_one_chunk_at_a_time(kind: str, folder: Folder) -> None:
-    """Of a model that caps what its head gives, too."""
+    """Also for a model with a soft cap on its logits."""
     batch, engine, chunk = ragged(rows=24), trainer(folder(kind), logprob_chunk=5), 5
     assert batch.response_mask.sum() > 8 * chunk
     with WidestVocabulary() as watch:
@@ -320,7 +320,7 @@ def test_logits_are_computed_one_chunk_at_a_time(kind: str, folder: Folder) -> N
         WidestVocabulary() as watch,
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t),
     ):
-        engine.update(batch, [whole(batch)], Pull(entropy_coef=0.1))
+        engine.update(batch, [all_rows(batch)], Pull(entropy_coef=0.1))
     assert watch.tokens == chunk
     assert saved and not [shape for shape in saved if shape[-1:] == (VOCAB,) and shape != (64, VOCAB)]
 
@@ -329,13 +329,16 @@ def test_logits_are_computed_one_chunk_at_a_time(kind: str, folder: Folder) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_checkpointing_changes_no_result_and_keeps_dropout_off(kind: str, folder: Folder) -> None:
+def test_gradient_checkpointing_changes_no_result_and_leaves_dropout_disabled(kind: str, folder: Folder) -> None:
     batch = ragged()
-    plain, thrifty = trainer(folder(kind)), trainer(folder(kind), gradient_checkpointing=True)
-    assert torch.equal(plain.log_probs(batch), thrifty.log_probs(batch))
-    expected = change(plain, lambda: plain.update(batch, [whole(batch)], Pull(0.1)))
-    assert apart(change(thrifty, lambda: thrifty.update(batch, [whole(batch)], Pull(0.1))), expected) < 1e-6
-    assert not thrifty.model.training
+    plain, checkpointed = trainer(folder(kind)), trainer(folder(kind), gradient_checkpointing=True)
+    assert torch.equal(plain.log_probs(batch), checkpointed.log_probs(batch))
+    expected = change(plain, lambda: plain.update(batch, [all_rows(batch)], Pull(0.1)))
+    assert (
+        relative_error(change(checkpointed, lambda: checkpointed.update(batch, [all_rows(batch)], Pull(0.1))), expected)
+        < 1e-6
+    )
+    assert not checkpointed.model.training
 
 
 def test_gradient_checkpointing_recomputes_layers(folder: Folder) -> None:
@@ -344,7 +347,7 @@ def test_gradient_checkpointing_recomputes_layers(folder: Folder) -> None:
         engine = trainer(folder("llama"), gradient_checkpointing=checkpointing)
         calls: list[int] = []
         engine.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        engine.update(batch, [whole(batch)], Pull())
+        engine.update(batch, [all_rows(batch)], Pull())
         runs[checkpointing] = len(calls)
     assert runs == {False: 1, True: 2}
 
@@ -352,13 +355,13 @@ def test_gradient_checkpointing_recomputes_layers(folder: Folder) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_bfloat16_is_close_to_float32_with_float32_weights(kind: str, folder: Folder) -> None:
     batch = ragged()
-    exact, rough = trainer(folder(kind)), trainer(folder(kind), dtype="bfloat16", gradient_checkpointing=True)
-    a, b = exact.log_probs(batch), rough.log_probs(batch)
+    exact, in_bfloat16 = trainer(folder(kind)), trainer(folder(kind), dtype="bfloat16", gradient_checkpointing=True)
+    a, b = exact.log_probs(batch), in_bfloat16.log_probs(batch)
     assert b.dtype == torch.float32 and not torch.equal(a, b)
     torch.testing.assert_close(a, b, atol=0.15, rtol=0)
-    assert {tensor.dtype for _, tensor in rough.weights()} == {torch.float32}
-    full = change(exact, lambda: exact.update(batch, [whole(batch)], Pull(0.1)))
-    near = change(rough, lambda: rough.update(batch, [whole(batch)], Pull(0.1)))
+    assert {tensor.dtype for _, tensor in in_bfloat16.weights()} == {torch.float32}
+    full = change(exact, lambda: exact.update(batch, [all_rows(batch)], Pull(0.1)))
+    near = change(in_bfloat16, lambda: in_bfloat16.update(batch, [all_rows(batch)], Pull(0.1)))
     assert torch.cosine_similarity(near, full, dim=0) > 0.995
 
 
@@ -369,7 +372,7 @@ def test_logit_soft_caps_are_detected_with_small_weights(folder: Folder, tmp_pat
     shutil.copytree(folder("gemma2"), tmp_path, dirs_exist_ok=True)
     lm.save_pretrained(tmp_path)
     engine = trainer(str(tmp_path))
-    with torch.no_grad():  # trained on, the logits grow to where the cap bends them
+    with torch.no_grad():  # as after training: large logits, which the cap changes
         engine.model.model.embed_tokens.weight.mul_(1e4)
     engine.save_pretrained(str(tmp_path / "grown"))
     with torch.no_grad():

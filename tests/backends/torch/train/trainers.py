@@ -1,4 +1,4 @@
-"""Trainers of tiny models, a loss that pulls at tokens, how far an update moved the weights, and a pickle that acts."""
+"""Trainers of tiny models, a loss with token weights, the change of weights in an update, and a malicious pickle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trainer(model: str, **settings: Any) -> Any:
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -38,7 +38,7 @@ class Bomb:
 
 @dataclass
 class Pull:
-    """``-(weights * (pull * log_probs + entropy_coef * entropy)).sum()``, keeping what it saw."""
+    """``-(weights * (pull * log_probs + entropy_coef * entropy)).sum()``, recording its inputs."""
 
     entropy_coef: float = 0.0
     seen: list[tuple[Tensor, Tensor | None, Ragged, Tensor]] = field(default_factory=list)
@@ -60,13 +60,13 @@ class Pull:
 
 
 def seen_by(loss: Pull, batch: Ragged) -> Tensor:
-    """The log-probs that `loss` was given in one update of all rows, row by row of `batch`."""
+    """The log-probs that `loss` got in one update of all rows, in the order of `batch`."""
     outputs = {uid: row for output, _, part, _ in loss.seen for uid, row in zip(part.uid, output, strict=True)}
     assert sum(len(output) for output, *_ in loss.seen) == len(outputs)
     return torch.stack([outputs[uid] for uid in batch.uid])
 
 
-def whole(batch: Ragged) -> MiniBatch:
+def all_rows(batch: Ragged) -> MiniBatch:
     """All rows in one mini-batch, every token under the mask with weight 1."""
     return MiniBatch(torch.arange(len(batch.input_ids)), batch.response_mask.float())
 
@@ -76,7 +76,7 @@ def snapshot(engine: Any) -> dict[str, Tensor]:
 
 
 def change(engine: Any, act: Callable[[], Any]) -> Tensor:
-    """By how much `act` changed the weights, all in one float64 vector."""
+    """The change of all weights by `act`, as one float64 vector."""
     before = snapshot(engine)
     act()
     return torch.cat([(tensor.double() - before[name].double()).flatten() for name, tensor in engine.weights()])

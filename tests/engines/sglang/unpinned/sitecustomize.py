@@ -1,6 +1,6 @@
-"""Lets SGLang's LoRA run without a GPU, in tests: it asks for pinned memory, of which there is none, and needs it not.
+"""Let SGLang's LoRA run without a GPU in tests: it requests pinned memory, which a CPU build does not have.
 
-A process with this folder in its PYTHONPATH imports this by itself.
+Python imports this module in any process with this folder in its PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Unpin(MetaPathFinder):
-    """Acts when SGLang's LoRA is imported, and imports nothing itself."""
+    """Patches torch when SGLang's LoRA is imported; finds no module itself."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "sglang.srt.lora.layers":
