@@ -19,7 +19,7 @@ from tests.support.errors import raises
 from tests.support.kernel import BINDINGS, PPO, FakeRollout, LengthPenalty, Waits, exact, scored
 
 
-def test_ppo_to_grpo() -> None:
+def test_diff_of_ppo_and_grpo_lists_nodes_parameters_and_edges() -> None:
     diff = PPO.diff(grpo(exact, n=8))
     assert str(diff).splitlines() == [
         "ppo -> grpo",
@@ -40,7 +40,7 @@ def test_ppo_to_grpo() -> None:
     assert repr(diff) == str(diff)
 
 
-def test_backwards_is_the_mirror() -> None:
+def test_diff_in_reverse_swaps_added_and_removed() -> None:
     there, back = PPO.diff(grpo(exact)), grpo(exact).diff(PPO)
     assert set(back.added) == {*there.removed, *there.pruned}
     assert {*back.removed, *back.pruned} == set(there.added)
@@ -48,7 +48,7 @@ def test_backwards_is_the_mirror() -> None:
     assert back.changed["update_actor"].ports["ref_log_prob"] == ("ref_log_prob.ref_log_prob", None)
 
 
-def test_no_difference() -> None:
+def test_equal_graphs_have_an_empty_diff() -> None:
     diff = PPO.diff(ppo(exact))
     assert not diff
     assert str(diff) == "ppo -> ppo: no difference"
@@ -87,7 +87,7 @@ def test_no_difference() -> None:
         ({"bind": {"rollout": FakeRollout(model="two")}}, ["~ role rollout: None -> FakeRollout(model='two')"]),
     ],
 )
-def test_lines(verbs: dict[str, Any], lines: list[str]) -> None:
+def test_each_edit_verb_has_its_diff_line(verbs: dict[str, Any], lines: list[str]) -> None:
     assert str(PPO.diff(PPO.edit(**verbs))).splitlines() == ["ppo -> ppo", *lines]
 
 
@@ -101,7 +101,7 @@ def test_renamed_nodes_are_neither_added_nor_removed() -> None:
     assert dict(PPO.edit(rename=names).diff(PPO).renamed) == {new: old for old, new in names.items()}
 
 
-def test_what_is_renamed_and_changed_is_another_node() -> None:
+def test_node_renamed_and_changed_counts_as_removed_and_added() -> None:
     changed = PPO.diff(PPO.edit(replace={"gae": GAE(lam=0.5).named("adv")}))
     assert (changed.added, changed.removed, changed.renamed) == (("adv",), ("gae",), {})
     wired = PPO.diff(PPO.edit(rename={"whiten": "white"}, wire={"white.advantages": "clip.advantages"}, insert={
@@ -110,7 +110,7 @@ def test_what_is_renamed_and_changed_is_another_node() -> None:
     assert (wired.added, wired.removed, wired.renamed) == (("clip", "white"), ("whiten",), {})
 
 
-def test_a_rename_with_a_change_of_its_reader() -> None:
+def test_rename_is_detected_when_a_reader_is_dropped() -> None:
     edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
     assert str(PPO.diff(edited)).splitlines()[1:] == [
         "- whiten: Whiten()  (in its place: adv)",
@@ -120,7 +120,7 @@ def test_a_rename_with_a_change_of_its_reader() -> None:
 
 
 class ClipAdvantages(Operator):
-    """Re-writes advantages."""
+    """Rewrites advantages."""
 
     def __call__(self, advantages: c.Advantages) -> c.Advantages:
         return advantages.clamp(-1, 1)
@@ -135,12 +135,12 @@ def test_removed_nodes_name_their_replacements() -> None:
     assert diff.replacements == {"reward": ("judge",)}
     assert "- reward: Reward(fn=tests.support.kernel:exact)  (in its place: judge)" in str(diff).splitlines()
     renamed = PPO.diff(graph.edit(rename={"kl_shape": "shape", "judge": "jury"}))
-    assert renamed.replacements["reward"] == ("jury",), "though what reads it has another name"
-    assert PPO.diff(PPO.edit(drop=["update_critic"])).replacements == {}, "in the place of a sink is nothing"
+    assert renamed.replacements["reward"] == ("jury",), "although its reader was renamed"
+    assert PPO.diff(PPO.edit(drop=["update_critic"])).replacements == {}, "a dropped sink has no replacement"
     assert PPO.diff(PPO.edit(replace={"sync": Waits()})).replacements == {}
 
 
-def test_sinks_and_bindings() -> None:
+def test_diff_lists_changed_sinks_and_bindings() -> None:
     more = PPO.subgraph(until=["sync", "update_critic", "value", "mismatch"])
     diff = PPO.diff(more)
     assert str(diff).splitlines()[1:] == [
@@ -149,11 +149,11 @@ def test_sinks_and_bindings() -> None:
     bound = PPO.edit(bind=BINDINGS)
     assert set(bound.diff(PPO).bindings) == set(BINDINGS)
     fewer = bound.diff(bound.edit(drop=["update_critic"]))
-    assert not fewer.sinks, "a sink that is gone is told as a node that is gone"
+    assert not fewer.sinks, "a removed sink is listed only as a removed node"
     assert fewer.removed == ("update_critic",)
 
 
-def test_functions_and_roles_are_named() -> None:
+def test_diff_names_changed_reward_functions() -> None:
     def other(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return 0.0
 
@@ -162,15 +162,15 @@ def test_functions_and_roles_are_named() -> None:
     assert "other" in text
 
 
-def test_another_class_of_one_name_is_a_change() -> None:
+def test_another_class_with_the_same_name_is_a_change() -> None:
     own = type("GAE", (GAE,), {"__module__": __name__})
     diff = PPO.diff(PPO.edit(replace={"gae": own()}))
     assert list(diff.changed) == ["gae"]
     assert "operator" in diff.changed["gae"].parameters
 
 
-def test_one_file_under_two_names_differs_by_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a function of one name whose source has changed, by that."""
+def test_references_to_one_file_by_module_and_by_path_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions with the same name but different source differ, too."""
     file = tmp_path / "a_environment.py"
     file.write_text(
         "from flowrl.episodes import Environment, Reply\n\n\nclass Environment(Environment):\n"
@@ -183,18 +183,18 @@ def test_one_file_under_two_names_differs_by_these(tmp_path: Path, monkeypatch: 
     assert str(one.diff(other)).splitlines()[1:] == [
         "~ interact.environment: a_environment:Environment -> a_environment.py:Environment"
     ]
-    first, second = (scored(fn=made(number)) for number in (1.0, 2.0))
+    first, second = (scored(fn=constant_reward(number)) for number in (1.0, 2.0))
     assert "(with another source)" in str(first.diff(second))
 
 
-def made(number: float) -> Any:
+def constant_reward(number: float) -> Any:
     def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return number
 
     return score
 
 
-def test_other_objects_than_graphs_are_refused() -> None:
+def test_diff_and_save_refuse_objects_other_than_graphs() -> None:
     for call, fix in (
         (lambda: PPO.diff("ppo.yaml"), "Pass flowrl.load('ppo.yaml')."),  # type: ignore[arg-type]
         (lambda: PPO.diff(ppo), "Pass ppo(...)."),  # type: ignore[arg-type]
@@ -205,12 +205,12 @@ def test_other_objects_than_graphs_are_refused() -> None:
         assert error.value.message.endswith(fix)
 
 
-def test_jupyter_gets_text_and_a_picture() -> None:
+def test_jupyter_shows_the_diff_as_text_and_mermaid() -> None:
     diff = PPO.diff(grpo(exact))
     bundle = diff._repr_mimebundle_()
     assert bundle["text/plain"] == str(diff)
     assert f"```mermaid\n{diff.mermaid()}\n```" in bundle["text/markdown"]
 
 
-def test_a_diff_of_graphs_from_files_is_empty() -> None:
+def test_graph_read_back_from_a_dict_has_an_empty_diff() -> None:
     assert not PPO.diff(Graph.from_dict(PPO.to_dict()))

@@ -1,4 +1,4 @@
-"""`Graph.edit`: every verb, all at once on the original graph, and what is refused."""
+"""`Graph.edit`: each verb, all applied at once to the original graph, and which edits are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.support.kernel import (
 
 @algorithm
 def grpo_by_hand(batch: PromptBatch, n: int = 8) -> Any:
-    """GRPO, written and not edited."""
+    """GRPO written out, not derived from PPO by an edit."""
     prompts = Repeat(n)(batch)
     rollout = Generate()(prompts)
     old = OldLogProb()(rollout)
@@ -62,7 +62,7 @@ def grpo_by_hand(batch: PromptBatch, n: int = 8) -> Any:
     ), mismatch
 
 
-def test_grpo_is_an_edit_of_ppo() -> None:
+def test_grpo_derived_from_ppo_equals_grpo_written_out() -> None:
     edited, by_hand = grpo(exact, n=8), grpo_by_hand()
     assert edited.name == "grpo"
     assert edited.fingerprint() == by_hand.fingerprint()
@@ -70,7 +70,7 @@ def test_grpo_is_an_edit_of_ppo() -> None:
     assert edited.sinks == by_hand.sinks
 
 
-def test_no_verb_is_no_change() -> None:
+def test_edit_without_verbs_changes_nothing() -> None:
     assert PPO.edit() == PPO
     assert PPO.edit(name="mine").name == "mine"
 
@@ -78,7 +78,7 @@ def test_no_verb_is_no_change() -> None:
 # ---------------------------------------------------------------------------------------------------------------- drop
 
 
-def test_a_dropped_sink_is_gone_with_what_only_it_reached() -> None:
+def test_dropping_a_sink_removes_its_exclusive_ancestors() -> None:
     graph = PPO.edit(drop=["update_critic"])
     assert graph.sinks == ("sync", "mismatch")
     assert set(PPO.nodes) - set(graph.nodes) == {"update_critic"}
@@ -86,14 +86,14 @@ def test_a_dropped_sink_is_gone_with_what_only_it_reached() -> None:
         PPO.edit(drop=["sync", "update_critic", "update_actor", "mismatch"])
 
 
-def test_a_dropped_sync_does_not_drop_the_update() -> None:
+def test_dropping_sync_retains_the_update() -> None:
     graph = PPO.edit(drop="sync")
     assert set(PPO.nodes) - set(graph.nodes) == {"sync"}
     assert set(graph.sinks) == {"update_critic", "update_actor", "mismatch"}
     assert [finding.rule for finding in graph.check()] == ["FR002"]
 
 
-def test_set_changes_one_parameter_and_leaves_the_others() -> None:
+def test_set_changes_only_the_given_parameters() -> None:
     graph = PPO.edit(set={"generate.max_new_tokens": 7}).edit(
         set={"generate.temperature": 0.5, "generate.top_k": 3, "gae.lam": 0.9}
     )
@@ -103,13 +103,13 @@ def test_set_changes_one_parameter_and_leaves_the_others() -> None:
     assert graph["generate"].inputs == PPO["generate"].inputs
 
 
-def test_set_reaches_into_specs() -> None:
+def test_set_changes_parameters_of_nested_specs() -> None:
     graph = PPO.edit(set={"update_actor.loss.clip_high": 0.28, "update_actor.kl": KLLoss("k2", 0.1)}).edit(
         set={"update_actor.kl.coef": 0.2, "update_actor.mini_batch": 4}
     )
     update = UpdateActor(PPOClip(0.2, 0.28), mini_batch=4, kl=KLLoss("k2", 0.2))
     assert graph["update_actor"].operator == update
-    assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob", "which the KL term wants"
+    assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob", "which the KL term reads"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_set_reaches_into_specs() -> None:
         ({"set": {"repeat.n": 2}, "replace": {"repeat": Repeat(3)}}, "edit.conflict", {"node": "repeat"}),
     ],
 )
-def test_set_names_existing_parameters(verbs: dict[str, Any], code: str, facts: dict[str, str]) -> None:
+def test_set_refuses_unknown_nodes_and_parameters(verbs: dict[str, Any], code: str, facts: dict[str, str]) -> None:
     with raises(code, **facts):
         PPO.edit(**verbs)
 
@@ -138,13 +138,13 @@ def test_set_validates_parameters(path: str, message: str) -> None:
         PPO.edit(set={path: int(message[-1])})
 
 
-def test_the_parameter_of_none_is_set_by_its_owner() -> None:
+def test_setting_a_parameter_of_a_missing_spec_suggests_setting_the_spec() -> None:
     with raises("parameter.unknown") as error:
         PPO.edit(set={"update_actor.kl.coef": 2})
     assert error.value.message.endswith("Set kl itself: set={'update_actor.kl': ...}.")
 
 
-def test_a_dropped_inner_node_is_bypassed() -> None:
+def test_readers_of_a_dropped_node_read_its_input() -> None:
     graph = PPO.edit(drop=["whiten"])
     assert wires(graph, "update_actor")["advantages"] == "gae.advantages"
     without_kl = PPO.edit(drop=["kl_shape"])
@@ -164,12 +164,12 @@ def test_a_dropped_inner_node_is_bypassed() -> None:
         ("update_actor", {"node": "update_actor", "port": "sync.updated"}),
     ],
 )
-def test_a_node_that_cannot_be_bypassed_is_refused(drop: str, facts: dict[str, Any]) -> None:
+def test_dropping_a_node_whose_inputs_fit_no_reader_is_refused(drop: str, facts: dict[str, Any]) -> None:
     with raises("edit.lost-source", **facts):
         PPO.edit(drop=[drop])
 
 
-def test_two_inputs_that_fit_are_one_too_many() -> None:
+def test_dropping_a_node_with_two_fitting_inputs_needs_a_wire() -> None:
     graph = two_rewards().edit(insert={"penalty": After("mix", LengthPenalty())})
     inputs = ("first.token_level_scores", "second.token_level_scores")
     with raises("edit.lost-source", node="mix", port="penalty.token_level_scores", known=inputs) as error:
@@ -184,7 +184,7 @@ def test_two_inputs_that_fit_are_one_too_many() -> None:
     assert "first" not in wired
 
 
-def test_a_dropped_node_without_readers_is_not_bypassed() -> None:
+def test_dropped_node_without_remaining_readers_needs_no_bypass() -> None:
     graph = PPO.edit(drop=["value", "update_critic"], replace={"gae": GroupAdvantage()})
     assert {"value", "update_critic", "gae"}.isdisjoint(graph.nodes)
 
@@ -194,14 +194,14 @@ def test_a_dropped_node_without_readers_is_not_bypassed() -> None:
 
     watched = PPO.edit(insert={"twice": After("value", Clipped()), "look": After("value", Look())})
     assert watched.sinks == ("sync", "update_critic", "mismatch", "look")
-    gone = watched.edit(drop=["value", "look", "update_critic"], replace={"gae": GroupAdvantage()})
-    assert {"value", "twice", "look"}.isdisjoint(gone.nodes)
+    edited = watched.edit(drop=["value", "look", "update_critic"], replace={"gae": GroupAdvantage()})
+    assert {"value", "twice", "look"}.isdisjoint(edited.nodes)
 
 
 # --------------------------------------------------------------------------------------------------------- bind and lag
 
 
-def test_bindings_fall_away_with_their_role() -> None:
+def test_bindings_are_removed_with_their_role() -> None:
     bound = PPO.edit(bind=BINDINGS)
     edited = bound.edit(replace={"gae": GroupAdvantage()}, drop=["kl_shape", "update_critic"])
     assert set(edited.bindings) == {"rollout", "actor"}
@@ -212,26 +212,26 @@ def test_bindings_fall_away_with_their_role() -> None:
         bound.edit(drop=["update_critic"], replace={"gae": GroupAdvantage()}, bind={"critic": FakeTrainer()})
 
 
-def test_a_binding_that_a_replacement_outgrows_is_refused() -> None:
+def test_binding_that_lacks_what_a_replacement_needs_is_refused() -> None:
     bound = PPO.edit(bind=BINDINGS)
     with pytest.raises(BindError, match=r"'critic' is bound to FakeCritic, but old_log_prob needs a Scorer there"):
         bound.edit(replace={"old_log_prob": OldLogProb(actor=Role("critic"))})
 
 
-def test_lag() -> None:
+def test_lag_persists_across_edits_and_needs_a_sync() -> None:
     assert PPO.lag == Lag(0)
-    ahead = PPO.edit(lag=2)
-    assert (ahead.lag, ahead.edit().lag, ahead.edit(lag=0)) == (Lag(2), Lag(2), PPO)
+    lagged = PPO.edit(lag=2)
+    assert (lagged.lag, lagged.edit().lag, lagged.edit(lag=0)) == (Lag(2), Lag(2), PPO)
     with raises("lag.unsupported", lag="2"):
-        ahead.edit(drop=["sync"])
-    assert ahead.edit(drop=["sync"], lag=0).lag == Lag(0)
+        lagged.edit(drop=["sync"])
+    assert lagged.edit(drop=["sync"], lag=0).lag == Lag(0)
 
 
 # --------------------------------------------------------------------------------------------------- atomic, and misuse
 
 
-def test_everything_resolves_against_the_original_graph() -> None:
-    """The names of what is replaced and dropped are free, and the order of the verbs does not matter."""
+def test_all_verbs_resolve_against_the_original_graph() -> None:
+    """Names of replaced and dropped nodes are free, whatever the order of the verbs."""
     graph = PPO.edit(
         replace={"gae": GAE(lam=0.5).named("whiten")},
         drop=["whiten", "update_critic"],
@@ -244,7 +244,7 @@ def test_everything_resolves_against_the_original_graph() -> None:
     assert graph["whiten"].operator == GAE(lam=0.5)
 
 
-def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
+def test_edits_leave_the_original_graph_unchanged_even_if_they_fail() -> None:
     before = (PPO.fingerprint(), repr(PPO))
     PPO.edit(replace={"gae": GroupAdvantage()}, drop=["kl_shape", "whiten", "update_critic"])
     with pytest.raises(GraphError):
@@ -302,7 +302,7 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ),
     ],
 )
-def test_misuse_is_refused(verbs: dict[str, Any], code: str, facts: dict[str, str]) -> None:
+def test_invalid_edits_are_refused(verbs: dict[str, Any], code: str, facts: dict[str, str]) -> None:
     with raises(code, **facts):
         PPO.edit(**verbs)
 
@@ -318,7 +318,7 @@ def test_misuse_is_refused(verbs: dict[str, Any], code: str, facts: dict[str, st
         ({"drop": 3}, "Pass, for example, drop=['whiten']."),
     ],
 )
-def test_misuse_has_a_fix(verbs: dict[str, Any], fix: str) -> None:
+def test_error_of_an_invalid_edit_ends_with_the_fix(verbs: dict[str, Any], fix: str) -> None:
     with pytest.raises(GraphError) as error:
         PPO.edit(**verbs)
     assert error.value.message.endswith(fix)
@@ -357,7 +357,9 @@ def test_misuse_has_a_fix(verbs: dict[str, Any], fix: str) -> None:
         (lambda g: g.subgraph(until=[["gae"]]), "graph.unknown-node", {"node": ("gae",)}),
     ],
 )
-def test_arguments_of_a_wrong_type_are_refused(call: Callable[[Graph], Any], code: str, facts: dict[str, Any]) -> None:
+def test_arguments_of_the_wrong_type_are_refused_and_change_nothing(
+    call: Callable[[Graph], Any], code: str, facts: dict[str, Any]
+) -> None:
     before = (PPO.fingerprint(), repr(PPO))
     with raises(code, **facts):
         call(PPO)
@@ -365,21 +367,21 @@ def test_arguments_of_a_wrong_type_are_refused(call: Callable[[Graph], Any], cod
 
 
 @pytest.mark.parametrize("name", ["mine", "ppo-2", "PPO + KL 0.1", "grpo_v1.2"])
-def test_names_of_graphs(name: str) -> None:
+def test_valid_graph_names_are_accepted(name: str) -> None:
     assert PPO.edit(name=name).name == name
 
 
-def test_row_axes_are_checked_in_edits() -> None:
-    class Keep(Operator):
+def test_inserted_node_with_a_new_row_axis_does_not_fit_readers_of_the_old_axis() -> None:
+    class NewRows(Operator):
         new_axes: ClassVar[tuple[str, ...]] = ("batch",)
 
         def __call__(self, values: c.Values) -> c.Values:
             return values
 
-    with raises("graph.axis-mismatch", node="gae", port="values", axis="batch", edge="keep.values"):
-        PPO.edit(insert={"keep": After("value", Keep())})
+    with raises("graph.axis-mismatch", node="gae", port="values", axis="batch", edge="new_rows.values"):
+        PPO.edit(insert={"new_rows": After("value", NewRows())})
 
 
-def test_edges_parse() -> None:
+def test_edge_parses_from_its_text() -> None:
     assert Edge.parse("gae.advantages") == Edge("gae", "advantages")
     assert str(Edge("gae", "advantages")) == "gae.advantages"

@@ -1,4 +1,4 @@
-"""`Graph.edit`: whatever is edited in whatever order, a graph stays a graph or the edit is refused."""
+"""`Graph.edit`: random sequences of edits give valid graphs or are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REPLACEMENTS: list[tuple[str, Operator]] = [
 
 @st.composite
 def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
-    """Verbs that name nodes of the graph; `edit` decides whether they are valid."""
+    """Sample verbs that name nodes of the graph; `edit` decides whether they are valid."""
     names = st.sampled_from(sorted(graph.nodes))
     chosen: dict[str, Any] = {}
     fitting = [(n, op) for n, op in REPLACEMENTS if n in graph]
@@ -64,9 +64,9 @@ def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
     if draw(st.booleans()):
         chosen["drop"] = draw(st.lists(names, max_size=2, unique=True))
     if draw(st.booleans()):
-        fresh = draw(st.sampled_from(["x", "y", "z"]))
+        new_name = draw(st.sampled_from(["x", "y", "z"]))
         inserted = draw(st.sampled_from([Clip(), LengthPenalty(), Clipped(), Waits(), Whiten()]))
-        chosen["insert"] = {fresh: After(draw(names), inserted)}
+        chosen["insert"] = {new_name: After(draw(names), inserted)}
     if draw(st.booleans()):
         chosen["rename"] = {draw(names): draw(st.sampled_from(["r", "s", "t"]))}
     if draw(st.booleans()):
@@ -78,29 +78,29 @@ def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
 
 
 def invariants(graph: Graph) -> None:
-    """What holds of every graph."""
-    seen: set[str] = set()
+    """Assert what is true of every graph."""
+    visited: set[str] = set()
     for name, node in graph.nodes.items():
         assert node.name == name == node.operator.name
-        assert set(node.sources) <= seen, "nodes stand in topological order"
-        seen.add(name)
+        assert set(node.sources) <= visited, "nodes are in topological order"
+        visited.add(name)
         for field, edge in node.inputs.items():
             assert field in node.operator.signature.fields
             assert edge in graph.types
     reached = set(graph.sinks).union(*(graph.ancestors(sink) for sink in graph.sinks))
     assert reached == set(graph.nodes), "a graph is exactly what its sinks reach"
     assert graph.lag.versions == 0 or graph.back_edges
-    again = Graph.from_dict(graph.to_dict())
-    assert again == graph
-    assert again.fingerprint() == graph.fingerprint()
+    restored = Graph.from_dict(graph.to_dict())
+    assert restored == graph
+    assert restored.fingerprint() == graph.fingerprint()
     assert graph.edit() == graph
 
 
 @examples(40)
 @given(st.data())
-def test_random_edits_keep_a_graph_a_graph(data: st.DataObject) -> None:
+def test_random_edits_give_a_valid_graph_or_are_refused(data: st.DataObject) -> None:
     graph = data.draw(st.sampled_from([PPO, grpo(exact), two_rewards(), scored()]))
-    worked = 0
+    accepted = 0
     for _ in range(4):
         chosen = data.draw(verbs(graph))
         before = graph.fingerprint()
@@ -111,9 +111,9 @@ def test_random_edits_keep_a_graph_a_graph(data: st.DataObject) -> None:
             assert "\n" not in str(error)
             assert graph.fingerprint() == before
             continue
-        worked += 1
+        accepted += 1
         invariants(edited)
         assert graph.fingerprint() == before
         assert bool(graph.diff(edited)) == (edited.fingerprint() != before)
         graph = edited
-    assume(worked)
+    assume(accepted)

@@ -1,4 +1,4 @@
-"""`Graph.edit`: no edge is a guess, and only columns that are read are rewritten."""
+"""`Graph.edit`: edges are never guessed, and only columns that a node reads are rewritten."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LaterBatch(NamedTuple):
     token_level_scores: c.TokenLevelScores
 
 
-class ScoredLater(OldLogProb):
-    """Not ahead of the reward."""
+class WritesScores(OldLogProb):
+    """Writes log-probs and scores, and is not upstream of the reward."""
 
     def __call__(self, rollout: Sequences) -> LaterBatch:  # type: ignore[override]
         raise AssertionError("never called")
@@ -61,10 +61,10 @@ def other(data_source: str, solution_str: str, ground_truth: str, extra_info: An
         ("gae", GAE(lam=0.5), "advantages", "whiten"),
     ],
 )
-def test_what_does_not_read_a_column_does_not_rewrite_it(
+def test_inserted_node_rewrites_only_columns_that_it_reads(
     anchor: str, operator: Operator, column: str, reader: str
 ) -> None:
-    """The error names a port that could read it."""
+    """The error names a port that could read the new output."""
     with raises("edit.unread-node", node="other", anchor=anchor) as error:
         PPO.edit(insert={"other": After(anchor, operator)})
     assert error.value.message == (
@@ -74,7 +74,7 @@ def test_what_does_not_read_a_column_does_not_rewrite_it(
     )
 
 
-def test_a_reader_that_is_wired_to_it_moves_and_no_other() -> None:
+def test_only_readers_wired_to_an_inserted_node_read_it() -> None:
     graph = PPO.edit(
         insert={"other": After("old_log_prob", OldLogProb())}, wire={"kl_shape.old_log_probs": "other.old_log_probs"}
     )
@@ -82,7 +82,7 @@ def test_a_reader_that_is_wired_to_it_moves_and_no_other() -> None:
     assert readers(graph, "old_log_prob.old_log_probs") == {"mismatch", "update_actor"}
 
 
-def test_a_second_reward_is_mixed_with_the_first() -> None:
+def test_second_reward_and_mix_are_inserted_together() -> None:
     graph = PPO.edit(
         insert={"second": After("reward", Reward(other)), "mix": After("reward", Mix())},
         wire={"mix.second": "second.token_level_scores"},
@@ -95,7 +95,7 @@ def test_a_second_reward_is_mixed_with_the_first() -> None:
     assert not PPO.diff(graph).removed
 
 
-def test_a_second_update_does_not_replace_the_first() -> None:
+def test_inserted_update_does_not_replace_the_existing_one() -> None:
     plain = grpo(exact, kl_coef=0.0)
     graph = plain.edit(insert={"again": After("update_actor", UpdateActor(PPOClip(0.1)))})
     assert wires(graph, "sync")["updated"] == "update_actor.updated"
@@ -103,8 +103,8 @@ def test_a_second_update_does_not_replace_the_first() -> None:
     assert "FR008" in {finding.rule for finding in graph.check()}
 
 
-def test_a_rewrite_is_of_one_kind_both_ways() -> None:
-    """A score may be read as a reward, but neither of the two rewrites the other."""
+def test_rewrite_has_the_exact_type_of_the_column() -> None:
+    """A score may be read as a reward, but neither rewrites the other."""
 
     class Unshape(Operator):
         def __call__(self, token_level_rewards: c.TokenLevelRewards) -> c.TokenLevelScores:
@@ -116,7 +116,7 @@ def test_a_rewrite_is_of_one_kind_both_ways() -> None:
 
 
 class Replayed(Operator):
-    """Reads a part of a rollout and writes all of it."""
+    """Reads part of a rollout and writes all of it."""
 
     def __call__(self, rollout: Sequences) -> RolloutBatch: ...
 
@@ -138,25 +138,25 @@ class Named(NamedTuple):
 
 
 class Own(Operator):
-    """One value in, two out, and one of these is what was read."""
+    """One value in, two out; one of them has the name of the input."""
 
     def __call__(self, values: c.Values) -> Named: ...
 
 
 class Lower(Operator):
-    """Rewrites one of two columns that are of one type."""
+    """Rewrites one of two columns of the same type."""
 
     def __call__(self, low: c.Values) -> c.Values: ...
 
 
-def test_of_a_record_that_is_read_in_part_all_is_rewritten() -> None:
+def test_node_that_reads_part_of_a_record_and_writes_all_of_it_rewrites_all_of_it() -> None:
     graph = PPO.edit(insert={"replayed": After("generate", Replayed())})
     assert wires(graph, "replayed")["rollout.input_ids"] == "generate.input_ids"
     assert {edge.partition(".")[0] for edge in wires(graph, "value").values()} == {"replayed"}
     assert wires(graph, "reward")["rollout.response_text"] == "replayed.response_text"
 
 
-def test_of_two_columns_of_one_type_that_is_rewritten_which_is_read() -> None:
+def test_among_columns_of_one_type_only_the_one_read_is_rewritten() -> None:
     @algorithm
     def heads(batch: PromptBatch) -> Any:
         low = Low()(Value()(Generate()(Repeat(1)(batch))))
@@ -168,13 +168,13 @@ def test_of_two_columns_of_one_type_that_is_rewritten_which_is_read() -> None:
         PPO.edit(insert={"low": After("value", Low())})
 
 
-def test_of_two_that_could_be_it_the_one_of_its_name_rewrites_a_column() -> None:
+def test_among_two_fitting_outputs_the_one_with_the_name_of_the_column_rewrites_it() -> None:
     graph = PPO.edit(insert={"own": After("value", Own())})
     assert readers(graph, "own.values") == {"gae", "update_critic"}
     assert readers(graph, "own.high") == set()
 
 
-def test_a_chain_that_is_wired_by_hand_is_a_chain() -> None:
+def test_explicit_wires_along_a_chain_give_the_same_graph_as_none() -> None:
     chain = {"a": After("reward", LengthPenalty()), "b": After("reward", LengthPenalty(0.1))}
     graph = PPO.edit(insert=chain, wire={"b.token_level_scores": "a.token_level_scores"})
     assert wires(graph, "kl_shape")["token_level_scores"] == "b.token_level_scores"
@@ -189,7 +189,7 @@ def test_a_chain_that_is_wired_by_hand_is_a_chain() -> None:
 # ------------------------------------------------------------------------------------------------- ports that are alike
 
 
-def test_two_ports_of_one_type_are_not_given_one_output() -> None:
+def test_one_output_is_not_wired_to_two_ports_of_its_type() -> None:
     sources = ("reward.token_level_scores",)
     with raises("edit.ambiguous-source", node="mix", port="first", known=sources) as error:
         PPO.edit(insert={"mix": After("reward", Mix())})
@@ -206,12 +206,12 @@ def test_two_ports_of_one_type_are_not_given_one_output() -> None:
     }
 
 
-def test_what_is_inherited_is_no_guess() -> None:
+def test_replacement_inherits_two_ports_wired_to_one_output() -> None:
     same = two_rewards().edit(wire={"mix.second": "first.token_level_scores"})
     assert wires(same.edit(replace={"mix": Mix(0.1)}), "mix") == wires(same, "mix")
 
 
-def test_one_column_may_be_read_twice_under_its_own_name() -> None:
+def test_column_may_be_read_by_a_record_and_by_a_port_of_its_name() -> None:
     class Masked(Operator):
         def __call__(self, rollout: Tokens, response_mask: c.ResponseMask, values: c.Values) -> c.Values:
             return values
@@ -224,67 +224,69 @@ def test_one_column_may_be_read_twice_under_its_own_name() -> None:
 
 
 class ModelReward(Operator):
-    """Scores a rollout by what a model makes of it: reads more of the rollout than `Reward` does."""
+    """Scores a rollout with a model: reads more of the rollout than `Reward` does."""
 
     def __call__(self, rollout: RolloutBatch) -> c.TokenLevelScores: ...
 
 
-class Answers(Operator):
-    """The same, under another name."""
+class Responses(Operator):
+    """The same, with another port name."""
 
-    def __call__(self, answers: RolloutBatch) -> c.TokenLevelScores: ...
+    def __call__(self, responses: RolloutBatch) -> c.TokenLevelScores: ...
 
 
-@pytest.mark.parametrize(("operator", "port"), [(ModelReward(), "rollout"), (Answers(), "answers")])
-def test_a_record_is_read_from_one_node(operator: Operator, port: str) -> None:
-    """`repeat` writes `prompts` too, and so column by column it would be a choice."""
+@pytest.mark.parametrize(("operator", "port"), [(ModelReward(), "rollout"), (Responses(), "responses")])
+def test_all_columns_of_a_record_are_read_from_one_node(operator: Operator, port: str) -> None:
+    """`repeat` writes `prompts`, too, so each column alone would be ambiguous."""
     graph = PPO.edit(replace={"reward": operator})
     assert wires(graph, operator.name) == {f"{port}.{name}": f"generate.{name}" for name in RolloutBatch._fields}
     inserted = PPO.edit(insert={"shift": After("value", Shift())})
     assert {edge.partition(".")[0] for end, edge in wires(inserted, "shift").items() if end != "values"} == {"generate"}
 
 
-class Perhaps(Operator):
-    """A record that may be left out."""
+class OptionalRecord(Operator):
+    """Reads an optional record."""
 
     def __call__(self, prompts: PromptBatch, rollout: RolloutBatch | None = None) -> c.TokenLevelScores: ...
 
 
-def test_of_an_optional_record_all_is_read_or_nothing() -> None:
-    """`Reward` reads a part of it from `generate`, and so the rest comes from there too."""
-    graph = PPO.edit(replace={"reward": Perhaps()})
-    assert wires(graph, "perhaps")["rollout.prompts"] == "generate.prompts"
-    assert wires(graph, "perhaps")["prompts.uid"] == "repeat.uid"
-    open_ended = PPO.edit(replace={"reward": Perhaps().named("judge")}, drop=["mismatch"])
+def test_optional_record_is_wired_in_full() -> None:
+    """`Reward` reads part of it from `generate`, so the rest comes from there, too."""
+    graph = PPO.edit(replace={"reward": OptionalRecord()})
+    assert wires(graph, "optional_record")["rollout.prompts"] == "generate.prompts"
+    assert wires(graph, "optional_record")["prompts.uid"] == "repeat.uid"
+    open_ended = PPO.edit(replace={"reward": OptionalRecord().named("judge")}, drop=["mismatch"])
     assert len(wires(open_ended, "judge")) == len(RolloutBatch._fields) + len(PromptBatch._fields)
 
 
 class Shift(Operator):
-    """Rewrites values with the help of a rollout."""
+    """Rewrites values and reads a rollout."""
 
     def __call__(self, values: c.Values, rollout: RolloutBatch) -> c.Values:
         return values
 
 
-class Passed(Operator):
-    """A rollout as it came."""
+class PassThrough(Operator):
+    """Returns the rollout unchanged."""
 
     def __call__(self, rollout: RolloutBatch) -> RolloutBatch:
         return rollout
 
 
-def test_a_record_that_several_nodes_write_is_a_choice() -> None:
-    graph = PPO.edit(insert={"passed": After("generate", Passed())})
+def test_record_that_several_nodes_write_needs_a_wire() -> None:
+    graph = PPO.edit(insert={"passed": After("generate", PassThrough())})
     with raises("edit.ambiguous-source", node="shift", port="rollout", known=("generate", "passed")) as error:
         graph.edit(insert={"shift": After("value", Shift())})
     assert error.value.message.endswith("Wire one: wire={'shift.rollout': 'generate'}.")
     wired = graph.edit(insert={"shift": After("value", Shift())}, wire={"shift.rollout": "passed"})
     assert wires(wired, "shift")["rollout.prompts"] == "passed.prompts"
-    kept = graph.edit(replace={"reward": ModelReward()})
-    assert wires(kept, "model_reward")["rollout.prompts"] == "passed.prompts", "as the predecessor's port of that name"
+    replaced = graph.edit(replace={"reward": ModelReward()})
+    assert wires(replaced, "model_reward")["rollout.prompts"] == "passed.prompts", (
+        "inherited from the port of the same name"
+    )
 
 
-def test_a_record_that_no_node_writes_is_put_together() -> None:
+def test_record_that_no_node_writes_is_assembled_from_several_nodes() -> None:
     class Both(Operator):
         def __call__(self, both: Split) -> c.Values: ...
 
@@ -292,7 +294,7 @@ def test_a_record_that_no_node_writes_is_put_together() -> None:
     assert wires(graph, "both") == {"both.values": "value.values", "both.returns": "gae.returns"}
 
 
-def test_the_exact_kind_goes_before_an_acceptable_one() -> None:
+def test_exact_column_type_is_preferred_to_a_compatible_one() -> None:
     """A score may be read as a reward, but `kl_shape` writes a reward."""
 
     class Judged(Operator):
@@ -305,22 +307,22 @@ def test_the_exact_kind_goes_before_an_acceptable_one() -> None:
     assert (
         wires(grpo(exact).edit(replace={"group_advantage": GroupAdvantage().named("x")}), "x")["token_level_rewards"]
         == "reward.token_level_scores"
-    ), "where nothing writes a reward"
+    ), "no node writes a reward"
 
 
-# ------------------------------------------------------------------------------------------------------- what may leave
+# ------------------------------------------------------------------------------------------------------ pruned updates
 
 
-def test_what_writes_weights_leaves_by_name_only() -> None:
+def test_updates_are_removed_only_by_name() -> None:
     graph = grpo(exact).edit(replace={"sync": Whiten()})
     assert graph.sinks == ("whiten", "mismatch", "update_actor")
     assert [finding.rule for finding in graph.check()] == ["FR002"]
-    behind = PPO.edit(insert={"waits": After("update_actor", Waits())})
-    assert behind.edit(drop=["sync", "waits"]).sinks == ("update_critic", "mismatch", "update_actor")
+    extended = PPO.edit(insert={"waits": After("update_actor", Waits())})
+    assert extended.edit(drop=["sync", "waits"]).sinks == ("update_critic", "mismatch", "update_actor")
     replaced = PPO.edit(replace={"update_actor": UpdateActor(PPOClip(0.1)).named("train")}, drop=["sync"])
     assert replaced.sinks == ("update_critic", "mismatch", "train")
     with raises("edit.unread-node", node="waits", verb="replace"):
-        behind.edit(drop=["sync"], replace={"waits": Waits()})
+        extended.edit(drop=["sync"], replace={"waits": Waits()})
     second = grpo(exact, kl_coef=0.0).edit(
         insert={"second": After("update_actor", UpdateActor())}, wire={"sync.updated": "second.updated"}
     )
@@ -328,7 +330,7 @@ def test_what_writes_weights_leaves_by_name_only() -> None:
     assert "update_actor" not in grpo(exact).edit(replace={"sync": Whiten()}, drop=["update_actor"])
 
 
-def test_a_dropped_sink_adds_no_sink_that_is_read_elsewhere() -> None:
+def test_dropping_a_sink_makes_no_sink_of_a_node_with_other_readers() -> None:
     twice = PPO.edit(insert={"sync_2": After("update_actor", Sync(rollout=Role("second")))})
     assert twice.edit(drop=["sync_2"]) == PPO
 
@@ -336,7 +338,7 @@ def test_a_dropped_sink_adds_no_sink_that_is_read_elsewhere() -> None:
 # ----------------------------------------------------------------------------------------------------------------- set
 
 
-def test_parameters_that_depend_on_each_other_change_at_once() -> None:
+def test_set_validates_dependent_parameters_together_in_any_order() -> None:
     changes = {
         "update_actor.aggregation": "seq-mean-token-sum-norm",
         "update_actor.ppo_epochs": 2,
@@ -348,32 +350,35 @@ def test_parameters_that_depend_on_each_other_change_at_once() -> None:
         )
     with raises("objective.invalid-settings", given=None):
         PPO.edit(set={"update_actor.aggregation": "seq-mean-token-sum-norm"})
-    whole = {"update_actor.loss.clip_high": 0.3, "update_actor.loss": PPOClip(0.1)}
-    assert PPO.edit(set=whole)["update_actor"].operator == UpdateActor(PPOClip(0.1, 0.3)), "the owner is set first"
+    nested = {"update_actor.loss.clip_high": 0.3, "update_actor.loss": PPOClip(0.1)}
+    assert PPO.edit(set=nested)["update_actor"].operator == UpdateActor(PPOClip(0.1, 0.3)), "the owner is set first"
 
 
 # ---------------------------------------------------------------------------------------------------------- by classes
 
 
-class Better(Updated):
+class DetailedUpdate(Updated):
     """An update with more information."""
 
 
-class Says(Operator):
-    def __call__(self, updated: Updated) -> Better:
-        return Better(updated.version)
+class AddsDetail(Operator):
+    def __call__(self, updated: Updated) -> DetailedUpdate:
+        return DetailedUpdate(updated.version)
 
 
-class Wants(Operator):
-    def __call__(self, updated: Better) -> Better:
+class NeedsDetail(Operator):
+    def __call__(self, updated: DetailedUpdate) -> DetailedUpdate:
         return updated
 
 
-def test_a_value_of_a_subclass_may_be_read_and_none_of_a_base() -> None:
-    graph = PPO.edit(insert={"says": After("update_actor", Says())}, wire={"sync.updated": "says.better"})
-    assert wires(graph, "sync") == {"updated": "says.better"}
-    with raises("edit.no-source", node="wants", port="updated"):
-        PPO.edit(insert={"wants": After("update_actor", Wants())})
+def test_port_reads_a_subclass_of_its_type_but_no_base_class() -> None:
+    graph = PPO.edit(
+        insert={"adds_detail": After("update_actor", AddsDetail())},
+        wire={"sync.updated": "adds_detail.detailed_update"},
+    )
+    assert wires(graph, "sync") == {"updated": "adds_detail.detailed_update"}
+    with raises("edit.no-source", node="needs_detail", port="updated"):
+        PPO.edit(insert={"needs_detail": After("update_actor", NeedsDetail())})
 
 
 class Scored(Generate):
@@ -383,17 +388,17 @@ class Scored(Generate):
         raise AssertionError("never called")
 
 
-def test_a_replacement_that_writes_what_was_dropped_is_read_in_its_place() -> None:
+def test_replacement_that_also_writes_a_dropped_column_is_read_instead() -> None:
     graph = grpo(exact).edit(replace={"generate": Scored()}, drop=["reward"])
     assert wires(graph, "group_advantage")["token_level_rewards"] == "scored.token_level_scores"
-    kept = grpo(exact).edit(replace={"generate": Scored()})
-    assert wires(kept, "group_advantage")["token_level_rewards"] == "reward.token_level_scores"
-    assert graph.check() == kept.check() == []
+    with_reward = grpo(exact).edit(replace={"generate": Scored()})
+    assert wires(with_reward, "group_advantage")["token_level_rewards"] == "reward.token_level_scores"
+    assert graph.check() == with_reward.check() == []
 
 
-def test_a_replacement_that_is_not_upstream_of_a_dropped_node_is_not_read() -> None:
+def test_replacement_downstream_of_a_dropped_node_does_not_supply_its_column() -> None:
     with raises("edit.lost-source", node="reward"):
-        grpo(exact).edit(replace={"old_log_prob": ScoredLater()}, drop=["reward"])
+        grpo(exact).edit(replace={"old_log_prob": WritesScores()}, drop=["reward"])
 
 
 def test_a_second_kl_is_answered_with_the_node_that_counts_the_first() -> None:

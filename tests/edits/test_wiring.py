@@ -46,7 +46,7 @@ from tests.support.kernel import (
 # ------------------------------------------------------------------------------------------------------------- replace
 
 
-def test_a_replacement_has_its_own_name_and_inherits_port_by_port() -> None:
+def test_replacement_inherits_the_edges_of_each_port() -> None:
     graph = PPO.edit(replace={"gae": GAE(lam=0.5).named("gae_short")})
     assert "gae" not in graph
     assert wires(graph, "gae_short") == wires(PPO, "gae")
@@ -55,17 +55,17 @@ def test_a_replacement_has_its_own_name_and_inherits_port_by_port() -> None:
     assert PPO.edit(replace={"gae": GAE()}) == PPO
 
 
-def test_a_replacement_reads_the_only_ancestor_with_its_column() -> None:
+def test_new_port_of_a_replacement_reads_the_only_fitting_ancestor() -> None:
     group = PPO.edit(replace={"gae": GroupAdvantage()}, drop=["update_critic"])
     assert wires(group, "group_advantage") == {
         "token_level_rewards": "kl_shape.token_level_rewards",
         "response_mask": "generate.response_mask",
         "uid": "repeat.uid",
-    }, "uid is of the rows after Repeat, not of the batch before it"
+    }, "uid of the rows after Repeat, not of the batch before it"
     assert "value" not in group
 
 
-def test_several_such_ancestors_need_a_wire() -> None:
+def test_replacement_with_several_fitting_ancestors_needs_a_wire() -> None:
     sources = ("first.token_level_scores", "second.token_level_scores")
     with raises("edit.ambiguous-source", node="length_penalty", port="token_level_scores", known=sources) as error:
         two_rewards().edit(replace={"mix": LengthPenalty()})
@@ -84,12 +84,12 @@ def test_several_such_ancestors_need_a_wire() -> None:
     assert wires(dropped, "length_penalty")["token_level_scores"] == "second.token_level_scores"
 
 
-def test_no_such_ancestor_needs_a_wire() -> None:
+def test_replacement_without_a_fitting_ancestor_is_refused() -> None:
     with raises("edit.no-source", node="update_actor", port="old_log_probs"):
         scored().edit(replace={"reward": UpdateActor()})
 
 
-def test_the_error_about_a_column_that_is_not_there_has_the_edit_that_brings_it() -> None:
+def test_error_about_a_missing_column_suggests_an_insert_that_works() -> None:
     without = grpo(exact, kl_coef=0.0)
     edit: dict[str, object] = {"set": {"update_actor.kl": KLLoss("k3", 0.1)}}
     with raises("edit.no-source", node="update_actor", port="ref_log_prob") as error:
@@ -102,7 +102,7 @@ def test_the_error_about_a_column_that_is_not_there_has_the_edit_that_brings_it(
     assert graph.check(prompts=8) == []
 
 
-def test_an_insertion_is_suggested_after_the_gate_of_its_rows() -> None:
+def test_suggested_insert_comes_after_the_gate_of_its_rows() -> None:
     edit: dict[str, Any] = {"set": {"update_actor.kl": KLLoss("k3", 0.1)}}
     with raises("edit.no-source", node="update_actor", port="ref_log_prob") as error:
         dapo(exact).edit(**edit)
@@ -112,8 +112,8 @@ def test_an_insertion_is_suggested_after_the_gate_of_its_rows() -> None:
     assert set(wires(graph, "ref_log_prob").values()) <= {f"collect.{name}" for name in RolloutBatch._fields}
 
 
-def test_an_insertion_that_would_not_type_check_is_not_suggested() -> None:
-    """What `RefLogProb` could read has the rows from before `Half`."""
+def test_insert_that_would_not_type_check_is_not_suggested() -> None:
+    """The rollout that `RefLogProb` could read has the rows upstream of `Half`."""
 
     class Half(Operator):
         new_axes: ClassVar[tuple[str, ...]] = ("batch",)
@@ -130,7 +130,7 @@ def test_an_insertion_that_would_not_type_check_is_not_suggested() -> None:
         halved.edit(insert={"late": After("half", Late())})
 
 
-def test_an_optional_port_is_wired_if_the_parameters_need_it() -> None:
+def test_optional_port_is_wired_only_if_the_parameters_need_it() -> None:
     with_kl = PPO.edit(replace={"update_actor": UpdateActor(kl=KLLoss("k3", 0.1))})
     assert wires(with_kl, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
     without = with_kl.edit(replace={"update_actor": UpdateActor()})
@@ -138,7 +138,7 @@ def test_an_optional_port_is_wired_if_the_parameters_need_it() -> None:
     assert without == PPO
 
 
-def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
+def test_ratio_to_the_rollout_removes_the_need_for_old_log_prob() -> None:
     bypass = UpdateActor(PPOClip(0.2, ratio_to="rollout"))
     for graph in (grpo(exact, kl_coef=0.0), grpo(exact)):
         kl = graph["update_actor"].operator.kl  # type: ignore[attr-defined]
@@ -156,13 +156,13 @@ def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
     with raises("edit.lost-source", node="old_log_prob", port="mismatch.old_log_probs") as error:
         grpo(exact).edit(replace={"update_actor": bypass}, drop=["old_log_prob"])
     assert error.value.message.endswith(", or drop mismatch too.")
-    watched = grpo(exact).edit(replace={"update_actor": bypass})
-    assert readers(watched, "old_log_prob.old_log_probs") == {"mismatch"}
+    with_mismatch = grpo(exact).edit(replace={"update_actor": bypass})
+    assert readers(with_mismatch, "old_log_prob.old_log_probs") == {"mismatch"}
     in_ppo = PPO.edit(replace={"update_actor": bypass}, drop=["mismatch"])
     assert readers(in_ppo, "old_log_prob.old_log_probs") == {"kl_shape"}
 
 
-def test_readers_of_a_replacement_read_the_output_that_fits() -> None:
+def test_readers_of_a_replaced_node_read_the_fitting_output() -> None:
     graph = PPO.edit(replace={"value": TwoHeads()}, wire={"two_heads.values": "old_value.values"}, insert={
         "old_value": After("generate", Value()),
     })  # fmt: skip
@@ -171,7 +171,7 @@ def test_readers_of_a_replacement_read_the_output_that_fits() -> None:
         PPO.edit(replace={"gae": GroupAdvantage()})
 
 
-def test_a_replacement_that_fits_no_reader_is_refused() -> None:
+def test_replacement_without_a_fitting_output_is_refused() -> None:
     with raises("edit.lost-source", node="value", known=()):
         PPO.edit(replace={"value": OldLogProb().named("old_log_prob_2")})
 
@@ -179,7 +179,7 @@ def test_a_replacement_that_fits_no_reader_is_refused() -> None:
 # -------------------------------------------------------------------------------------------------------------- insert
 
 
-def test_every_reader_moves_to_what_is_inserted() -> None:
+def test_inserted_node_takes_over_all_readers_of_the_column_it_rewrites() -> None:
     graph = PPO.edit(insert={"length_penalty": After("reward", LengthPenalty(0.1))})
     assert wires(graph, "length_penalty") == {
         "token_level_scores": "reward.token_level_scores",
@@ -192,12 +192,12 @@ def test_every_reader_moves_to_what_is_inserted() -> None:
     assert readers(values, "clipped.values") == {"gae", "update_critic"}
 
 
-def test_a_node_inserted_after_a_sink_is_the_sink() -> None:
+def test_node_inserted_after_a_sink_becomes_the_sink() -> None:
     graph = scored().edit(insert={"penalty": After("reward", LengthPenalty())})
     assert graph.sinks == ("penalty",)
 
 
-def test_several_at_one_anchor_form_a_chain_in_their_order() -> None:
+def test_inserts_at_one_anchor_form_a_chain_in_mapping_order() -> None:
     chain = {"a": After("reward", LengthPenalty()), "b": After("reward", Clip()), "c": After("reward", Clip(2.0))}
     graph = PPO.edit(insert=chain)
     assert wires(graph, "a")["token_level_scores"] == "reward.token_level_scores"
@@ -209,8 +209,8 @@ def test_several_at_one_anchor_form_a_chain_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_inserted_reader_moves_too_whatever_the_order(order: int) -> None:
-    """`blend` comes after kl_shape and reads the score, which `clip` rewrites."""
+def test_inserted_readers_are_rewired_in_either_order(order: int) -> None:
+    """`blend` is inserted after kl_shape and reads the score, which `clip` rewrites."""
     insert = {"blend": After("kl_shape", Blend()), "clip": After("reward", Clip())}
     graph = PPO.edit(insert=dict(list(insert.items())[::order]))
     assert wires(graph, "blend") == {
@@ -220,7 +220,7 @@ def test_an_inserted_reader_moves_too_whatever_the_order(order: int) -> None:
     assert wires(graph, "gae")["token_level_rewards"] == "blend.token_level_rewards"
 
 
-def test_ports_that_others_settle_are_settled_whatever_their_order() -> None:
+def test_row_axes_of_other_ports_resolve_an_ambiguous_port() -> None:
     class Grouped(Operator):
         def __call__(self, uid: c.Uid, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
             return token_level_scores
@@ -229,7 +229,7 @@ def test_ports_that_others_settle_are_settled_whatever_their_order() -> None:
     assert wires(graph, "grouped")["uid"] == "repeat.uid", "batch.uid has other rows"
 
 
-def test_an_inserted_node_may_read_other_nodes_than_its_anchor() -> None:
+def test_inserted_node_may_read_nodes_other_than_its_anchor() -> None:
     """old_log_prob is no ancestor of group_advantage, but the only node with the column that a correction reads."""
     for graph, anchor in ((PPO, "whiten"), (PPO, "gae"), (grpo(exact), "group_advantage")):
         corrected = graph.edit(insert={"correction": After(anchor, RolloutCorrection())})
@@ -248,44 +248,44 @@ def test_an_inserted_node_may_read_other_nodes_than_its_anchor() -> None:
         two.edit(insert={"correction": After("group_advantage", RolloutCorrection())})
 
 
-def test_what_depends_on_the_anchor_is_not_read_and_neither_is_what_is_dropped() -> None:
+def test_inserted_node_reads_neither_dependents_of_its_anchor_nor_dropped_nodes() -> None:
     with raises("edit.no-source", node="look", port="values"):
-        grpo(exact).edit(insert={"look": After("generate", Looks())})
+        grpo(exact).edit(insert={"look": After("generate", ReadsValues())})
     with raises("edit.no-source", node="look", port="advantages"):
-        PPO.edit(insert={"look": After("reward", LooksAhead())})
+        PPO.edit(insert={"look": After("reward", ReadsAdvantages())})
     with raises("edit.no-source", node="look", port="values"):
-        PPO.edit(drop=["value", "update_critic"], insert={"look": After("generate", Looks())})
+        PPO.edit(drop=["value", "update_critic"], insert={"look": After("generate", ReadsValues())})
 
 
-class Looks(Operator):
+class ReadsValues(Operator):
     """Reads values."""
 
     def __call__(self, values: c.Values) -> Updated:
         return Updated(0)
 
 
-class LooksAhead(Operator):
-    """Reads scores, and what comes of them."""
+class ReadsAdvantages(Operator):
+    """Reads scores and the advantages computed from them."""
 
     def __call__(self, token_level_scores: c.TokenLevelScores, advantages: c.Advantages) -> c.TokenLevelScores:
         return token_level_scores
 
 
-def test_a_replacement_may_read_other_nodes_than_its_predecessor() -> None:
-    class Centred(Operator):
-        """Scores less what the critic expected at the first token."""
+def test_replacement_may_read_nodes_that_the_replaced_node_did_not() -> None:
+    class Centered(Operator):
+        """Scores minus the critic's value of the first token."""
 
         def __call__(self, token_level_scores: c.TokenLevelScores, values: c.Values) -> c.TokenLevelScores:
             return token_level_scores - values[:, :1]
 
     graph = PPO.edit(insert={"length_penalty": After("reward", LengthPenalty())})
-    assert wires(graph.edit(replace={"length_penalty": Centred()}), "centred") == {
+    assert wires(graph.edit(replace={"length_penalty": Centered()}), "centered") == {
         "token_level_scores": "reward.token_level_scores",
         "values": "value.values",
     }
 
 
-def test_a_sync_that_is_inserted_is_a_sink() -> None:
+def test_inserted_sync_is_a_sink() -> None:
     without = PPO.edit(replace={"sync": Waits()})
     assert without.sinks == ("waits", "update_critic", "mismatch")
     with_sync = without.edit(insert={"sync": After("update_actor", Sync())})
@@ -293,13 +293,13 @@ def test_a_sync_that_is_inserted_is_a_sink() -> None:
     assert wires(with_sync, "sync") == {"updated": "update_actor.updated"}
 
 
-def test_a_value_that_is_passed_on_is_re_written() -> None:
+def test_inserted_node_that_returns_a_value_rewrites_it() -> None:
     graph = PPO.edit(insert={"waits": After("update_actor", Waits())})
     assert wires(graph, "sync")["updated"] == "waits.updated"
     assert graph.sinks == PPO.sinks
 
 
-def test_an_unread_insertion_is_refused() -> None:
+def test_inserted_node_that_nothing_reads_is_refused() -> None:
     with raises("edit.unread-node", node="ref_2", anchor="generate") as error:
         PPO.edit(insert={"ref_2": After("generate", RefLogProb())})
     assert "wire={'kl_shape.ref_log_prob': 'ref_2.ref_log_prob'}" in error.value.message
@@ -312,7 +312,7 @@ def test_an_unread_insertion_is_refused() -> None:
         PPO.edit(drop=["whiten"], insert={"w": After("whiten", Whiten())})
 
 
-def test_insert_and_replace_meet_at_one_node() -> None:
+def test_insert_after_a_node_that_the_same_edit_replaces() -> None:
     graph = PPO.edit(
         replace={"reward": Reward(exact, timeout=1.0).named("judge")},
         insert={"penalty": After("reward", LengthPenalty())},
@@ -326,7 +326,7 @@ def test_insert_and_replace_meet_at_one_node() -> None:
 # ------------------------------------------------------------------------------------------------------ wire and rename
 
 
-def test_wire_overrides_everything() -> None:
+def test_explicit_wires_override_inferred_edges() -> None:
     graph = PPO.edit(wire={"update_actor.advantages": "gae.advantages"})
     assert "whiten" not in graph
     graph = PPO.edit(
@@ -338,7 +338,7 @@ def test_wire_overrides_everything() -> None:
 
 
 class Blend(Operator):
-    """Re-writes rewards with the help of scores."""
+    """Adds scores to rewards."""
 
     def __call__(
         self, token_level_rewards: c.TokenLevelRewards, token_level_scores: c.TokenLevelScores
@@ -346,25 +346,25 @@ class Blend(Operator):
         return token_level_rewards + token_level_scores
 
 
-def test_wire_may_use_old_and_new_names() -> None:
+def test_wire_accepts_names_from_before_and_after_a_rename() -> None:
     for node in ("gae", "gae_long"):
-        for source in ("value", "critic_says"):
+        for source in ("value", "critic_value"):
             graph = PPO.edit(
-                rename={"gae": "gae_long", "value": "critic_says"}, wire={f"{node}.values": f"{source}.values"}
+                rename={"gae": "gae_long", "value": "critic_value"}, wire={f"{node}.values": f"{source}.values"}
             )
-            assert wires(graph, "gae_long")["values"] == "critic_says.values"
+            assert wires(graph, "gae_long")["values"] == "critic_value.values"
 
 
-def test_wire_takes_a_record() -> None:
-    graph = PPO.edit(insert={"passed": After("generate", Passed())}, wire={"value.rollout": "generate"})
+def test_wire_of_a_record_connects_all_its_columns() -> None:
+    graph = PPO.edit(insert={"passed": After("generate", PassThrough())}, wire={"value.rollout": "generate"})
     assert {e.partition(".")[0] for e in wires(graph, "value").values()} == {"generate"}
     assert {e.partition(".")[0] for e in wires(graph, "old_log_prob").values()} == {"passed"}
     with raises("graph.unknown-output", node="value", output="reward.input_ids"):
         PPO.edit(wire={"value.rollout": "reward"})
 
 
-class Passed(Operator):
-    """A rollout as it came."""
+class PassThrough(Operator):
+    """Returns the rollout unchanged."""
 
     def __call__(self, rollout: RolloutBatch) -> RolloutBatch:
         return rollout
@@ -386,7 +386,7 @@ def test_wire_refuses_unknown_names(wire: dict[str, str], code: str, facts: dict
         PPO.edit(wire=wire)
 
 
-def test_wire_needs_an_output_and_not_a_node() -> None:
+def test_wire_of_a_column_needs_an_output_rather_than_a_node() -> None:
     with pytest.raises(GraphError, match=r"'value' .*'node\.column'"):
         PPO.edit(wire={"gae.values": "value"})
 
@@ -399,7 +399,7 @@ def test_wire_is_checked_for_types_and_cycles() -> None:
         graph.edit(wire={"a.values": "b.values"})
 
 
-def test_rename() -> None:
+def test_rename_changes_names_of_nodes_sinks_and_inputs() -> None:
     graph = PPO.edit(rename={"gae": "a", "sync": "b", "batch": "data"})
     assert graph.sinks == ("b", "update_critic", "mismatch")
     assert graph.inputs == {"data": PromptBatch}

@@ -1,4 +1,4 @@
-"""What rules find in a graph, and the graph after the fix that a finding suggests."""
+"""The findings of a graph, and the graph after the fix that a finding suggests."""
 
 from __future__ import annotations
 

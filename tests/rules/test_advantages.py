@@ -1,4 +1,4 @@
-"""Rules about advantages on their way, each with a planted defect, its fix, and similar graphs without findings."""
+"""Rules about advantages: a planted defect of each, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.kernel import exact
 
 @algorithm
 def shaped(batch: PromptBatch, advantage: Operator) -> Any:
-    """KL in the rewards of a group."""
+    """A KL penalty in rewards, then a group advantage."""
     prompts = Repeat(8)(batch)
     rollout = Generate()(prompts)
     old, ref = OldLogProb()(rollout), RefLogProb()(rollout)
@@ -47,23 +47,23 @@ def shaped(batch: PromptBatch, advantage: Operator) -> Any:
     return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages))
 
 
-class TestKLKeepsItsWeight:  # FR016
+class TestKLIsNotRescaled:  # FR016
     @pytest.mark.parametrize("advantage", [GroupAdvantage(), PassAtKAdvantage(4)])
-    def test_divided_by_a_group_s_deviation(self, advantage: Operator) -> None:
+    def test_kl_in_rewards_divided_by_the_group_deviation_is_found(self, advantage: Operator) -> None:
         graph = shaped(advantage)
         assert found(graph) == [("FR016", advantage.name)]
         assert "UpdateActor(kl=KLLoss())" in the_message(graph, "FR016")
         assert found(fixed(graph)) == []
 
-    def test_not_divided(self) -> None:
+    def test_advantages_without_division_have_no_finding(self) -> None:
         assert found(shaped(RLOOAdvantage())) == found(shaped(GroupAdvantage(normalize_std=False))) == []
         assert found(rloo(exact)) == found(ppo(exact)) == found(reinforce_plus_plus(exact)) == []
 
-    def test_kl_that_weighs_nothing(self) -> None:
+    def test_kl_with_coefficient_zero_has_no_finding(self) -> None:
         assert found(shaped(GroupAdvantage()).edit(set={"kl_shape.coef": 0.0})) == []
 
 
-class TestBaselineOfOthers:  # FR027
+class TestBaselineIsIndependent:  # FR027
     OWN = remax(exact).edit(
         wire={
             "row_score.token_level_scores": "reward.token_level_scores",
@@ -71,11 +71,11 @@ class TestBaselineOfOthers:  # FR027
         }
     )
 
-    def test_one_s_own_score(self) -> None:
+    def test_baseline_from_the_row_s_own_score_is_found(self) -> None:
         assert found(self.OWN) == [("FR027", "subtract_baseline")]
         assert "baseline comes from row_score.row_scores" in the_message(self.OWN, "FR027")
 
-    def test_one_s_own_score_through_another_operator(self) -> None:
+    def test_own_score_through_another_operator_is_found(self) -> None:
         class Half(Operator):
             granularity = "row"
 
@@ -84,26 +84,26 @@ class TestBaselineOfOthers:  # FR027
         graph = self.OWN.edit(insert={"half": After("row_score", Half())})
         assert found(graph) == [("FR027", "subtract_baseline")]
 
-    def test_the_score_of_another_answer(self) -> None:
+    def test_score_of_another_response_is_a_valid_baseline(self) -> None:
         assert found(remax(exact)) == []
         assert found(remax(exact).edit(set={"greedy.temperature": 0.5})) == []
 
-    def test_the_score_of_a_group(self) -> None:
-        class OfTheOthers(Operator):
+    def test_scores_of_a_group_are_a_valid_baseline(self) -> None:
+        class LeaveOneOut(Operator):
             granularity = "group"
 
             def __call__(self, token_level_scores: c.TokenLevelScores, uid: c.Uid) -> c.RowScores: ...
 
         graph = reinforce_plus_plus(exact, n=4).edit(
             insert={
-                "of_the_others": After("reward", OfTheOthers()),
+                "leave_one_out": After("reward", LeaveOneOut()),
                 "subtract_baseline": After("return_to_go", SubtractBaseline()),
             },
-            wire={"subtract_baseline.baseline": "of_the_others.row_scores"},
+            wire={"subtract_baseline.baseline": "leave_one_out.row_scores"},
         )
         assert found(graph) == []
 
-    def test_the_score_of_another_answer_through_a_gate(self) -> None:
+    def test_a_gate_does_not_hide_which_response_the_baseline_scores(self) -> None:
         gated = remax(exact, n=4).edit(insert={"gate": After("reward", Filter(Spread()))})
         assert found(gated) == []
         own = self.OWN.edit(insert={"gate": After("row_score", Filter(Length(most=9)))})
@@ -112,17 +112,17 @@ class TestBaselineOfOthers:  # FR027
 
 class TestWeightedAfterScaling:  # FR028
     @pytest.mark.parametrize("graph", [ppo(exact), reinforce_plus_plus(exact)], ids=lambda graph: graph.name)
-    def test_whitened_after_weighting(self, graph: Graph) -> None:
+    def test_whitening_after_importance_weights_is_found(self, graph: Graph) -> None:
         before = "gae" if "gae" in graph else "return_to_go"
-        weighed = graph.edit(insert={"correction": After(before, RolloutCorrection())})
-        assert found(weighed) == [("FR028", "whiten")]
-        assert found(fixed(weighed)) == []
+        weighted = graph.edit(insert={"correction": After(before, RolloutCorrection())})
+        assert found(weighted) == [("FR028", "whiten")]
+        assert found(fixed(weighted)) == []
 
-    def test_weighted_after_scaling(self) -> None:
+    def test_importance_weights_after_scaling_have_no_finding(self) -> None:
         for graph, last in ((ppo(exact), "whiten"), (grpo(exact), "group_advantage")):
             assert found(graph.edit(insert={"correction": After(last, RolloutCorrection())})) == []
 
-    def test_rejected_rows_weigh_nothing(self) -> None:
+    def test_correction_that_only_rejects_rows_has_no_finding(self) -> None:
         graph = ppo(exact).edit(insert={"correction": After("gae", RolloutCorrection(mode="reject"))})
         assert found(graph) == []
 
@@ -138,17 +138,17 @@ class TestStatisticsOfTrainedRows:  # FR029
         ids=["ppo", "gpg", "reinforce_plus_plus_baseline"],
     )
     @pytest.mark.parametrize("gate", [Filter(Length(most=9)), Filter(Spread()), Collect(Spread(), groups=2)])
-    def test_rows_filtered_after_the_statistics(self, graph: Graph, last: str, gate: Operator) -> None:
+    def test_filter_after_batch_statistics_is_found(self, graph: Graph, last: str, gate: Operator) -> None:
         late = graph.edit(insert={"gate": After(last, gate)})
         assert found(late) == [("FR029", "gate")]
         assert f"after {last} computed batch statistics" in the_message(late, "FR029")
         assert found(fixed(late)) == []
         assert found(graph.edit(insert={"gate": After("reward", gate)})) == []
 
-    def test_a_group_s_own_statistics_leave_with_it_or_stay(self) -> None:
+    def test_filter_of_groups_after_group_statistics_has_no_finding(self) -> None:
         for graph, last in ((grpo(exact), "group_advantage"), (pass_at_k(exact), "pass_at_k_advantage")):
             assert found(graph.edit(insert={"gate": After(last, Filter(Spread()))})) == []
 
-    def test_statistics_of_the_critic_alone(self) -> None:
+    def test_filter_after_row_statistics_has_no_finding(self) -> None:
         assert GAE().granularity == "row"
         assert found(ppo(exact).edit(insert={"gate": After("gae", Filter(Length(most=9)))})) == []

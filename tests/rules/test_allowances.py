@@ -1,4 +1,4 @@
-"""`edit(allow=...)`: a graph may violate a rule for a reason, which diffs, pictures and files show."""
+"""`edit(allow=...)`: a graph may violate a rule for a stated reason, which diffs, pictures and files show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def allowed() -> Graph:
     return greedy().edit(allow={"FR007": WHY})
 
 
-def test_what_is_allowed_is_not_found() -> None:
+def test_allowed_rule_gives_an_allowance_and_no_finding() -> None:
     assert [finding.rule for finding in greedy().check()] == ["FR007"]
     assert allowed().check() == []
     [allowance] = allowed().allowances()
@@ -41,7 +41,7 @@ def test_what_is_allowed_is_not_found() -> None:
     assert str(allowance) == f"FR007 generate: allowed ({WHY})."
 
 
-def test_nothing_else_is_allowed_by_it() -> None:
+def test_allowance_covers_no_other_rule() -> None:
     graph = grpo(exact, n=1, temperature=0.0).edit(allow={"FR007": WHY})
     assert [finding.rule for finding in graph.check()] == ["FR003"]
     with raises("rule.violated", rules=("FR003",)):
@@ -56,7 +56,7 @@ def test_edits_add_and_remove_allowances() -> None:
     assert dict(greedy().allow) == {}
 
 
-def test_an_allowance_that_is_not_needed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_allowance_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     graph = allowed().edit(set={"generate.temperature": 1.0})
     assert graph.check() == []
     [allowance] = graph.allowances()
@@ -70,7 +70,7 @@ def test_an_allowance_that_is_not_needed_is_logged(caplog: pytest.LogCaptureFixt
     assert caplog.messages == [f"ppo: {allowance}"]
 
 
-def test_a_rule_that_needs_the_number_of_prompts_is_omitted_without() -> None:
+def test_allowance_of_a_rule_over_prompts_needs_their_number() -> None:
     graph = grpo(exact, n=8, mini_batch=12).edit(allow={"FR004": "the last one is smaller"})
     assert graph.allowances() == []
     assert [len(allowance.findings) for allowance in graph.allowances(prompts=4)] == [1]
@@ -91,26 +91,26 @@ def test_a_rule_that_needs_the_number_of_prompts_is_omitted_without() -> None:
         ({7: "why"}, r"has 7 instead of a name"),
     ],
 )
-def test_an_invalid_allowance_is_refused(allow: object, message: str) -> None:
+def test_invalid_allowance_is_refused(allow: object, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         greedy().edit(allow=allow)  # type: ignore[arg-type]
 
 
-def test_it_is_in_the_diff() -> None:
+def test_diff_shows_allowances() -> None:
     assert str(greedy().diff(allowed())).splitlines()[1:] == [f"~ allow FR007: refused -> {WHY!r}"]
-    back = allowed().diff(allowed().edit(allow={"FR007": "other"}))
-    assert str(back).splitlines()[1:] == [f"~ allow FR007: {WHY!r} -> 'other'"]
+    changed = allowed().diff(allowed().edit(allow={"FR007": "other"}))
+    assert str(changed).splitlines()[1:] == [f"~ allow FR007: {WHY!r} -> 'other'"]
     assert not allowed().diff(allowed())
 
 
-def test_it_is_in_the_picture() -> None:
+def test_pictures_show_allowances() -> None:
     for picture in (allowed().mermaid(), svg(allowed()), greedy().diff(allowed()).mermaid()):
         assert "allowed: FR007, greedy on purpose" in picture.replace("\n", " ")
     assert "allowed" not in greedy().mermaid()
 
 
 @pytest.mark.parametrize("name", ["graph.yaml", "graph.json"])
-def test_it_is_in_files_and_changes_no_fingerprint(tmp_path: Path, name: str) -> None:
+def test_files_hold_allowances_and_the_fingerprint_ignores_them(tmp_path: Path, name: str) -> None:
     flowrl.save(allowed(), tmp_path / name)
     assert dict(flowrl.load(tmp_path / name).allow) == {"FR007": WHY}
     assert allowed().fingerprint() == greedy().fingerprint()
@@ -120,12 +120,12 @@ def test_it_is_in_files_and_changes_no_fingerprint(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("written", "message"), [({"FR999": "why"}, "FR999"), ({"FR007": 3}, "reason 3"), (["FR007"], "list")]
 )
-def test_a_file_with_an_invalid_allowance_is_refused(written: object, message: str) -> None:
+def test_file_with_an_invalid_allowance_is_refused(written: object, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         Graph.from_dict({**json.loads(json.dumps(greedy().to_dict())), "allow": written})
 
 
-def test_it_is_in_run_json(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+def test_run_json_holds_allowances(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny).edit(
         set={"ref_log_prob.ref": Role("actor")}, allow={"FR010": "KL to the start of the step"}
     )
@@ -133,7 +133,7 @@ def test_it_is_in_run_json(tiny: str, prompts_file: str, tmp_path: Path) -> None
     assert described(tmp_path)["graph"]["allow"] == {"FR010": "KL to the start of the step"}
 
 
-def test_the_command_line_shows_it(command: Command, tmp_path: Path) -> None:
+def test_command_line_shows_allowances(command: Command, tmp_path: Path) -> None:
     flowrl.save(allowed(), tmp_path / "allowed.yaml")
     shown = command("check", "allowed.yaml")
     assert shown.code == 0

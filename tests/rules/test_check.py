@@ -1,6 +1,5 @@
-"""Tests of `check.py` and `weights.py`: each rule finds the graph that breaks it, and no other.
-
-The finding names the node and a fix.
+"""Tests of `check.py` and `weights.py`: each rule finds the graph that violates it, and no other; the finding names the
+node and a fix.
 """
 
 from __future__ import annotations
@@ -52,23 +51,23 @@ def found(graph: Graph, prompts: int | None = None) -> list[tuple[str, str]]:
 KL_LOSS = UpdateActor(PPOClip(0.2), kl=KLLoss("k3", 0.001))
 
 
-class TestClean:
+class TestValidGraphs:
     @pytest.mark.parametrize("n", [1, 4])
-    def test_ppo(self, n: int) -> None:
+    def test_ppo_has_no_findings(self, n: int) -> None:
         assert found(ppo(score, n=n, mini_batch=4), prompts=8) == []
 
     @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
-    def test_grpo(self, kl_coef: float) -> None:
+    def test_grpo_has_no_findings(self, kl_coef: float) -> None:
         assert found(grpo(score, kl_coef=kl_coef, mini_batch=16), prompts=4) == []
 
-    def test_an_evaluation_graph_has_no_training_to_be_wrong(self) -> None:
+    def test_evaluation_graph_may_sample_greedily(self) -> None:
         greedy = grpo(score, n=1, temperature=0.0)
         assert found(greedy) != []
         assert found(greedy.subgraph(until="reward")) == []
 
 
 class TestCorrectionOnce:  # FR011
-    def test_in_weights_and_in_the_ratio(self) -> None:
+    def test_correction_by_weights_and_by_the_ratio_is_found(self) -> None:
         graph = grpo(score).edit(
             insert={"correction": After("group_advantage", RolloutCorrection())},
             set={"update_actor.loss.ratio_to": "rollout"},
@@ -81,7 +80,7 @@ class TestCorrectionOnce:  # FR011
         assert found(graph.edit(set={"update_actor.loss.ratio_to": "old"})) == []
         assert found(graph.edit(set={"correction.mode": "reject"})) == []
 
-    def test_two_that_weigh(self) -> None:
+    def test_two_corrections_by_weights_are_found(self) -> None:
         twice = {
             "by_token": After("whiten", RolloutCorrection()),
             "by_row": After("whiten", RolloutCorrection("sequence", "mask")),
@@ -92,13 +91,13 @@ class TestCorrectionOnce:  # FR011
         assert found(edited_by(graph, graph.check()[0].message)) == []
         assert found(graph.edit(set={"by_row.mode": "reject"})) == []
 
-    def test_a_ratio_to_the_rollout_lets_generation_run_ahead(self) -> None:  # FR006
+    def test_ratio_to_the_rollout_is_a_correction_for_lag(self) -> None:  # FR006
         assert found(grpo(score).edit(lag=1)) == [("FR006", "generate")]
         assert found(grpo(score).edit(lag=1, set={"update_actor.loss.ratio_to": "rollout"})) == []
 
 
 class TestKLOnce:  # FR001
-    def test_in_the_reward_and_in_the_loss(self) -> None:
+    def test_kl_in_the_reward_and_in_the_loss_is_found(self) -> None:
         graph = ppo(score).edit(replace={"update_actor": KL_LOSS})
         assert found(graph) == [("FR001", "update_actor")]
         message = graph.check()[0].message
@@ -107,10 +106,10 @@ class TestKLOnce:  # FR001
         assert "UpdateActor(kl=None)" in message
         assert found(graph.edit(replace={"update_actor": UpdateActor(kl=None)})) == []
 
-    def test_a_coefficient_of_zero_is_no_kl(self) -> None:
+    def test_kl_with_coefficient_zero_does_not_count(self) -> None:
         assert found(ppo(score, kl_coef=0.0).edit(replace={"update_actor": KL_LOSS})) == []
 
-    def test_a_custom_operator_counts_by_its_effects(self) -> None:
+    def test_custom_operator_with_the_kl_effect_counts(self) -> None:
         class Anchor(Operator):
             @property
             def effects(self) -> frozenset[str]:
@@ -126,7 +125,7 @@ class TestKLOnce:  # FR001
         assert "anchor, update_actor" in graph.check()[0].message
         assert found(edited_by(graph, graph.check()[0].message)) == []
 
-    def test_two_custom_ones_and_none_in_the_loss(self) -> None:
+    def test_two_kl_operators_without_kl_in_the_loss_are_found(self) -> None:
         class Anchor(Operator):
             @property
             def effects(self) -> frozenset[str]:
@@ -136,10 +135,10 @@ class TestKLOnce:  # FR001
 
         graph = ppo(score).edit(insert={"anchor": After("whiten", Anchor())})
         assert found(graph) == [("FR001", "update_actor")]
-        assert "PPOClip" not in graph.check()[0].message  # the loss has none to take out
+        assert "PPOClip" not in graph.check()[0].message  # the loss has no KL to remove
         assert found(edited_by(graph, graph.check()[0].message)) == []
 
-    def test_kl_on_a_branch_that_does_not_reach_the_policy_is_not_counted(self) -> None:
+    def test_kl_that_reaches_only_the_critic_does_not_count(self) -> None:
         @algorithm
         def split(batch: PromptBatch):  # type: ignore[no-untyped-def]
             prompts = Repeat(4)(batch)
@@ -155,14 +154,14 @@ class TestKLOnce:  # FR001
 
 
 class TestSynced:  # FR002
-    def test_an_update_that_never_reaches_the_engine(self) -> None:
+    def test_update_without_a_sync_is_found(self) -> None:
         graph = ppo(score).subgraph(until=["update_actor", "update_critic"])
         assert found(graph) == [("FR002", "update_actor")]
         synced = fixed(graph, None)
         assert found(synced) == []
         assert synced.back_edges == [("sync", "generate")]
 
-    def test_the_fix_names_the_roles(self) -> None:
+    def test_fix_of_a_missing_sync_names_the_roles(self) -> None:
         graph = grpo(score).edit(
             replace={
                 "generate": Generate(rollout=Role("engine")),
@@ -176,23 +175,23 @@ class TestSynced:  # FR002
         assert found(unsynced) == [("FR002", "update_actor")]
         assert found(edited_by(unsynced, unsynced.check()[0].message)) == []
 
-    def test_a_sync_to_another_engine_does_not_count(self) -> None:
+    def test_sync_to_another_engine_is_found(self) -> None:
         graph = grpo(score).edit(replace={"sync": Sync(rollout=Role("spare"))})
         assert found(graph) == [("FR002", "update_actor")]
 
 
 class TestGroupOfOne:  # FR003
-    def test_one_response_per_prompt(self) -> None:
+    def test_group_advantage_of_one_response_is_found(self) -> None:
         graph = grpo(score, n=1)
         assert found(graph) == [("FR003", "group_advantage")]
         assert "Repeat(8)" in graph.check()[0].message
         assert found(graph.edit(replace={"repeat": Repeat(8)})) == []
 
-    def test_repeats_multiply(self) -> None:
+    def test_group_size_is_the_product_of_repeats(self) -> None:
         graph = grpo(score, n=1).edit(insert={"again": After("repeat", Repeat(2))})
         assert found(graph) == []
 
-    def test_a_custom_group_baseline(self) -> None:
+    def test_custom_group_baseline_of_one_response_is_found(self) -> None:
         class LeaveOneOut(Operator):
             @property
             def effects(self) -> frozenset[str]:
@@ -210,7 +209,9 @@ class TestMiniBatchesDivide:  # FR004
     @pytest.mark.parametrize(
         ("mini_batch", "prompts", "fitting"), [(12, 4, 8), (64, 4, 32), (24, 5, 20), (7, 1, 4), (5, 4, 4)]
     )
-    def test_they_must(self, mini_batch: int, prompts: int, fitting: int) -> None:
+    def test_mini_batch_that_does_not_divide_the_rows_is_found_with_the_nearest_that_does(
+        self, mini_batch: int, prompts: int, fitting: int
+    ) -> None:
         graph = grpo(score, n=8, mini_batch=mini_batch)
         assert found(graph, prompts) == [("FR004", "update_actor")]
         message = graph.check(prompts=prompts)[0].message
@@ -218,10 +219,10 @@ class TestMiniBatchesDivide:  # FR004
         assert f"such as mini_batch={fitting}." in message
         assert found(grpo(score, n=8, mini_batch=fitting), prompts) == []
 
-    def test_every_update_counts(self) -> None:
+    def test_mini_batches_of_actor_and_critic_are_both_checked(self) -> None:
         assert found(ppo(score, n=2, mini_batch=6), 4) == [("FR004", "update_critic"), ("FR004", "update_actor")]
 
-    def test_it_waits_until_the_number_of_prompts_is_known(self) -> None:
+    def test_mini_batches_are_checked_only_if_the_number_of_prompts_is_known(self) -> None:
         assert found(grpo(score, n=8, mini_batch=12)) == []
         assert found(grpo(score, n=8, mini_batch=12), prompts=3) == []
 
@@ -241,7 +242,7 @@ class Smaller(Operator):
 
 
 class TestCriticIsRead:  # FR005
-    def test_updated_but_never_read(self) -> None:
+    def test_critic_that_is_updated_and_never_read_is_found(self) -> None:
         class MonteCarlo(Operator):
             def __call__(self, token_level_rewards: c.TokenLevelRewards) -> c.Returns: ...
 
@@ -253,29 +254,29 @@ class TestCriticIsRead:  # FR005
         assert found(unread(Blind())) == [("FR005", "blind")]
         assert "Value(critic=Role('critic'))" in unread(Blind()).check()[0].message
 
-    def test_updated_by_the_values_of_another(self) -> None:
+    def test_critic_updated_with_values_of_another_is_found(self) -> None:
         graph = ppo(score).edit(replace={"value": Value(critic=Role("old_critic"))})
         assert found(graph) == [("FR005", "update_critic")]
         assert found(graph.edit(replace={"value": Value(critic=Role("critic"))})) == []
 
-    def test_returns_of_another_critic(self) -> None:
+    def test_critic_updated_with_returns_of_another_is_found(self) -> None:
         @algorithm
         def two(batch: PromptBatch, own_returns: bool):  # type: ignore[no-untyped-def]
             rollout = Generate()(batch)
             mask = rollout.response_mask
             scores = Reward(score)(rollout, batch)
-            mine, theirs = Value()(rollout), Value(critic=Role("b")).named("value_b")(rollout)
-            returns_b = GAE().named("gae_b")(scores, theirs, mask).returns
-            update_b = UpdateCritic(critic=Role("b")).named("update_b")(rollout, theirs, returns_b)
-            returns = GAE()(scores, mine, mask).returns if own_returns else returns_b
-            return UpdateCritic()(rollout, mine, returns), update_b
+            own_values, other_values = Value()(rollout), Value(critic=Role("b")).named("value_b")(rollout)
+            returns_b = GAE().named("gae_b")(scores, other_values, mask).returns
+            update_b = UpdateCritic(critic=Role("b")).named("update_b")(rollout, other_values, returns_b)
+            returns = GAE()(scores, own_values, mask).returns if own_returns else returns_b
+            return UpdateCritic()(rollout, own_values, returns), update_b
 
         assert found(two(own_returns=True)) == []
         assert found(two(own_returns=False)) == [("FR005", "update_critic")]
         message = two(own_returns=False).check()[0].message
         assert "returns come from gae_b.returns" in message and "values of 'b'" in message
 
-    def test_an_ensemble_reads_its_own_among_others(self) -> None:
+    def test_critic_in_an_ensemble_has_no_finding(self) -> None:
         @algorithm
         def twin(batch: PromptBatch):  # type: ignore[no-untyped-def]
             rollout = Generate()(batch)
@@ -297,18 +298,18 @@ class Truncate(Operator):
 
 
 class TestLagIsCorrected:  # FR006
-    def test_lag_without_correction(self) -> None:
+    def test_lag_without_correction_is_found(self) -> None:
         graph = grpo(score).edit(lag=2)
         assert found(graph) == [("FR006", "generate")]
         message = graph.check()[0].message
         assert "2 version(s) ahead" in message
         assert found(edited_by(graph, message)) == []
 
-    def test_lag_with_correction(self) -> None:
+    def test_lag_with_correction_has_no_finding(self) -> None:
         graph = grpo(score).edit(lag=2, insert={"truncate": After("group_advantage", Truncate())})
         assert found(graph) == []
 
-    def test_a_correction_on_another_branch_does_not_count(self) -> None:
+    def test_correction_that_does_not_reach_the_update_does_not_count(self) -> None:
         class Log(Operator):
             def __call__(self, advantages: c.Advantages) -> CriticUpdated: ...
 
@@ -321,12 +322,12 @@ class TestLagIsCorrected:  # FR006
 
 
 class TestOtherRules:
-    def test_greedy_responses(self) -> None:  # FR007
+    def test_greedy_training_responses_are_found(self) -> None:  # FR007
         graph = ppo(score, temperature=0.0)
         assert found(graph) == [("FR007", "generate")]
         assert found(fixed(graph, None)) == []
 
-    def test_two_writers_of_one_role(self) -> None:  # FR008
+    def test_two_updates_of_one_role_are_found(self) -> None:  # FR008
         @algorithm
         def twice(batch: PromptBatch):  # type: ignore[no-untyped-def]
             prompts = Repeat(2)(batch)
@@ -342,12 +343,12 @@ class TestOtherRules:
         assert "'actor' after update_actor" in message
         assert found(edited_by(graph, message)) == []
 
-    def test_old_log_probs_of_another_role(self) -> None:  # FR009
+    def test_old_log_probs_of_another_role_are_found(self) -> None:  # FR009
         graph = ppo(score).edit(replace={"old_log_prob": OldLogProb(actor=Role("teacher"))})
         assert found(graph) == [("FR009", "old_log_prob")]
         assert found(fixed(graph, None)) == []
 
-    def test_a_custom_operator_for_old_log_probs(self) -> None:  # FR009
+    def test_custom_operator_with_old_log_probs_of_another_role_is_found(self) -> None:  # FR009
         class Rescore(Operator):
             policy: Reads[Scorer] = Role("teacher")
 
@@ -358,21 +359,21 @@ class TestOtherRules:
         assert found(fixed(graph, None)) == []
 
     @pytest.mark.parametrize("make", [ppo, grpo])
-    def test_a_reference_that_is_trained(self, make: Callable[..., Graph]) -> None:  # FR010
+    def test_reference_that_is_trained_is_found(self, make: Callable[..., Graph]) -> None:  # FR010
         graph = make(score).edit(replace={"ref_log_prob": RefLogProb(ref=Role("actor"))})
         assert found(graph) == [("FR010", "ref_log_prob")]
         assert found(fixed(graph, None)) == []
 
 
 class TestTypesRefuseFirst:
-    """What rules need not check, because such a graph cannot be built."""
+    """Defects that need no rule: type inference refuses such graphs."""
 
-    def test_rollout_log_probs_where_old_ones_are_due(self) -> None:
+    def test_rollout_log_probs_do_not_fit_the_old_log_probs_port(self) -> None:
         suggestion = "old_log_prob.old_log_probs"
         with raises("graph.type-mismatch", node="update_actor", port="old_log_probs", suggestion=suggestion):
             ppo(score).edit(wire={"update_actor.old_log_probs": "generate.rollout_log_probs"})
 
-    def test_a_critic_updated_without_values(self) -> None:
+    def test_critic_update_without_values_is_refused(self) -> None:
         @algorithm
         def blind(batch: PromptBatch):  # type: ignore[no-untyped-def]
             rollout = Generate()(batch)
@@ -384,7 +385,7 @@ class TestTypesRefuseFirst:
 
 
 class TestReport:
-    def test_all_findings_at_once(self) -> None:
+    def test_require_raises_with_all_findings_in_order(self) -> None:
         graph = (
             ppo(score, temperature=0.0, mini_batch=3)
             .edit(replace={"update_actor": UpdateActor(mini_batch=3, kl=KL_LOSS.kl)})
@@ -405,10 +406,10 @@ class TestReport:
         assert lines[0].startswith("ppo violates rules") and "5 findings" in lines[0]
         assert [tuple(line.split(":")[0].split()) for line in lines[1:]] == expected
 
-    def test_a_clean_graph_passes(self) -> None:
+    def test_require_accepts_a_graph_without_findings(self) -> None:
         rules.require(grpo(score), prompts=4)
 
-    def test_the_table(self) -> None:
+    def test_rule_ids_are_sorted_and_each_rule_has_a_reason_and_a_source(self) -> None:
         ids = [rule.id for rule in rules.RULES]
         assert ids == sorted(set(ids)) and all(re.fullmatch(r"FR\d{3}", id) for id in ids)
         for rule in rules.RULES:
@@ -418,8 +419,8 @@ class TestReport:
         assert RETIRED.keys() == {"FR035", "FR036", "FR040"}
         assert not RETIRED.keys() & {rule.id for rule in rules.RULES}
 
-    def test_each_of_two_trainers_is_checked(self) -> None:
-        class Distil(Operator):
+    def test_second_trainer_without_a_sync_is_found(self) -> None:
+        class Distill(Operator):
             """A second policy that is trained on the first one's rows and sampled by no engine of its own."""
 
             student: Writes[Trainer] = Role("student")
@@ -427,5 +428,5 @@ class TestReport:
 
             def __call__(self, rollout: Tokens, advantages: c.Advantages) -> Updated: ...
 
-        graph = grpo(score).edit(insert={"distil": After("update_actor", Distil())})
-        assert found(graph) == [("FR002", "distil")]
+        graph = grpo(score).edit(insert={"distill": After("update_actor", Distill())})
+        assert found(graph) == [("FR002", "distill")]

@@ -1,6 +1,5 @@
-"""Tests of `episodes.py` and `environment_source.py`: rules about episodes.
-
-Each rule finds the environment that breaks it, and accepts similar ones that do not.
+"""Tests of `episodes.py` and `environment_source.py`: each rule finds the environment that violates it, and accepts
+similar ones.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from tests.support.kernel import exact
 
 
 class Pays(Environment):
-    """Gives a reward for the right answer."""
+    """Rewards the correct response."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply("again", reward=1.0 if answer.text == "4" else None, done=answer.turn == 1)
 
 
 class PaysAtOnce(Environment):
-    """Gives a reward for every answer."""
+    """Rewards every response."""
 
     def step(self, answer: Answer) -> Reply:  # type: ignore[override]
         return Reply("again", 1.0)
 
 
 class Silent(Environment):
-    """Leaves the reward to a function."""
+    """Gives no reward; a function does."""
 
     async def step(self, answer: Answer) -> Reply:
         if answer.turn == 1:
@@ -56,16 +55,16 @@ async def rewards(chat: Chat, row: Row) -> None:
     chat.reward(1.0)
 
 
-async def asks(chat: Chat, row: Row) -> None:
+async def gives_no_reward(chat: Chat, row: Row) -> None:
     await chat.answer()
     await chat.answer("Are you sure?")
 
 
-async def hands_on(chat: Chat, row: Row) -> None:
-    await helped(chat)
+async def delegates(chat: Chat, row: Row) -> None:
+    await helper(chat)
 
 
-async def helped(chat: Chat) -> None:
+async def helper(chat: Chat) -> None:
     chat.reward(float(len((await chat.answer_by_tools()).text)))
 
 
@@ -74,8 +73,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def played(environment: Any, pays: bool = True, base: Any = grpo, **settings: Any) -> Graph:
-    """A graph of episodes, rewarded by their environment or by a function."""
+def episodes(environment: Any, pays: bool = True, base: Any = grpo, **settings: Any) -> Graph:
+    """A graph with episodes, rewarded by their environment or by a function."""
     settings = {"max_turns": 3, "context": 300, "max_new_tokens": 16, **settings}
     edited: Graph = base(exact).edit(
         replace={"generate": Interact(environment, **settings)}, drop=["reward"] if pays else []
@@ -87,32 +86,32 @@ class TestEnvironmentRewardsCount:  # FR033
     @pytest.mark.parametrize("environment", [Pays, PaysAtOnce, scores, rewards])
     @pytest.mark.parametrize("base", [grpo, ppo])
     def test_a_reward_function_discards_environment_rewards(self, environment: Any, base: Any) -> None:
-        graph = played(environment, pays=False, base=base)
+        graph = episodes(environment, pays=False, base=base)
         assert found(graph) == [("FR033", "interact")]
         assert "only those of reward." in the_message(graph, "FR033")
-        assert found(fixed(graph)) == found(played(environment, base=base)) == []
+        assert found(fixed(graph)) == found(episodes(environment, base=base)) == []
 
-    @pytest.mark.parametrize("environment", [Silent, asks, hands_on])
-    def test_an_environment_without_certain_rewards(self, environment: Any) -> None:
-        assert found(played(environment, pays=False)) == []
+    @pytest.mark.parametrize("environment", [Silent, gives_no_reward, delegates])
+    def test_environment_that_may_give_no_rewards_has_no_finding(self, environment: Any) -> None:
+        assert found(episodes(environment, pays=False)) == []
 
-    def test_both_may_count(self) -> None:
-        graph = played(Pays).edit(insert={"overlong": After("interact", OverlongPenalty(most=40, buffer=8))})
+    def test_penalty_added_to_environment_rewards_has_no_finding(self) -> None:
+        graph = episodes(Pays).edit(insert={"overlong": After("interact", OverlongPenalty(most=40, buffer=8))})
         assert found(graph) == []
 
 
 class TestEpisodesAreRewarded:  # FR034
-    @pytest.mark.parametrize("environment", [Silent, asks])
-    def test_no_reward(self, environment: Any) -> None:
-        graph = played(environment)
+    @pytest.mark.parametrize("environment", [Silent, gives_no_reward])
+    def test_episodes_without_any_reward_are_found(self, environment: Any) -> None:
+        graph = episodes(environment)
         assert found(graph) == [("FR034", "interact")]
         assert "Reply(..., reward=1.0)" in the_message(graph, "FR034") and "Reward(fn)" in the_message(graph, "FR034")
-        assert found(played(environment, pays=False)) == []
+        assert found(episodes(environment, pays=False)) == []
 
-    def test_tools_alone_give_no_reward(self) -> None:
-        assert found(played(None, tools=[add])) == [("FR034", "interact")]
+    def test_episodes_with_tools_only_are_found(self) -> None:
+        assert found(episodes(None, tools=[add])) == [("FR034", "interact")]
 
-    def test_rewards_may_come_from_elsewhere(self) -> None:
+    def test_environment_whose_rewards_the_source_does_not_show_has_no_finding(self) -> None:
         class Inherits(Silent):
             async def step(self, answer: Answer) -> Reply:
                 return await super().step(answer)
@@ -121,75 +120,77 @@ class TestEpisodesAreRewarded:  # FR034
             async def step(self, answer: Answer) -> Reply:
                 return Reply(**{"done": True})
 
-        for environment in (hands_on, Inherits, Maker):
-            assert found(played(environment)) == []
+        for environment in (delegates, Inherits, Maker):
+            assert found(episodes(environment)) == []
 
 
 class TestToolsAreCalled:  # FR037
-    def test_one_turn(self) -> None:
-        graph = played(hands_on, tools=[add], max_turns=1)
+    def test_tools_with_one_turn_are_found(self) -> None:
+        graph = episodes(delegates, tools=[add], max_turns=1)
         assert found(graph) == [("FR037", "interact")] and found(fixed(graph)) == []
-        assert found(played(Pays, max_turns=1)) == []  # a bandit
+        assert found(episodes(Pays, max_turns=1)) == []  # a bandit
 
-    def test_an_agent_that_answers_no_call(self) -> None:
-        graph = played(scores, tools=[add])
+    def test_tools_of_an_agent_that_runs_no_tool_calls_are_found(self) -> None:
+        graph = episodes(scores, tools=[add])
         assert found(graph) == [("FR037", "interact")] and found(fixed(graph)) == []
         assert "chat.answer_by_tools()" in the_message(graph, "FR037")
-        for environment in (Pays, hands_on, helped_by_tools):
-            assert found(played(environment, tools=[add])) == []
+        for environment in (Pays, delegates, runs_tools):
+            assert found(episodes(environment, tools=[add])) == []
 
 
-async def helped_by_tools(chat: Chat, row: Row) -> float:
+async def runs_tools(chat: Chat, row: Row) -> float:
     return float(len((await chat.answer_by_tools()).text))
 
 
 class Short(TorchRollout):
-    """An engine with a limit of tokens."""
+    """An engine with a context limit in tokens."""
 
     max_model_len: int | None = None
 
 
 class TestEpisodesFit:  # FR038
-    def test_an_answer_as_long_as_the_episode(self) -> None:
-        graph = played(Pays, max_new_tokens=300)
+    def test_response_limit_that_fills_the_context_is_found(self) -> None:
+        graph = episodes(Pays, max_new_tokens=300)
         assert found(graph) == [("FR038", "interact")] and found(fixed(graph)) == []
         assert "for the other 2 turns" in the_message(graph, "FR038")
-        assert found(played(Pays, max_new_tokens=299)) == found(played(Pays, max_new_tokens=300, max_turns=1)) == []
+        assert found(episodes(Pays, max_new_tokens=299)) == found(episodes(Pays, max_new_tokens=300, max_turns=1)) == []
 
-    @pytest.mark.parametrize(("takes", "fits"), [(299, False), (300, True), (None, True)])
-    def test_an_engine_that_takes_less(self, takes: int | None, fits: bool) -> None:
-        graph = played(Pays).edit(bind={"rollout": Short("model", max_model_len=takes)})
+    @pytest.mark.parametrize(("limit", "fits"), [(299, False), (300, True), (None, True)])
+    def test_engine_with_a_shorter_context_than_episodes_is_found(self, limit: int | None, fits: bool) -> None:
+        graph = episodes(Pays).edit(bind={"rollout": Short("model", max_model_len=limit)})
         assert found(graph) == ([] if fits else [("FR038", "interact")])
         assert fits or found(fixed(graph)) == []
-        assert found(played(Pays).edit(bind={"rollout": TorchRollout("model")})) == []
+        assert found(episodes(Pays).edit(bind={"rollout": TorchRollout("model")})) == []
 
 
 class TestPlacedOnTheMask:  # FR039
     class Blind(Operator):
-        """Puts what an answer is worth on the last token that there is."""
+        """Puts the score on the last token, sampled or not."""
 
         def __call__(self, responses: c.Responses, response_text: c.ResponseText) -> c.TokenLevelScores:
             scores = torch.zeros(responses.shape)
             scores[:, -1] = torch.tensor(np.vectorize(len)(response_text))
             return scores
 
-    class Seeing(Operator):
-        """Puts it on the last one that was sampled."""
+    class Masked(Operator):
+        """Puts the score on the last sampled token."""
 
         def __call__(self, response_mask: c.ResponseMask, response_text: c.ResponseText) -> c.TokenLevelScores: ...
 
-    @pytest.mark.parametrize("graph", [grpo(exact), ppo(exact), played(Silent, pays=False)])
-    def test_scores_without_a_mask(self, graph: Graph) -> None:
+    @pytest.mark.parametrize("graph", [grpo(exact), ppo(exact), episodes(Silent, pays=False)])
+    def test_reward_operator_without_the_response_mask_is_found(self, graph: Graph) -> None:
         blind = graph.edit(replace={"reward": self.Blind()})
         assert found(blind) == [("FR039", "blind")]
         assert "`response_mask: ResponseMask`" in the_message(blind, "FR039")
-        assert found(graph.edit(replace={"reward": self.Seeing()})) == []
+        assert found(graph.edit(replace={"reward": self.Masked()})) == []
 
 
-class TestReferences:
-    """An environment that a graph names by its file is read, and never run."""
+class TestEnvironmentsByReference:
+    """The rules parse an environment that a graph names by its file; they never run it."""
 
-    def test_environments_of_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rules_parse_environments_and_agents_of_a_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "environments.py").write_text(
             "from flowrl.episodes import Environment, Reply\nfrom others import Other\n"
             "class Unpaid(Environment):\n    async def step(self, answer):\n        return Reply()\n"
@@ -197,11 +198,11 @@ class TestReferences:
             "async def agent(chat, row):\n    return 1.0\n"
         )
         monkeypatch.chdir(tmp_path)
-        assert found(played("environments.py:Unpaid")) == [("FR034", "interact")]
-        assert found(played("environments.py:Derived")) == found(played("environments.py:agent")) == []
-        assert found(played("environments.py:agent", pays=False)) == [("FR033", "interact")]
+        assert found(episodes("environments.py:Unpaid")) == [("FR034", "interact")]
+        assert found(episodes("environments.py:Derived")) == found(episodes("environments.py:agent")) == []
+        assert found(episodes("environments.py:agent", pays=False)) == [("FR033", "interact")]
 
-    def test_where_there_is_no_source_nothing_is_found(self) -> None:
+    def test_agent_without_source_has_no_finding(self) -> None:
         made: dict[str, Any] = {}
         exec("async def unseen(chat, row):\n    return 1.0", made)
-        assert found(played(made["unseen"])) == found(played(made["unseen"], pays=False)) == []
+        assert found(episodes(made["unseen"])) == found(episodes(made["unseen"], pays=False)) == []

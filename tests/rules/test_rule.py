@@ -1,4 +1,4 @@
-"""Rules of users are in one table with flowrl's own."""
+"""Rules that users register are in one table with the built-in rules."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from tests.support.kernel import exact
 
 
 @pytest.fixture(autouse=True)
-def _no_rule_remains() -> Iterator[None]:
+def _restore_rules() -> Iterator[None]:
     before = list(RULES)
     yield
     RULES[:] = before
 
 
-def enter(word: str, id: str = "AB001") -> None:
+def register(message: str, id: str = "AB001") -> None:
     """Register the same function, as a notebook cell does that runs again."""
 
     @rule(id, "Groups of eight need a reason.")
     def groups_of_eight(graph: Graph, prompts: int | None) -> Findings:
         if graph["repeat"].rows_factor == 8:
-            yield "repeat", word
+            yield "repeat", message
 
 
-def test_a_rule_of_a_user_checks_with_the_others() -> None:
-    enter("take another size.")
+def test_user_rule_is_checked_with_the_built_in_rules() -> None:
+    register("take another size.")
     graph = grpo(exact, n=8).edit(set={"generate.temperature": 0.0})
     first, second = graph.check()[:2]
     assert str(first) == "AB001 repeat: take another size."
-    assert second.rule == "FR007"  # they are in the order of their ids
+    assert second.rule == "FR007"  # findings are in the order of rule ids
     with raises("rule.violated", rules=("AB001",), nodes=("repeat",)):
         require(grpo(exact, n=8))
     assert not grpo(exact, n=4).check()
     assert not grpo(exact, n=8).edit(allow={"AB001": "eight is fine here"}).check()
 
 
-def test_a_rule_that_is_defined_again_replaces_itself() -> None:
-    enter("first.")
-    enter("second.")
+def test_rule_registered_again_replaces_itself() -> None:
+    register("first.")
+    register("second.")
     assert [finding.message for finding in grpo(exact, n=8).check()] == ["second."]
 
 
-def test_a_rule_of_a_user_reads_an_effect_of_the_user() -> None:
+def test_user_rule_may_read_a_user_effect() -> None:
     class Sparse(Operator):
         @property
         def effects(self) -> frozenset[str]:
@@ -69,9 +69,9 @@ def test_a_rule_of_a_user_reads_an_effect_of_the_user() -> None:
     assert not ppo(exact).edit(insert={"sparse": After("whiten", Sparse())}).check()
 
 
-def test_an_id_that_is_taken_is_refused() -> None:
+def test_rule_with_a_built_in_id_is_refused() -> None:
     with raises("rule.duplicate-id", rule="FR007") as raised:
-        enter("never.", id="FR007")
-    assert raised.value.facts["location"].endswith("test_rule.py:enter.<locals>.groups_of_eight")
+        register("never.", id="FR007")
+    assert raised.value.facts["location"].endswith("test_rule.py:register.<locals>.groups_of_eight")
     assert raised.value.facts["taken_by"].endswith("updates.py:_samples")
     assert not grpo(exact, n=8).check()

@@ -1,4 +1,4 @@
-"""Rules about what reaches an update, each with a planted defect, its fix, and similar graphs without findings."""
+"""Rules about the inputs of an update: a planted defect of each, its fix, and similar graphs without findings."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
 
 
 class TestFullDistribution:  # FR012
-    @pytest.mark.parametrize("cut", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
-    def test_a_ratio_to_what_was_cut(self, cut: dict[str, Any]) -> None:
-        graph = grpo(exact).edit(insert=CORRECTED, set=cut)
+    @pytest.mark.parametrize("truncation", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
+    def test_correction_with_truncated_sampling_is_found(self, truncation: dict[str, Any]) -> None:
+        graph = grpo(exact).edit(insert=CORRECTED, set=truncation)
         assert found(graph) == [("FR012", "generate")]
         assert "correction compares its log-probs" in graph.check()[0].message
         assert found(fixed(graph)) == []
         assert found(graph.edit(drop=["correction"])) == []
 
-    def test_a_correction_that_only_rejects_weighs_nothing(self) -> None:
+    def test_correction_that_only_rejects_has_no_finding(self) -> None:
         graph = grpo(exact).edit(insert=CORRECTED, set={"generate.top_p": 0.9})
         assert found(graph.edit(set={"correction.mode": "reject"})) == []
 
-    def test_other_answers_may_be_cut(self) -> None:
+    def test_truncated_sampling_of_other_responses_has_no_finding(self) -> None:
         graph = remax(exact).edit(insert={"correction": After("subtract_baseline", RolloutCorrection())})
         assert found(graph.edit(set={"greedy.top_k": 1})) == []
         assert found(graph.edit(set={"generate.top_k": 20})) == [("FR012", "generate")]
@@ -57,17 +57,17 @@ class TestFullDistribution:  # FR012
 
 class TestScaledOnce:  # FR013
     @pytest.mark.parametrize("graph", [grpo(exact), pass_at_k(exact)])
-    def test_whitened_after_a_group_s_deviation(self, graph: Graph) -> None:
+    def test_whitening_after_the_group_deviation_is_found(self, graph: Graph) -> None:
         name = "group_advantage" if "group_advantage" in graph else "pass_at_k_advantage"
         twice = graph.edit(insert={"whiten": After(name, Whiten())})
         assert found(twice) == [("FR013", "whiten")]
         assert found(fixed(twice)) == []
 
-    def test_whitened_after_a_gate(self) -> None:
+    def test_whitening_after_a_gate_is_found(self) -> None:
         twice = grpo(exact).edit(insert={"gate": After("group_advantage", Filter(Spread()))})
         assert found(twice.edit(insert={"whiten": After("gate", Whiten())})) == [("FR013", "whiten")]
 
-    def test_what_is_not_scaled_yet(self) -> None:
+    def test_whitening_of_unscaled_advantages_has_no_finding(self) -> None:
         assert found(reinforce_plus_plus_baseline(exact)) == []
         assert found(reinforce_plus_plus_baseline(exact).edit(set={"group_advantage.normalize_std": True})) == [
             ("FR013", "whiten")
@@ -75,7 +75,7 @@ class TestScaledOnce:  # FR013
         assert found(gpg(exact).edit(insert={"whiten": After("gpg_advantage", Whiten())})) == []
         assert found(ppo(exact)) == []
 
-    def test_advantages_that_were_put_together_are_new_ones(self) -> None:
+    def test_whitening_of_combined_advantages_has_no_finding(self) -> None:
         class Both(Operator):
             def __call__(self, first: c.Advantages, second: c.Advantages) -> c.Advantages: ...
 
@@ -92,26 +92,26 @@ class TestScaledOnce:  # FR013
 
 
 @algorithm
-def split(batch: PromptBatch, *, felt: bool) -> Any:
-    """The critic learns from rewards with KL in them; the policy does so, too, or from scores."""
+def split(batch: PromptBatch, *, kl_in_policy: bool) -> Any:
+    """The critic learns from rewards with KL; the policy does so, too, or learns from scores."""
     prompts = Repeat(4)(batch)
     rollout = Generate()(prompts)
     old, ref, values = OldLogProb()(rollout), RefLogProb()(rollout), Value()(rollout)
     scores = Reward(exact)(rollout, prompts)
     shaped = KLShape()(scores, old, ref, rollout.response_mask)
     critic = UpdateCritic()(rollout, values=values, returns=GAE()(shaped, values, rollout.response_mask).returns)
-    advantages = RLOOAdvantage()(shaped if felt else scores, rollout.response_mask, prompts.uid)
+    advantages = RLOOAdvantage()(shaped if kl_in_policy else scores, rollout.response_mask, prompts.uid)
     return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages)), critic
 
 
 class TestKLReachesThePolicy:  # FR014
-    def test_kl_that_reaches_the_critic_alone(self) -> None:
-        graph = split(felt=False)
+    def test_kl_that_reaches_only_the_critic_is_found(self) -> None:
+        graph = split(kl_in_policy=False)
         assert found(graph) == [("FR014", "kl_shape")]
         assert found(fixed(graph)) == []
 
-    def test_kl_that_reaches_the_policy(self) -> None:
-        assert found(split(felt=True)) == []
+    def test_kl_that_reaches_the_policy_has_no_finding(self) -> None:
+        assert found(split(kl_in_policy=True)) == []
 
-    def test_a_critic_that_is_trained_alone(self) -> None:
+    def test_critic_trained_without_a_policy_has_no_finding(self) -> None:
         assert found(ppo(exact).subgraph("update_critic")) == []
