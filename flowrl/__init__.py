@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flowrl.run.training.job import Job
     from flowrl.run.training.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training.training import Training
-    from flowrl.run.training.validation import Validation
+    from flowrl.run.validation.validation import Validation
     from flowrl.spec import Spec
 
 __version__ = "0.1.0"
@@ -142,7 +142,7 @@ __getattr__ = lazy(
         "save": "files.graph_io",
         "algorithm": "graph",
         "Training": "run.training.training",
-        "Validation": "run.training.validation",
+        "Validation": "run.validation.validation",
         "When": "core.operators.when",
     },
 )

@@ -32,7 +32,7 @@ from flowrl.graphs import grpo, ppo
 from flowrl.run.training.job import Job
 from flowrl.run.training.report import Terminal
 from flowrl.run.training.training import Run, Training
-from flowrl.run.training.validation import Validation
+from flowrl.run.validation.validation import Validation
 from flowrl.schedules import Constant
 
 ROWS = 256

@@ -1,1 +1,1 @@
-"""Training runs: jobs, data, validation, checkpoints, and the run folder."""
+"""Training runs: jobs, data, checkpoints, and the run folder."""

@@ -16,10 +16,12 @@ from typing import Any
 
 import xxhash
 
+from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import file_digest, parse_json, remove, replaced, writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError, ParameterError
+from flowrl.protocols.backend import refuse_uncheckpointed
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +146,11 @@ def find_fault(path: Path) -> str | None:
 
 def _seal(files: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+
+
+def refuse_no_checkpoints(graph: Graph, every: int) -> None:
+    """Refuse ``checkpoint_every`` for engines without checkpoints, and for states that JSON cannot represent."""
+    refuse_uncheckpointed(graph.trained, graph.bindings, f"checkpoint_every={every}", "leave checkpoint_every out")
+    for node in graph.nodes.values():
+        for field, state in node.operator.states.items():
+            check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")

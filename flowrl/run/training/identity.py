@@ -72,3 +72,8 @@ def _digest(folder: Path) -> str | None:
             reason=error.strerror,
         ) from error
     return digest.hexdigest()
+
+
+def backends_of(graph: Graph) -> dict[str, Any]:
+    """The backends of a graph by role, as JSON-able data."""
+    return {role: encode(one, f"bindings.{role}", portable=False) for role, one in graph.bindings.items()}

@@ -49,9 +49,9 @@ def refuse_long_prompts(graph: Graph, streams: Mapping[str, Stream]) -> None:
             )
 
 
-def refuse_long_responses(graph: Graph) -> None:
+def refuse_long_responses(*graphs: Graph) -> None:
     """Refuse a `max_new_tokens` that leaves no room for a prompt."""
-    for node in filter(generates, graph.nodes.values()):
+    for graph, node in ((one, node) for one in graphs for node in filter(generates, one.nodes.values())):
         limit, response = positions_of(graph, node), _response(node)
         if limit is not None and response is not None and response >= limit:
             raise GraphError(

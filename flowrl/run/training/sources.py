@@ -15,9 +15,11 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.prompts import PromptStream
 from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, ParameterError, offer
+from flowrl.errors import BindError, DataError, ParameterError, offer
 from flowrl.record_types import record_columns
 from flowrl.records import rows_of_draw
+from flowrl.run.engine.steps import folder_of_trained, writers_of_tokens
+from flowrl.run.training.job import tokenizer_of
 from flowrl.run.training.prompt_lengths import refuse_long_prompts
 from flowrl.spec import parameters
 
@@ -77,6 +79,18 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
 def gives_tokens(source: Source) -> bool:
     """Whether a source writes tokens, for which it needs a tokenizer."""
     return any(getattr(typed, "kind", None) == "tokens" for typed in record_columns(source.record).values())
+
+
+def refuse_no_tokenizer(graph: Graph, sources: Mapping[str, Source]) -> None:
+    """Refuse a graph without a model whose tokenizer could encode the data."""
+    of_tokens = any(map(gives_tokens, sources.values()))
+    if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
+        raise BindError(
+            f"{graph.name} has no rollout engine and trains no model of a folder, so there is no tokenizer to "
+            f"encode the data. Add a Generate()(prompts) to the graph, or an update.",
+            code="run.no-tokenizer",
+            graph=graph.name,
+        )
 
 
 def refuse_no_feedback(graph: Graph, sources: Mapping[str, Source]) -> None:
@@ -289,3 +303,11 @@ class Sources:
             )
         for name, stream in self.streams.items():
             stream.seek(by_name[name])
+
+
+def refuse_unfit_data(runs: Iterable[tuple[Graph, Mapping[str, Source]]], seed: int) -> None:
+    """Read and tokenize the data of graphs, of models that are on this machine."""
+    for graph, sources in runs:
+        found = (tokenizer_of(graph, role) for role in graph.generators)
+        if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
+            Sources(sources, tokenizer, seed, graph, ())

@@ -22,30 +22,37 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
-from flowrl.errors import BindError, DataError, StorageError
+from flowrl.errors import DataError, StorageError
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
-from flowrl.protocols.backend import refuse_uncheckpointed
 from flowrl.protocols.protocols import Trainer
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
-from flowrl.run.engine.steps import Steps, folder_of_trained, writers_of_tokens
+from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary, Timeline, idle
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
-from flowrl.run.training.checkpoint import Checkpoints
-from flowrl.run.training.held_out import held_out, with_engines
-from flowrl.run.training.identity import identity_of
-from flowrl.run.training.job import Job, tokenizer_of
+from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
+from flowrl.run.training.identity import backends_of, identity_of
+from flowrl.run.training.job import Job
 from flowrl.run.training.prompt_lengths import refuse_long_responses
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
 from flowrl.run.training.run_folder import CHECKPOINTS, TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending, ended_in_order
-from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_feedback, refuse_no_source
-from flowrl.run.training.validating import Validating
-from flowrl.run.training.validation import Validation
+from flowrl.run.training.sources import (
+    Data,
+    Sources,
+    by_input,
+    refuse_no_feedback,
+    refuse_no_source,
+    refuse_no_tokenizer,
+    refuse_unfit_data,
+)
+from flowrl.run.validation.held_out import held_out, with_engines
+from flowrl.run.validation.validating import Validating
+from flowrl.run.validation.validation import Validation
 from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
@@ -167,30 +174,18 @@ class Training(Spec):
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
         refuse_partial_rollouts(graph, self.rollouts_every)
-        of_tokens = any(map(gives_tokens, self.sources.values()))
-        if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
-            raise BindError(
-                f"{graph.name} has no rollout engine and trains no model of a folder, so there is no tokenizer to "
-                f"encode the data. Add a Generate()(prompts) to the graph, or an update.",
-                code="run.no-tokenizer",
-                graph=graph.name,
-            )
+        refuse_no_tokenizer(graph, self.sources)
         forks = held_out(graph, self.validations)
         for one in forks:
             one.refuse_unready()
-        for each in (graph, *(one.graph for one in forks)):
-            refuse_long_responses(each)
+        refuse_long_responses(graph, *(one.graph for one in forks))
         if self.whole.graph is not graph:
             self.whole.refuse_unready(self.prompts)
         for sources in (self.sources, *(one.sources for one in forks)):
             for source in sources.values():
                 source.refuse_missing()
         if self.checkpoint_every is not None:
-            asker = f"checkpoint_every={self.checkpoint_every}"
-            refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
-            for node in graph.nodes.values():
-                for field, state in node.operator.states.items():
-                    check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")
+            refuse_no_checkpoints(graph, self.checkpoint_every)
 
     def refuse_unfit_data(self) -> None:
         """Read and tokenize all data, as the run does when its models are loaded.
@@ -199,11 +194,7 @@ class Training(Spec):
             DataError: a file or a row cannot be read, or a prompt is too long for its model.
         """
         forks = held_out(self.job.graph, self.validations)
-        for graph, sources in ((self.job.graph, self.sources), *((one.graph, one.sources) for one in forks)):
-            found = (tokenizer_of(graph, role) for role in graph.generators)
-            tokenizer = next((one for one in found if one is not None), None)
-            if tokenizer is not None or not any(map(gives_tokens, sources.values())):
-                Sources(sources, tokenizer, self.seed, graph, ())
+        refuse_unfit_data([(self.job.graph, self.sources), *((one.graph, one.sources) for one in forks)], self.seed)
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
@@ -230,7 +221,7 @@ class Training(Spec):
             checkpoints = Checkpoints(folder.path / CHECKPOINTS, self.max_checkpoints)
             found = None
             if self.resume:
-                found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
+                found = find(folder, checkpoints, described["identity"], backends_of(self.job.graph), self.steps)
             try:
                 folder.describe({"status": "running", **described})
                 with self.whole.open(self.seed) as opened:
@@ -253,11 +244,6 @@ class Training(Spec):
             DataError, BindError: data or weights cannot be read.
         """
         return identity_of(self.job.graph, self.sources, self.seed, self.prompts)
-
-    def _bindings(self) -> dict[str, Any]:
-        """The backends, as JSON-able data."""
-        bound = self.job.graph.bindings
-        return {role: encode(backend, f"bindings.{role}", portable=False) for role, backend in bound.items()}
 
     def describe(self) -> dict[str, Any]:
         """The run as JSON-able data: graph with backends, data, seed, versions.
@@ -366,7 +352,7 @@ class _Loop:
             "state": self.steps.state,
             "content": self.content,
             "made_with": jsonable(self.identity),
-            "bindings": self.training._bindings(),
+            "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
         self.checkpoints.save(step, state, self._write)

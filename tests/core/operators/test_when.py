@@ -18,7 +18,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Repeat, Reward, UpdateActor, Whiten
 from flowrl.records import PromptBatch
-from flowrl.run.training.validation import Validation
+from flowrl.run.validation.validation import Validation
 from flowrl.schedules import Linear
 from tests.support.errors import raises
 from tests.support.kernel import exact

@@ -19,7 +19,7 @@ from flowrl.data.sources.source import Source
 from flowrl.errors import BindError
 from flowrl.rules.check import refuse_broken
 from flowrl.run.training.sources import by_input
-from flowrl.run.training.validation import Validation
+from flowrl.run.validation.validation import Validation
 
 
 @dataclass(frozen=True)

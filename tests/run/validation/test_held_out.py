@@ -17,7 +17,7 @@ from flowrl.errors import FlowrlError
 from flowrl.graphs import grpo
 from flowrl.operators import Generate, MajorityAtK, PassAtK, Reward
 from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
-from flowrl.run.training.held_out import held_out, with_engines
+from flowrl.run.validation.held_out import held_out, with_engines
 from tests.support.errors import raises
 from tests.support.jobs import bind_tiny, job_of, weights_of
 from tests.support.kernel import exact

@@ -12,9 +12,9 @@ from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span
-from flowrl.run.training.held_out import HeldOut
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
 from flowrl.run.training.sources import Sources
+from flowrl.run.validation.held_out import HeldOut
 
 
 @dataclass(frozen=True)
