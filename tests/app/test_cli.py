@@ -106,7 +106,10 @@ def test_an_invalid_command_line_prints_usage(command: Command, arguments: list[
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
         (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
-        (["show", "graphs.py:wants"], "such as `target = wants(n=...)`, and pass graphs.py:target. [cli.wrong-target]"),
+        (
+            ["show", "graphs.py:needs_n"],
+            "`target = needs_n(n=...)`, and pass graphs.py:target. [cli.wrong-target]",
+        ),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),

@@ -11,7 +11,7 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.graph import algorithm
-from flowrl.graphs import grpo
+from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
     GAE,
     Generate,

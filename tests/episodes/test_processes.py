@@ -312,13 +312,13 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_nothing_that_a_process_sends_is_unpickled(file: Path, name: str) -> None:
-    (one,) = apart(file, name)
+    (one,) = play_in_processes(file, name)
     assert one.fault is not None and one.fault.code == ATTACKS[name]
     assert not (file.parent / "attacked").exists()
 
 
 def test_numbers_and_text_of_a_reply_arrive_unchanged(file: Path) -> None:
-    (one,) = apart(file, "Exact")
+    (one,) = play_in_processes(file, "Exact")
     assert one.chat.rewards == [0.1 + 0.2] * 2
     assert one.chat.messages[2]["content"] == "\u00e4 \u2028 \U0001f99c \x00 <tool_call>"
 
@@ -366,7 +366,7 @@ class TestTools:
 
     @pytest.mark.parametrize("name", ["attack", "attack_deep"])
     def test_no_result_of_a_tool_is_unpickled(self, file: Path, name: str) -> None:
-        one = self.called(file, name, '{"a": 1}')
+        one = self.call_tool(file, name, '{"a": 1}')
         assert one.fault is not None and one.fault.code == "tool.invalid-result"
         assert not (file.parent / "attacked").exists()
 

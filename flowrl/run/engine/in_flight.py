@@ -286,8 +286,9 @@ class InFlightSteps:
             one = self._steps.get(step - 1 if isinstance(step, int) else min(self._steps))
             if one is not None and isinstance(node, str) and node in self.infos and not self._runner.can_recover(error):
                 failed, when = self.infos[node].node, self._during or f"in step {step}"
+                number = one.round.number if node in self._region.nodes else None
                 with suppress(NodeError):  # a column is lost; the error remains as it is
-                    one.not_finite.explain(error, failed, when, self.infos, one.outputs, self._runner.fetch)
+                    one.not_finite.explain(error, failed, when, number, self.infos, one.outputs, self._runner.fetch)
             raise
 
     def _accept(self, done: TaskResult) -> None:
@@ -308,7 +309,7 @@ class InFlightSteps:
                 return
             done = collected
         if done.not_finite:
-            one.not_finite.add(info, done.not_finite, done.outputs, one.outputs)
+            one.not_finite.add(done, info, one.outputs)
         outputs = NodeOutputs(done.outputs, done.lengths)
         self._enter(step, one, info, outputs)
         if name in self._sampling_nodes:

@@ -8,6 +8,7 @@ the mask may be NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from flowrl.core.graphs.graph import Node
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import NodeError
 from flowrl.run.engine.nodes import NodeInfo
+from flowrl.run.engine.runner import TaskResult
 
 Fetch = Callable[[Node, str, Any], Any]
 Outputs = Mapping[str, Mapping[str, Any]]
@@ -33,8 +35,9 @@ def not_finite(outputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Retained(NamedTuple):
-    """A column, and the mask that was current when it was written."""
+    """A column of a round, and the mask that was current when it was written."""
 
+    round: int
     column: Any
     mask: Edge | None
     mask_column: Any
@@ -54,40 +57,38 @@ class NotFiniteOutputs:
     """The outputs of one step that are not finite, as handles of the runner."""
 
     def __init__(self) -> None:
-        self._retained: dict[Edge, _Retained] = {}
+        self._retained: dict[Edge, list[_Retained]] = {}
 
-    def add(
-        self,
-        info: NodeInfo,
-        names: tuple[str, ...],
-        outputs: Mapping[str, Any],
-        others: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Retain these outputs of a node; `others` are those of other nodes, by node."""
+    def add(self, done: TaskResult, info: NodeInfo, others: Outputs) -> None:
+        """Retain the outputs of an instance that are not finite."""
+        outputs, number = done.outputs, done.task.now.round.number
         present = {**others, info.node.name: outputs}
-        for name in names:
+        for name in done.not_finite:
             masks = [mask for mask in info.masks[name] if mask.output in present.get(mask.node, {})]
             mask = masks[-1] if masks else None
             held = None if mask is None else present[mask.node][mask.output]
-            self._retained[Edge(info.node.name, name)] = _Retained(outputs[name], mask, held)
+            entry = _Retained(number, outputs[name], mask, held)
+            self._retained.setdefault(Edge(info.node.name, name), []).append(entry)
 
     def explain(
         self,
         error: NodeError,
         failed: Node,
         when: str,
+        number: int | None,
         infos: Mapping[str, NodeInfo],
         outputs: Outputs,
         fetch: Fetch,
     ) -> None:
-        """Add to the error of a node the first output that is not finite among those that it was computed from."""
+        """Add to the error of a node the first output that is not finite among those that it was computed from.
+
+        Args:
+            number: the round, if the node runs in rounds; None searches all.
+        """
+        search = functools.partial(self._first, failed=failed, number=number, infos=infos, outputs=outputs, fetch=fetch)
         found: tuple[Edge, _First] | None = None
         node = failed
-        while bad := [
-            (edge, first)
-            for edge in node.inputs.values()
-            if edge in self._retained and (first := self._first(edge, failed, infos, outputs, fetch)) is not None
-        ]:
+        while bad := [(edge, first) for edge in node.inputs.values() if (first := search(edge)) is not None]:
             found = min(bad, key=lambda one: infos[one[0].node].position)
             node = infos[found[0].node].node
         if found is None:
@@ -106,6 +107,7 @@ class NotFiniteOutputs:
         self,
         edge: Edge,
         failed: Node,
+        number: int | None,
         infos: Mapping[str, NodeInfo],
         outputs: Outputs,
         fetch: Fetch,
@@ -113,17 +115,19 @@ class NotFiniteOutputs:
         """The first number of an output that is not finite, under the mask that the failed node reads, if any, else
         the one that was current."""
         info = infos[edge.node]
-        column, mask, held = self._retained[edge]
-        if read := [other for other in info.masks[edge.output] if other in failed.inputs.values()]:
-            mask, held = read[-1], outputs[read[-1].node][read[-1].output]
-        column = fetch(info.node, edge.output, column)
-        on = torch.ones_like(column, dtype=torch.bool)
-        if mask is not None:
-            found: Tensor = fetch(infos[mask.node].node, mask.output, held)
-            on &= found.view(*found.shape, *[1] * (column.ndim - found.ndim))
-        bad = (on & ~column.isfinite()).nonzero().tolist()
-        if not bad:
-            return None
-        return _First(
-            float(column[tuple(bad[0])]), bad[0], len(bad), int(on.sum()), None if mask is None else mask.output
-        )
+        read = [mask for mask in info.masks.get(edge.output, ()) if mask in failed.inputs.values()]
+        for entry in self._retained.get(edge, ()):
+            if number not in (None, entry.round):
+                continue
+            mask, held = entry.mask, entry.mask_column
+            if read:
+                mask, held = read[-1], outputs[read[-1].node][read[-1].output]
+            column: Tensor = fetch(info.node, edge.output, entry.column)
+            on = torch.ones_like(column, dtype=torch.bool)
+            if mask is not None:
+                found: Tensor = fetch(infos[mask.node].node, mask.output, held)
+                on &= found.reshape(*found.shape, *[1] * (column.ndim - found.ndim))
+            if len(bad := (on & ~column.isfinite()).nonzero()):
+                place, name = bad[0].tolist(), None if mask is None else mask.output
+                return _First(float(column[tuple(place)]), place, len(bad), int(on.sum()), name)
+        return None

@@ -29,6 +29,7 @@ def refuse_long_prompts(graph: Graph, streams: Mapping[str, Stream]) -> None:
         stream, limit = streams.get(input_of(graph, node.name) or ""), positions_of(graph, node)
         if limit is None or not isinstance(stream, PromptStream) or (response := _response(node)) is None:
             continue
+        _refuse_long_response(node, limit, response)
         room = limit - response
         if long := {index: tokens for index, tokens in stream.lengths() if tokens > room}:
             worst = max(long.values())
@@ -49,19 +50,17 @@ def refuse_long_prompts(graph: Graph, streams: Mapping[str, Stream]) -> None:
             )
 
 
-def refuse_long_responses(*graphs: Graph) -> None:
+def _refuse_long_response(node: Node, limit: int, response: int) -> None:
     """Refuse a `max_new_tokens` that leaves no room for a prompt."""
-    for graph, node in ((one, node) for one in graphs for node in filter(generates, one.nodes.values())):
-        limit, response = positions_of(graph, node), _response(node)
-        if limit is not None and response is not None and response >= limit:
-            raise GraphError(
-                f"{node.name} has max_new_tokens={response}, but its model has {limit} positions for prompt and "
-                f"response. Lower it: edit(set={{'{node.name}.max_new_tokens': {limit // 2}}}).",
-                code="model.too-long",
-                node=node.name,
-                expected=limit,
-                found=response,
-            )
+    if response >= limit:
+        raise GraphError(
+            f"{node.name} has max_new_tokens={response}, but its model has {limit} positions for prompt and "
+            f"response. Lower it: edit(set={{'{node.name}.max_new_tokens': {limit // 2}}}).",
+            code="model.too-long",
+            node=node.name,
+            expected=limit,
+            found=response,
+        )
 
 
 def positions_of(graph: Graph, node: Node) -> int | None:

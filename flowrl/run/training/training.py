@@ -35,7 +35,6 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
-from flowrl.run.training.prompt_lengths import refuse_long_responses
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
@@ -178,7 +177,6 @@ class Training(Spec):
         forks = held_out(graph, self.validations)
         for one in forks:
             one.refuse_unready()
-        refuse_long_responses(graph, *(one.graph for one in forks))
         if self.whole.graph is not graph:
             self.whole.refuse_unready(self.prompts)
         for sources in (self.sources, *(one.sources for one in forks)):

@@ -86,7 +86,7 @@ def test_every_step_on_tensors_counts() -> None:
 
 def test_inputs_are_left_out_of_the_call_and_the_rest_is_checked() -> None:
     assert repr(scored) == "<algorithm scored(n: 'int' = 2, fn: 'Any' = <function exact at " + repr(exact)[19:] + ")>"
-    assert scored.__doc__ == "The smallest evaluation: answers and their scores."
+    assert scored.__doc__ == "The smallest evaluation: responses and their scores."
     with raises("algorithm.bad-call", algorithm="scored", reason="got an unexpected keyword argument 'm'"):
         scored(m=3)
 

@@ -333,7 +333,7 @@ class Growing(Schedule):
 
 def test_only_operators_have_state() -> None:
     """Nothing would save that of another spec, and a training resumes to other numbers."""
-    with raises("operator.state", state="calls", where="Growing"):
+    with raises("operator.state", state="calls", owner="Growing"):
         Growing().at(0)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl import PromptData, Training, Validation
+from flowrl import After, PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.proto.dataproto import DataProto
@@ -26,6 +26,8 @@ from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import without_placement
+from tests.run.engine.test_not_finite import Broken
+from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
@@ -227,3 +229,17 @@ def test_two_fsdp_ranks_agree_with_one_process(
     assert first.metrics.compute() == there.compute()
     assert second.metrics.compute() == after.metrics.compute()
     assert second.values["sync"]["receipt"].digest == after.values["sync"]["receipt"].digest
+
+
+def test_nan_is_traced_to_its_node_if_the_update_is_fused_and_has_two_ranks(tiny: str) -> None:
+    backends = {"trainer": {"ranks": 2}, "optimizer": SGD(lr=0.05)}
+    job = job_of("grpo", tiny, **backends).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    job = replace(job.edit(insert={"broken": After("reward", Broken())}), place=Colocate(2))
+    assert "old_log_prob" not in job.runs
+    with job.open(seed=0) as executor:
+        executor.sync()
+        facts = {"node": "update_actor", "step": 1, "origin": "broken.token_level_scores", "row": 0, "token": 0}
+        with raises("trainer.not-finite-gradient", **facts) as caught:
+            executor.step(proto(prompt_batch(PROMPTS)), 0)
+    assert "Then update_actor failed in step 1 on actor rank " in caught.value.message
+    assert "operator: UpdateActor(" in caught.value.message and "ScoringUpdate" not in caught.value.message

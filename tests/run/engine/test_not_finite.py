@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from flowrl import After, Operator
+from flowrl import INJECTED, After, Now, Operator
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Granularity
@@ -17,7 +17,7 @@ from flowrl.run.engine.not_finite import not_finite
 from flowrl.run.engine.result import StepResult
 from flowrl.run.training.job import Job
 from tests.support.errors import raises
-from tests.support.jobs import PROMPTS, job_of
+from tests.support.jobs import PROMPTS, job_of, prompt_batch, proto
 
 
 class Broken(Operator):
@@ -66,6 +66,31 @@ class Everything(Operator):
 
     def __call__(self, scores: c.TokenLevelScores) -> c.Kept:
         return torch.ones(len(scores), dtype=torch.bool)
+
+
+class FirstRound(Operator):
+    """Writes NaN in the first round; the first group is then dropped."""
+
+    def __call__(self, scores: c.TokenLevelScores, now: Now = INJECTED) -> c.TokenLevelScores:
+        return scores if now.round.number else scores.index_fill(0, torch.arange(4), float("nan"))
+
+
+class Finite(Operator):
+    """Selects the groups without NaN."""
+
+    granularity: ClassVar[Granularity] = "group"
+
+    def __call__(self, scores: c.TokenLevelScores) -> c.Kept:
+        return scores.isfinite().all(1)
+
+
+class SecondRound(Operator):
+    """Fails in the second round."""
+
+    def __call__(self, scores: c.TokenLevelScores, now: Now = INJECTED) -> c.TokenLevelScores:
+        if now.round.number:
+            raise RuntimeError("out of patience")
+        return scores
 
 
 def edited(folder: str, **insert: Any) -> Job:
@@ -123,6 +148,26 @@ def test_a_node_that_runs_in_rounds_is_named(tiny: str) -> None:
     job = job.edit(insert={"collect": After("broken", Collect(Everything(), groups=len(PROMPTS)))})
     with raises("trainer.not-finite-gradient", origin="broken.token_level_scores"):
         step(job)
+
+
+@pytest.mark.parametrize("later", [None, "in its round", "after all rounds"])
+def test_dropped_rows_of_an_earlier_round_are_not_blamed(tiny: str, later: str | None) -> None:
+    """Neither for a failure in the next round, nor for one after it."""
+    job = edited(tiny, first_round=After("reward", FirstRound()))
+    job = job.edit(insert={"collect": After("first_round", Collect(Finite(), groups=len(PROMPTS)))})
+    if later == "in its round":
+        job = job.edit(insert={"second_round": After("first_round", SecondRound())})
+    if later == "after all rounds":
+        job = job.edit(insert={"stops": After("group_advantage", Stops())})
+    steps = local_steps(Plan(job.runs), job.build(0), 0)
+    steps.sync()
+    run = steps.run(lambda step: PROMPTS, range(1), more=lambda n: proto(prompt_batch([[20 + i] for i in range(n)])))
+    if later is None:
+        assert len(list(run)) == 1
+        return
+    with raises("step.node-failed", step=1) as caught:
+        list(run)
+    assert "origin" not in caught.value.facts and caught.value.message.startswith(caught.value.facts["node"])
 
 
 def test_large_numbers_whose_sum_overflows_are_finite() -> None:

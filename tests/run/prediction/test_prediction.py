@@ -13,6 +13,7 @@ from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from tests.support.errors import raises
+from tests.support.kernel import exact
 from tests.support.paper import (
     BATCH,
     Generate,
@@ -34,7 +35,7 @@ def seconds_of(graph: Graph, place: Place | None, costs: Costs, rows: int = 8) -
 
 class TestRows:
     def test_a_step_of_a_billion_prompts_is_refused_before_its_rows_are_made(self) -> None:
-        graph = graph_of({"a": (General(), BATCH)})
+        graph = graph_of({"a": (OnRows(), BATCH)})
         with raises("predict.too-many-rows", prompts=10**9, rows=10**9, limit=100_000):
             predict(graph, None, 10**9, fixed(a=2.0))
         assert seconds_of(graph, None, fixed(a=2.0), rows=100_000) == pytest.approx(2.0)

@@ -26,7 +26,7 @@ from flowrl.run.training.lock import FolderLock
 from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
-from tests.run.engine.test_lag import ahead
+from tests.run.engine.test_lag import job_with_lag
 from tests.run.training import interrupted
 from tests.run.training.interrupted import Stopper, assert_same, checkpoints, jobs, run
 from tests.support.errors import raises
@@ -234,7 +234,7 @@ def test_a_signal_within_a_step_takes_a_checkpoint_after_it(
 ) -> None:
     """A second signal does not cut the step off. The resumed run equals the uninterrupted one, to the bit; the signal
     comes in the last step before a validation, and after the next one in a step of another epoch."""
-    job = dataclasses.replace(ahead(name, tiny, lag) if lag else jobs(name, tiny), place=place)
+    job = dataclasses.replace(job_with_lag(name, tiny, lag) if lag else jobs(name, tiny), place=place)
     if place:  # there, it is time that decides how many steps are sampled ahead
         monkeypatch.setattr(interrupted, "TIMES", (*interrupted.TIMES, "queue/filled"))
     whole = run(job, prompts_file, tmp_path / "whole", checkpoint_every=None)

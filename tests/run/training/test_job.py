@@ -110,7 +110,7 @@ def test_a_backend_bound_without_a_role_is_refused() -> None:
 @pytest.mark.parametrize(("name", "hint"), [("mermaid", "job.graph.mermaid"), ("train", "Training(job, data, steps=")])
 def test_a_missing_attribute_of_a_job_is_answered_by_what_has_it(name: str, hint: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(hint)):
-        getattr(untouched(grpo(digits)), name)
+        getattr(unbuildable(grpo(digits)), name)
 
 
 def test_a_trainer_without_checkpoints_is_refused_with_checkpoint_every(prompts_file: str) -> None:

@@ -53,9 +53,7 @@ def test_the_suggested_limit_drops_the_rows_and_the_run_ends(tiny: str, tmp_path
 
 
 @pytest.mark.parametrize("response", [POSITIONS, 1024])
-def test_a_response_as_long_as_the_model_is_refused_before_anything_loads(
-    response: int, tiny: str, tmp_path: Path
-) -> None:
+def test_a_response_as_long_as_the_model_is_refused(response: int, tiny: str, tmp_path: Path) -> None:
     run = training(tiny, PromptData(data(tmp_path)), tmp_path / "run", response=response)
     with raises("model.too-long", node="generate", expected=POSITIONS, found=response):
-        run.refuse_unready()
+        run.refuse_unfit_data()

@@ -131,16 +131,16 @@ def test_responses_in_any_batch_equal_the_model_without_a_cache(kind: str, folde
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba"], KINDS + OTHERS))
-def test_rows_of_a_group_equal_those_of_the_model(kind: str, made: Folder) -> None:
+def test_rows_of_a_group_equal_those_of_the_model(kind: str, folder_of: Folder) -> None:
     """Equal prompts that join in one step, between others of other lengths, as `Repeat` makes them."""
-    actor = Actor(made(kind))
+    actor = Actor(folder_of(kind))
     engine = synced(actor, max_rows=8)
     actor.model.eval()
     lengths = [3, 9, 3, 5, 9]
     limit = replace(SAMPLED, max_new_tokens=5)
     requests = [Request(str(i), tokens(n, seed=n), limit, KEY.answer(str(i), 0)) for i, n in enumerate(lengths)]
-    for request, response in zip(requests, answers(engine, *requests), strict=True):
-        assert same(response, drawn_alone(actor.model, request))
+    for request, response in zip(requests, responses_of(engine, *requests), strict=True):
+        assert same(response, sampled_alone(actor.model, request))
 
 
 class Traffic(RuleBasedStateMachine):
