@@ -389,7 +389,7 @@ def test_a_collector_asks_for_prompts_in_no_more_than_its_rounds(rounds: int, ti
         asked.append(prompts)
         return stream.next(prompts)
 
-    with collecting(tiny, never, rounds=rounds).open() as executor:
+    with collecting(tiny, constant, rounds=rounds).open() as executor:
         executor.sync()
         with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: "):
             list(executor.run(lambda step: stream.next(PROMPTS), range(1), more=more))
