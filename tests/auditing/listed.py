@@ -1,4 +1,4 @@
-"""Everything there is in a task, listed anew: responses by recursion, gradients of log-probs by their formula."""
+"""An independent enumeration of a task: responses by recursion, gradients of log-probs by their formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_advantage(operator: Operator, **settings: object) -> Graph:
 
 
 class Listed:
-    """The responses of a task to one prompt, with what a policy says of them.
+    """The responses of a task to one prompt, with their log-probs and gradients.
 
     Args:
         task: which.
@@ -53,7 +53,7 @@ class Listed:
                 yield from self._grown(grown)
 
     def state(self, said: tuple[int, ...]) -> int:
-        """The number of a state, which the task's own table says."""
+        """The number of a state in the task's table."""
         found = self.task.responses
         row = next(
             y for response, y in found.index.items() if response[: len(said)] == said and len(response) > len(said)
@@ -99,5 +99,5 @@ def rewards_of(task: AuditTask, prompt: int, table: str = "0") -> Callable[[tupl
 
 
 def listed(task: AuditTask, prompt: int = 0) -> Listed:
-    """What the policy of an audit says to a prompt."""
+    """The policy of an audit, for one prompt."""
     return Listed(task, task.policy.logits[prompt], rewards_of(task, prompt))

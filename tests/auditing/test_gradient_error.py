@@ -1,4 +1,4 @@
-"""How one gradient stands to another."""
+"""The error of an expected gradient: scale, cosine and bias relative to the true gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vector(*numbers: float) -> torch.Tensor:
         (vector(1e-9, 0), 0.0, 1.0, 0.0, 1.0, "follows nothing: its mean is 0"),
     ],
 )
-def test_what_is_exact_is_measured(
+def test_scale_cosine_bias_and_error_of_an_exact_gradient_match_values_by_hand(
     expected: torch.Tensor, scale: float, cosine: float, bias: float, error: float, said: str
 ) -> None:
     found = judge(expected, TRUE)
@@ -37,7 +37,7 @@ def test_what_is_exact_is_measured(
     assert str(found) == said
 
 
-def test_a_radius_bounds_all_numbers() -> None:
+def test_a_gradient_known_within_a_radius_has_intervals() -> None:
     found = judge(vector(2, 0.4), TRUE, radius=0.5)
     assert not found.biased  # the ball of 0.5 has gradients along the true one in it
     assert found.bias.low == 0.0
@@ -69,7 +69,7 @@ def test_the_radius_is_that_of_the_mean_of_normal_samples() -> None:
     assert radius_of(torch.ones(10, 2, 3, dtype=torch.float64), 0) == 0.0
 
 
-def test_intervals_are_written_as_people_write_them() -> None:
+def test_intervals_print_three_significant_digits_and_percent() -> None:
     assert str(Interval(0.1234, 0.1234, 0.1234)) == "0.123"
     assert str(Interval(0.1234, 0.1, 0.2)) == "0.123 [0.1, 0.2]"
     assert percent(Interval(0.1234, 0.1, math.inf)) == "12.3 % [10, inf]"

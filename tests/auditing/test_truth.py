@@ -1,4 +1,4 @@
-"""The gradients that graphs are held against, by sums and by differences that are written here."""
+"""True gradients against independent sums and finite differences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
 
 
 @pytest.mark.parametrize("name", ["reward", "divergence", "entropy", "length"])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_match_finite_differences(name: str) -> None:
     own, step = truth(), 1e-5
     of = {
         "reward": own.reward,
@@ -72,8 +72,8 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
-    """Only the last step of what may be said moves with what is said there: with one token both are KL."""
+def test_token_level_divergences_do_not_differentiate_the_visited_states(forward: bool) -> None:
+    """Only the last step depends on the sampled tokens there; with one token both are KL."""
     task = AuditTask(prompts=1, tokens=2, steps=1)
     own = TrueGradient(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": task.near("ref")})
     p, q = (one.by_state().exp()[0, 0].numpy() for one in (task.policy, task.near("ref")))
@@ -81,7 +81,7 @@ def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
     assert float(own.divergence_by_state(task.policy, "ref", forward)) == pytest.approx(float(wanted))
 
 
-def test_values_are_what_is_still_paid() -> None:
+def test_values_are_expected_future_rewards() -> None:
     own, one = truth(), listed(WORLD)
     ref = Listed(WORLD, REF.logits[0], lambda response: 0.0)
     found = own.values(WORLD.policy)[0]
@@ -94,6 +94,6 @@ def test_values_are_what_is_still_paid() -> None:
         assert float(found[one.state(said)]) == pytest.approx(total / weight)
 
 
-def test_a_temperature_is_part_of_the_policy() -> None:
+def test_a_temperature_scales_the_logits_of_the_policy() -> None:
     cold = Policy(WORLD.policy.logits / 0.5, WORLD.responses)
     assert float(truth(0.5).reward(WORLD.policy)) == pytest.approx(float(truth().reward(cold)))

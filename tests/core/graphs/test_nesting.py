@@ -85,7 +85,7 @@ def test_an_algorithm_records_its_nodes_in_another() -> None:
     assert list(deep().nodes)[1:] == ["all_noisy", "all_whiten", "all_again_noisy", "all_again_whiten"]
 
 
-def test_the_same_lines_run_on_tensors_under_the_same_keys() -> None:
+def test_nested_algorithms_on_tensors_use_the_keys_of_their_nodes() -> None:
     session = Session({}, seed=5)
     with session.active():
         found = deep.step(rows())
@@ -116,7 +116,7 @@ def test_a_graph_can_have_nested_algorithms() -> None:
     assert graph.fingerprint() == two(exact).fingerprint()
 
 
-def test_what_collides_or_misses_is_refused() -> None:
+def test_duplicate_names_and_missing_inputs_of_nested_algorithms_are_refused() -> None:
     @algorithm
     def clash(row: Masked) -> Any:
         return shaken(row), shaken(row)
@@ -144,7 +144,7 @@ def _swapped(row: Masked) -> Any:
 
 
 @pytest.mark.parametrize("sink", [tell, Tell()])
-def test_what_writes_nothing_is_a_sink(sink: Operator, tmp_path: Path) -> None:
+def test_an_operator_without_outputs_is_a_sink(sink: Operator, tmp_path: Path) -> None:
     @algorithm
     def told(row: Masked) -> Any:
         assert sink(row.advantages) is None
@@ -184,7 +184,7 @@ def test_edits_keep_a_sink_without_outputs() -> None:
     assert "- tell: tell" in str(trained.diff(ppo(exact)))
 
 
-def test_a_sink_has_nothing_to_read() -> None:
+def test_reading_from_a_sink_without_outputs_is_refused() -> None:
     with raises("edit.lost-source", node="whiten", port="update_actor.advantages", known=()):
         ppo(exact).edit(replace={"whiten": tell})
     with raises("graph.unknown-output", output="tell.told"):

@@ -72,7 +72,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
 
 
 class CrookedEngine(ToyTrainerEngine):
-    """Damages its weights during the transfer, once, as the file ``mischief`` of its desk says."""
+    """Damages its weights once during a transfer, as the file ``mischief`` requests."""
 
     def mischief(self) -> str:
         file = self.desk.folder / "mischief"

@@ -59,7 +59,7 @@ def answered() -> tuple[RolloutBatch, PromptBatch]:
 
 
 def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
-    """What the judge says to questions about the rows of `answered` that have tokens, each alone, without padding."""
+    """Responses of the judge about each row of `answered` that has tokens, computed alone and without padding."""
     tokenizer, texts = char_tokenizer(), []
     for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):
         turn = [{"role": "user", "content": text}]

@@ -257,7 +257,7 @@ def test_close_pools_ends_all_workers(scores: Callable[[str], str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 def test_a_reward_that_kills_its_supervisor_leaves_no_process(tmp_path: Path) -> None:
-    """Neither a child in a session of its own nor a grandchild, while other workers go on."""
+    """Neither a child in its own session nor a grandchild; other workers continue."""
     file = tmp_path / "kills.py"
     file.write_text(
         "import os, signal, subprocess, time\n\n"

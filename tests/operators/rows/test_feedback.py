@@ -1,4 +1,4 @@
-"""`Feedback`: what it tells of groups, and that it changes nothing."""
+"""`Feedback` reports the scores of groups and changes no column."""
 
 from __future__ import annotations
 
