@@ -304,7 +304,7 @@ Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
 TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
 """The turn of a token in its episode, from 0; -1 if the policy did not sample it."""
 
-Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
+RowMask = Annotated[Bool[Tensor, "batch"], Column("row_mask", "row mask", pad=False)]
 """Whether a row passes a `Filter` or a `Collect`."""
 
 Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]

@@ -193,4 +193,4 @@ def main(requests: Connection, replies: Connection) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         serve(requests, replies)
-    signal.pause()  # the parent has ended; SGLang's own shutdown would interfere with the keeper
+    signal.pause()  # the parent has ended; SGLang's own shutdown would interfere with the reaper

@@ -23,7 +23,7 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
     return rank_of
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """The rows of one of several ranks.
 
     Args:

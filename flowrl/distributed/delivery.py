@@ -38,7 +38,7 @@ class Delivery:
         )
         # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
-        if self.transport in ("gloo", "nccl") and any(sender.meets(receiver) for sender, receiver in pairs):
+        if self.transport in ("gloo", "nccl") and any(sender.shares_slots_with(receiver) for sender, receiver in pairs):
             self.transport = "object store"
         if self.transport == "cuda ipc" and not self._fit_together():
             self.transport = "object store"
@@ -52,7 +52,7 @@ class Delivery:
             host: sum(bindings[role].memory or 0.0 for role in host.roles)
             for host in [*self._senders, *self._receivers]
         }
-        pairs = [(a, b) for a in self._senders for b in self._receivers if a.meets(b)]
+        pairs = [(a, b) for a in self._senders for b in self._receivers if a.shares_slots_with(b)]
         return all(size[a] + size[b] <= room for a, b in pairs)
 
     @property

@@ -24,7 +24,7 @@ from flowrl.columns import ColumnType
 from flowrl.core.graphs import spans
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.plan import Plan
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.metrics import of_ranks
 from flowrl.data.text.tokenizer import TOKENIZERS, ChatTokenizer
 from flowrl.distributed.cluster.cluster import connected
@@ -159,7 +159,7 @@ class RayRunner:
         running = Running(task, {}, {}, time.monotonic(), delivery)
         operator = task.node.operator
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
-            now = task.now if len(hosts) == 1 else replace(task.now, share=_share(rank, len(hosts), rows, task.lengths))
+            now = task.now if len(hosts) == 1 else replace(task.now, shard=_shard(rank, len(hosts), rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
                     operator,
@@ -419,8 +419,8 @@ def column_type(node: Node, output: str) -> ColumnType:
     return expected
 
 
-def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Share:
-    return Share(
+def _shard(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Shard:
+    return Shard(
         rank,
         ranks,
         None if rows is None else torch.from_numpy(rows),

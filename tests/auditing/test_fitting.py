@@ -12,7 +12,7 @@ from flowrl import After, AuditTask, Graph, Operator, Reads, Role, State, When, 
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.objective import stated
 from flowrl.auditing.rewards import TableReward
-from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
+from flowrl.columns import Advantages, ResponseMask, ResponseText, RowMask, TokenLevelRewards, TokenLevelScores
 from flowrl.core.operators.operator import Granularity
 from flowrl.errors import GraphError
 from flowrl.graphs import grpo, remax, rloo, sft
@@ -169,7 +169,7 @@ def test_an_update_that_starts_late_is_audited_at_its_first_step() -> None:
 
 
 @operator
-def best(token_level_scores: TokenLevelScores) -> Kept:
+def best(token_level_scores: TokenLevelScores) -> RowMask:
     """The best answer of all."""
     scores = token_level_scores.sum(-1)
     return scores >= scores.max()

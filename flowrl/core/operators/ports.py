@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
 from flowrl.columns import ColumnType
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now, Round
@@ -29,7 +29,7 @@ INJECTED: Any = None
 INJECTABLE: tuple[type, ...] = (Key, Metrics, Now)
 
 
-_OF_NOW: Mapping[type, str] = {Round: "round", Share: "share"}
+_OF_NOW: Mapping[type, str] = {Round: "round", Shard: "shard"}
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.file_source import FileSource
 from flowrl.data.sources.prompt_rows import READ, Row, checked, copied
-from flowrl.data.sources.samplers import Drawn, Order
+from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
 from flowrl.records import PromptBatch
 
@@ -82,7 +82,7 @@ class PromptStream(RowStream[Row]):
         """The template arguments of rows that have their own, each with the row's index in the files."""
         return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)
 
-    def _batch(self, drawn: Sequence[tuple[Drawn, Row]]) -> DataProto:
+    def _batch(self, drawn: Sequence[tuple[SampledRow, Row]]) -> DataProto:
         prompts, mask = self._tokenizer.pad_left([row.ids for _, row in drawn])
         ids = objects(f"{one.epoch}/{row.index}/{one.draw}" for one, row in drawn)
         return DataProto(

@@ -78,15 +78,15 @@ class Hosts:
             groups.setdefault(plan.roles, []).append(plan)
         self.seats |= zip(plans, self._settle(plans, patience), strict=True)
         # All processes of the job count, because ranks of one machine may send to an engine on another.
-        alone = len({seat.node for seat in self.seats.values()}) == 1
+        one_node = len({seat.node for seat in self.seats.values()}) == 1
         for roles, ranks in groups.items():
             loading = _loading(roles)
             bindings = {role: self.bindings[role] for role in roles}
-            meeting, seconds = None, self.place.deadline
+            rendezvous, seconds = None, self.place.deadline
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
-                meeting = self.ask(ranks[:1], loading, "rendezvous_address", alone, seconds)[0]
+                rendezvous = self.ask(ranks[:1], loading, "rendezvous_address", one_node, seconds)[0]
             try:
-                self.ask(ranks, loading, "build", bindings, meeting, alone, seconds, patience=patience)
+                self.ask(ranks, loading, "build", bindings, rendezvous, one_node, seconds, patience=patience)
             except NodeError as error:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
@@ -245,7 +245,7 @@ class Hosts:
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts that share a slot with another awake host."""
-        self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._turns.awake)], what)
+        self._sleep([plan for plan in plans if any(plan.shares_slots_with(other) for other in self._turns.awake)], what)
 
 
 def _loading(roles: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ class Turns:
     """Which processes are awake. Those that share a slot begin asleep and take turns; the others are always awake."""
 
     def __init__(self, processes: Sequence[ProcessSpec]) -> None:
-        self._others = {one: [other for other in processes if one.meets(other)] for one in processes}
+        self._others = {one: [other for other in processes if one.shares_slots_with(other)] for one in processes}
         self.awake: set[ProcessSpec] = set()
 
     def shared(self, processes: Iterable[ProcessSpec]) -> bool:

@@ -297,7 +297,7 @@ def ends_of_responses(graph: Graph) -> str | None:
     on this machine."""
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
-            return tokenizer.said_ends
+            return tokenizer.ends_text
     return None
 
 

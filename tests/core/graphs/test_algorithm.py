@@ -131,6 +131,25 @@ def test_other_return_values_are_refused(result: Any, code: str) -> None:
         wrong()
 
 
+def test_returning_an_output_of_another_graph_is_refused() -> None:
+    """Even if this graph has a node and an output of the same names."""
+    outputs: list[Any] = []
+
+    @algorithm
+    def first(row: Row) -> Any:
+        outputs.append(TwoHeads()(row.values).values)
+        return outputs
+
+    @algorithm
+    def second(row: Row) -> Any:
+        TwoHeads()(row.values)
+        return outputs
+
+    first()
+    with raises("algorithm.foreign-input", algorithm="second", found="two_heads.values"):
+        second()
+
+
 def test_an_algorithm_needs_an_input() -> None:
     with raises("algorithm.no-input", algorithm="nothing") as error:
 

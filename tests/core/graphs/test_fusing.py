@@ -121,7 +121,7 @@ class TestFused:
         assert [line.before for line in Plan(one).state_edges if line.role == "actor"] == ["other"]
 
 
-class Kept(NamedTuple):
+class JudgeOutput(NamedTuple):
     """The output of `Judge`."""
 
     seen: int
@@ -139,7 +139,7 @@ class Judge(Operator):
 
     ref: Reads[Scorer] = Role("ref")
 
-    def __call__(self, old_log_probs: c.OldLogProbs) -> Kept: ...
+    def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
 
 
 class Flat(Operator):

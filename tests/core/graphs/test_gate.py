@@ -46,21 +46,21 @@ class Answered(Operator):
 
     granularity = "row"
 
-    def __call__(self, response_text: c.ResponseText, uid: c.Uid) -> c.Kept:
+    def __call__(self, response_text: c.ResponseText, uid: c.Uid) -> c.RowMask:
         return torch.tensor([bool(text) for text in response_text])
 
 
 class Odd(Operator):
     """Reads what is there on two row axes, and nothing else."""
 
-    def __call__(self, uid: c.Uid) -> c.Kept:
+    def __call__(self, uid: c.Uid) -> c.RowMask:
         return torch.ones(len(uid), dtype=torch.bool)
 
 
 class Half(Operator):
     """Every row with a chance of a half, out of the key."""
 
-    def __call__(self, response_mask: c.ResponseMask, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.Kept:
+    def __call__(self, response_mask: c.ResponseMask, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.RowMask:
         metrics.sum("half/asked", len(response_mask))
         return torch.rand(len(response_mask), generator=key.generator()) < 0.5
 
@@ -172,7 +172,7 @@ def test_a_gate_without_downstream_readers_of_its_rows_is_refused() -> None:
 
 
 @operator
-def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.Kept:
+def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.RowMask:
     return response_mask.sum(-1) >= least
 
 
@@ -277,17 +277,17 @@ def test_a_predicate_has_the_key_and_the_metrics_of_the_gate() -> None:
 class Asks(Operator):
     ref: Reads[Scorer] = Role("ref")
 
-    def __call__(self, uid: c.Uid) -> c.Kept: ...
+    def __call__(self, uid: c.Uid) -> c.RowMask: ...
 
 
 class Counts(Operator):
     calls = State(lambda self: 0)
 
-    def __call__(self, uid: c.Uid) -> c.Kept: ...
+    def __call__(self, uid: c.Uid) -> c.RowMask: ...
 
 
 class Named(Operator):
-    def __call__(self, rows: c.Uid) -> c.Kept: ...
+    def __call__(self, rows: c.Uid) -> c.RowMask: ...
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flowrl import columns as c
 from flowrl.core.operators.loss import Unit
 from flowrl.core.operators.ports import FromParameters, PortField
 from flowrl.core.operators.roles import Role, Writes
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.draw import mermaid
 from flowrl.graphs import grpo, ppo
@@ -81,8 +81,8 @@ def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_do_not_split() -> 
     objective, mask = TokenObjective(Tilted()), torch.ones(4, 2, dtype=torch.bool)
     advantages, log_probs = torch.arange(8.0).view(4, 2), -torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
     read = {"advantages": advantages, "tilt": Tilt(2.5)}
-    share = Share(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
-    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], share, read)[0].replicated
+    shard = Shard(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
+    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], shard, read)[0].replicated
     assert part is not None and part.batch.tilt is read["tilt"]
     output = log_probs[[3, 0]].requires_grad_()
     found = objective(output, None, part.batch, part.weights, Metrics())

@@ -87,9 +87,9 @@ class CrookedEngine(ToyTrainerEngine):
 class SendsOtherWeights(ToyTrainer):
     def build(self, context: Any) -> CrookedEngine:
         engine = CrookedEngine("actor", self, context)
-        tell, carry = TransferGroup.tell, GlooCarrier.send
+        announce, carry = TransferGroup.broadcast_message, GlooCarrier.send
 
-        def damaged_tell(group: TransferGroup, message: Any) -> None:
+        def damaged_message(group: TransferGroup, message: Any) -> None:
             match engine.mischief():
                 case "missing" if "tensors" in message:
                     message = message | {"tensors": message["tensors"][:-1]}
@@ -97,7 +97,7 @@ class SendsOtherWeights(ToyTrainer):
                     message = message | {"version": message["version"] - 1}
                 case "old" if "role" in message:
                     message = message | {"version": message["version"] - 1}
-            tell(group, message)
+            announce(group, message)
 
         def damaged_send(carrier: GlooCarrier, flat: Tensor) -> None:
             if engine.mischief() == "flip":
@@ -105,7 +105,7 @@ class SendsOtherWeights(ToyTrainer):
                 flat[3] ^= 1
             carry(carrier, flat)
 
-        TransferGroup.tell, GlooCarrier.send = damaged_tell, damaged_send  # type: ignore[method-assign]
+        TransferGroup.broadcast_message, GlooCarrier.send = damaged_message, damaged_send  # type: ignore[method-assign]
         return engine
 
 
