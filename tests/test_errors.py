@@ -50,7 +50,7 @@ def test_a_missing_column_is_a_key_error_and_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "said"),
+    ("name", "known", "message"),
     [
         ("gea", ["reward", "gae"], "it has reward, gae; did you mean 'gae'?"),
         ("sampler", ["reward", "gae"], "it has reward, gae."),
@@ -58,5 +58,5 @@ def test_a_missing_column_is_a_key_error_and_an_attribute_error() -> None:
         (3, ["gae"], "it has gae."),
     ],
 )
-def test_offers_list_known_names_and_the_nearest(name: object, known: list[str], said: str) -> None:
-    assert offer(name, known) == said
+def test_offers_list_known_names_and_the_nearest(name: object, known: list[str], message: str) -> None:
+    assert offer(name, known) == message

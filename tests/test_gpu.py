@@ -125,7 +125,7 @@ def change(engine: Any, act: Callable[[], object]) -> Tensor:
     return torch.cat([(tensor - before[name]).double().cpu().flatten() for name, tensor in engine.weights()])
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
@@ -151,7 +151,7 @@ def test_gradients_match_the_cpu(device: str, folder: Any, kind: str, checkpoint
     logs: list[dict[str, float]] = []
     truth = change(alone, lambda: logs.append(train(alone)))
     found = change(engine, lambda: logs.append(train(engine)))
-    assert truth.norm() > 0.1 and apart(found, truth) < 1e-4
+    assert truth.norm() > 0.1 and relative_error(found, truth) < 1e-4
     assert logs[1] == pytest.approx(logs[0], rel=1e-4, abs=1e-5)
     assert 0.05 < logs[0]["actor/pg_clipfrac"] < 0.95
 
@@ -161,7 +161,7 @@ def test_adamw_steps_over_mini_batches_match_the_cpu(device: str, folder: Any) -
     engines = [trainer(folder("llama"), where, **settings) for where in ("cpu", device)]
     steps = ([4], [0, 1, 2, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
     truth, found = (change(engine, lambda engine=engine: train(engine, *steps)) for engine in engines)
-    assert apart(found, truth) < 1e-3
+    assert relative_error(found, truth) < 1e-3
 
 
 def test_values_and_gradients_of_the_critic_match_the_cpu(device: str, folder: Any) -> None:
@@ -183,10 +183,10 @@ def test_bfloat16_matches_float32_up_to_rounding(device: str, folder: Any, kind:
     exact, engine = trainer(folder(kind), "cpu"), trainer(folder(kind), device, dtype="bfloat16")
     batch = ragged(ROWS)
     truth, found = exact.log_probs(batch), engine.log_probs(batch)
-    assert found.dtype == torch.float32 and 0 < apart(found, truth) < 0.02
+    assert found.dtype == torch.float32 and 0 < relative_error(found, truth) < 0.02
     scorer = TorchScorer(folder(kind), dtype="bfloat16", max_tokens=40, device=device).build(ALONE)
     torch.testing.assert_close(scorer.log_probs(batch), found, atol=1e-6, rtol=0)
-    assert apart(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
+    assert relative_error(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}
 
 
@@ -200,11 +200,11 @@ def test_the_first_forward_of_an_update_is_bit_equal_to_scoring(
     assert TorchTrainer(folder(kind)).why_not_fusable is None
     assert (engine._scorer.unpacked is None) == (kind != "gemma2")  # rows are packed where they are on a CPU
     batch = policy_batch()
-    scored, said = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
-    objective = FirstPass(Reinforce(), old_log_probs=said)
+    scored, log_probs = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
+    objective = FirstPass(Reinforce(), old_log_probs=log_probs)
     rows = record({**batch._asdict(), ROW: torch.arange(ROWS)})
     engine.update(rows, minis(batch, objective, ALL), objective)
-    assert torch.equal(said, scored)
+    assert torch.equal(log_probs, scored)
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
@@ -269,7 +269,7 @@ def test_sleep_frees_device_memory_and_wake_restores_every_bit(device: str, fold
         torch.testing.assert_close(engine.log_probs(ragged(ROWS)), log_probs, atol=1e-6, rtol=0)
     twin = trained(folder("llama"), device)
     found, truth = (change(one, lambda one=one: train(one)) for one in (engine, twin))
-    assert apart(found, truth) < 1e-5  # the optimizer goes on from its own state
+    assert relative_error(found, truth) < 1e-5  # the optimizer goes on from its own state
 
 
 @pytest.mark.parametrize("backend", [TorchScorer, TorchRollout, TorchCritic])
@@ -318,20 +318,20 @@ def test_a_sharded_trainer_with_one_rank_matches_an_unsharded_one(
     batch = ragged(ROWS)
     torch.testing.assert_close(engine.log_probs(batch), alone.log_probs(batch), atol=1e-4, rtol=1e-5)
     found, truth = (change(one, lambda one=one: train(one, ALL, [1, 2, 3])) for one in (engine, alone))
-    assert apart(found, truth) < 1e-4
+    assert relative_error(found, truth) < 1e-4
     engine.sleep()
     engine.wake()
     engine.save_checkpoint(str(tmp_path / "saved"))
     alone.load_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(tensor.cpu(), weights(alone)[name]) for name, tensor in engine.weights())
     found, truth = (change(one, lambda one=one: train(one)) for one in (engine, alone))
-    assert apart(found, truth) < 1e-4
+    assert relative_error(found, truth) < 1e-4
 
 
 def test_a_sharded_bfloat16_trainer_and_critic_score_and_train(device: str, folder: Any, sharding: None) -> None:
     engine = trainer(folder("llama"), device, dtype="bfloat16", gradient_checkpointing=True)
     truth = TorchScorer(folder("llama"), device=device).build(ALONE).log_probs(ragged(ROWS))
-    assert 0 < apart(engine.log_probs(ragged(ROWS)), truth) < 0.02
+    assert 0 < relative_error(engine.log_probs(ragged(ROWS)), truth) < 0.02
     assert torch.isfinite(change(engine, lambda: train(engine))).all()
     critic, batch, loss = (
         TorchCritic(folder("llama"), device=device).build(ALONE),
@@ -370,7 +370,7 @@ def test_steps_of_algorithms_match_the_cpu(device: str, folder: Any, algorithm: 
     (tokens, expected, moved), (sampled, metrics, shift) = found
     assert torch.equal(sampled, tokens)
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    assert moved.norm() > 0 and apart(shift, moved) < 1e-3
+    assert moved.norm() > 0 and relative_error(shift, moved) < 1e-3
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -393,7 +393,7 @@ def test_engines_that_take_turns_match_engines_always_awake(device: str, folder:
     (expected, truth), (logs, after) = found
     for log, wanted in zip(logs, expected, strict=True):
         assert log == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    assert apart(after, truth) < 1e-6
+    assert relative_error(after, truth) < 1e-6
 
 
 def test_forks_of_the_host_server_compute_on_the_device(device: str) -> None:

@@ -73,8 +73,8 @@ def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) 
 
 def ages(metrics: Metrics) -> tuple[float, float]:
     """The mean and the largest age that updates have reported."""
-    told = metrics.compute()
-    return told["queue/age_mean"], told["queue/age_max"]
+    reported = metrics.compute()
+    return reported["queue/age_mean"], reported["queue/age_max"]
 
 
 def executor_of(job: Job) -> Steps:
@@ -211,12 +211,12 @@ def test_sync_refuses_an_engine_that_returns_no_receipt(tiny: str) -> None:
     assert "Forgetful returned a NoneType" in error.value.message
 
 
-@pytest.mark.parametrize("said", ["receipt", "engine"])
-def test_a_receipt_with_a_wrong_version_is_refused(tiny: str, said: str) -> None:
+@pytest.mark.parametrize("lying_side", ["receipt", "engine"])
+def test_a_receipt_with_a_wrong_version_is_refused(tiny: str, lying_side: str) -> None:
     class Liar(TorchRolloutEngine):
         def sync(self, source: Trainer) -> Receipt:
             receipt = super().sync(source)
-            if said == "engine":
+            if lying_side == "engine":
                 self._receipt = receipt._replace(version=receipt.version - 1)
                 return receipt
             return receipt._replace(version=receipt.version + 1)

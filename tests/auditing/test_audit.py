@@ -169,8 +169,8 @@ def test_an_exact_critic_leaves_gae_unbiased_and_a_wrong_one_does_not() -> None:
     whole = graph.edit(replace={"gae": GAE(lam=1.0)})
     for critic in ("zero", {(0, ()): 0.3, (0, (1,)): -2.0}):
         assert not audit(whole, ONE, n=1, critic=critic).biased
-    apart = graph.edit(replace={"gae": DecoupledGAE(lam=1.0, critic_lam=0.5)})
-    assert not audit(apart, ONE, n=1, critic="zero").biased
+    decoupled = graph.edit(replace={"gae": DecoupledGAE(lam=1.0, critic_lam=0.5)})
+    assert not audit(decoupled, ONE, n=1, critic="zero").biased
 
 
 @pytest.mark.parametrize("critic", ["exakt", {(0, (7,)): 1.0}, {(3, ()): 1.0}])
@@ -232,14 +232,14 @@ def test_dynamic_sampling_is_audited_in_rounds_and_a_note_states_the_reduced_gro
 
 def test_the_text_of_an_audit_states_objective_bias_and_causes() -> None:
     text = str(audit(grpo(unread), ONE, n=2))
-    for said in (
+    for phrase in (
         "grpo · expected reward - 0.001 · KL(actor || ref)",
         "all 16 runs, 2 rows each: biased by",
         "times that of plain REINFORCE from as many rows",
         "remaining bias of the loss, of",
         "repeat.n is 2 and not 8.",
     ):
-        assert said in text
+        assert phrase in text
     assert "all 16 runs, 2 rows each: unbiased" in str(audit(rloo(unread), ONE, n=2))
     assert max(map(len, text.splitlines())) <= 120
 

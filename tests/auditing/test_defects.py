@@ -112,8 +112,8 @@ def with_kl(
 ) -> Advantages:
     """KL in the advantage, where it is in the reward already."""
     to_go = ReturnToGo()(token_level_rewards, response_mask)
-    apart = torch.where(response_mask, old_log_probs - ref_log_prob, 0.0).flip(-1).cumsum(-1).flip(-1)
-    return torch.where(response_mask, to_go - 0.5 * apart if wrong else to_go, 0.0)
+    log_ratio = torch.where(response_mask, old_log_probs - ref_log_prob, 0.0).flip(-1).cumsum(-1).flip(-1)
+    return torch.where(response_mask, to_go - 0.5 * log_ratio if wrong else to_go, 0.0)
 
 
 class Undetached(Loss):

@@ -17,7 +17,7 @@ def vector(*numbers: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("expected", "scale", "cosine", "bias", "error", "said"),
+    ("expected", "scale", "cosine", "bias", "error", "printed"),
     [
         (vector(2, 0), 1.0, 1.0, 0.0, 0.0, "unbiased"),
         (vector(0.5, 0), 0.25, 1.0, 0.0, 0.75, "unbiased"),
@@ -28,13 +28,13 @@ def vector(*numbers: float) -> torch.Tensor:
     ],
 )
 def test_scale_cosine_bias_and_error_of_an_exact_gradient_match_values_by_hand(
-    expected: torch.Tensor, scale: float, cosine: float, bias: float, error: float, said: str
+    expected: torch.Tensor, scale: float, cosine: float, bias: float, error: float, printed: str
 ) -> None:
     found = judge(expected, TRUE)
     numbers = [found.scale.value, found.cosine.value, found.bias.value, found.error.value]
     assert numbers == pytest.approx([scale, cosine, bias, error], abs=1e-6)
     assert all(one.low == one.high for one in (found.scale, found.cosine, found.bias, found.error))
-    assert str(found) == said
+    assert str(found) == printed
 
 
 def test_a_gradient_known_within_a_radius_has_intervals() -> None:

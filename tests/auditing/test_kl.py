@@ -44,8 +44,8 @@ def by_token(task: AuditTask, estimate: dict[str, float]) -> Array:
     policy, ref = pair(task)
     total = np.zeros_like(policy.policy)
     for response, p in zip(policy.responses, policy.probability, strict=True):
-        apart = np.subtract(policy.said(response), ref.said(response))
-        for d, pull in zip(apart, policy.pulls(response), strict=True):
+        log_ratio = np.subtract(policy.log_probs(response), ref.log_probs(response))
+        for d, pull in zip(log_ratio, policy.pulls(response), strict=True):
             total -= p * (estimate["reverse"] * d + estimate["forward"] * (1 - np.exp(-d))) * pull
     return COEF * total
 
@@ -116,7 +116,7 @@ def test_k3_in_the_reward_has_the_gradient_of_the_difference_of_both_divergences
     found = audited(rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": "k3"}), STEP)
     expected = policy.reward()
     for response, p in zip(policy.responses, policy.probability, strict=True):
-        d = policy.said(response)[0] - ref.said(response)[0]
+        d = policy.log_probs(response)[0] - ref.log_probs(response)[0]
         expected -= COEF * p * (np.exp(-d) - 1 + d) * policy.pull(response)
     np.testing.assert_allclose(found.expected[0].numpy(), expected, atol=1e-6)
 
@@ -125,8 +125,10 @@ def test_kl_in_the_reward_is_part_of_the_objective() -> None:
     policy, ref = pair(ONE)
     found = audited(rloo(unread, kl_coef=COEF))
     assert found.objective == "expected reward - 0.3 · KL(actor || ref)"
-    apart = dict(zip(policy.responses, (sum(policy.said(y)) - sum(ref.said(y)) for y in policy.responses), strict=True))
-    true = policy.reward() - COEF * policy.of(apart.__getitem__)  # the other term, E[grad log pi], is 0
+    log_ratio = dict(
+        zip(policy.responses, (sum(policy.log_probs(y)) - sum(ref.log_probs(y)) for y in policy.responses), strict=True)
+    )
+    true = policy.reward() - COEF * policy.of(log_ratio.__getitem__)  # the other term, E[grad log pi], is 0
     np.testing.assert_allclose(found.true[0].numpy(), true, atol=1e-6)
 
 

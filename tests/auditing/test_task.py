@@ -37,9 +37,9 @@ def test_log_probs_of_a_policy_match_an_independent_enumeration() -> None:
         one = listed(task, prompt)
         assert set(one.responses) == task.responses.index.keys()
         for response in one.responses:
-            said = task.policy.by_token()[prompt, task.responses.index[response]].numpy()
-            np.testing.assert_allclose(said[: len(response)], one.said(response))
-            np.testing.assert_array_equal(said[len(response) :], 0.0)
+            log_probs = task.policy.by_token()[prompt, task.responses.index[response]].numpy()
+            np.testing.assert_allclose(log_probs[: len(response)], one.log_probs(response))
+            np.testing.assert_array_equal(log_probs[len(response) :], 0.0)
 
 
 def test_an_even_task_differs_only_in_its_equal_lengths() -> None:

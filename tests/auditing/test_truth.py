@@ -24,10 +24,10 @@ def truth(temperature: float = 1.0) -> TrueGradient:
     rewards = torch.zeros(1, len(one.responses), WORLD.steps, dtype=torch.float64)
     for response, paid in zip(one.responses, one.rewards, strict=True):
         rewards[0, WORLD.responses.index[response], len(response) - 1] = paid
-    said = StatedObjective(
+    stated = StatedObjective(
         "actor", ("update",), "generate", temperature, (Edge("reward", "scores"),), (KL(0.3, "ref", False),), 0.2, 0, ()
     )
-    return TrueGradient(said, rewards, {"ref": REF})
+    return TrueGradient(stated, rewards, {"ref": REF})
 
 
 def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
@@ -42,7 +42,7 @@ def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
 
     return {
         "reward": over(lambda one, ref, y: one.rewards[one.responses.index(y)]),
-        "divergence": over(lambda one, ref, y: sum(one.said(y)) - sum(ref.said(y))),
+        "divergence": over(lambda one, ref, y: sum(one.log_probs(y)) - sum(ref.log_probs(y))),
         "entropy": over(entropy),
         "length": over(lambda one, ref, y: float(len(y))),
     }
@@ -85,13 +85,13 @@ def test_values_are_expected_future_rewards() -> None:
     own, one = truth(), listed(WORLD)
     ref = Listed(WORLD, REF.logits[0], lambda response: 0.0)
     found = own.values(WORLD.policy)[0]
-    for said in {y[:t] for y in one.responses for t in range(len(y))}:
+    for prefix in {y[:t] for y in one.responses for t in range(len(y))}:
         total = weight = 0.0
         for y, p, paid in zip(one.responses, one.probability, one.rewards, strict=True):
-            if y[: len(said)] == said and len(y) > len(said):
-                late = sum(one.said(y)[len(said) :]) - sum(ref.said(y)[len(said) :])
+            if y[: len(prefix)] == prefix and len(y) > len(prefix):
+                late = sum(one.log_probs(y)[len(prefix) :]) - sum(ref.log_probs(y)[len(prefix) :])
                 total, weight = total + p * (paid - 0.3 * late), weight + p
-        assert float(found[one.state(said)]) == pytest.approx(total / weight)
+        assert float(found[one.state(prefix)]) == pytest.approx(total / weight)
 
 
 def test_a_temperature_scales_the_logits_of_the_policy() -> None:

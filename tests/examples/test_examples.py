@@ -152,8 +152,8 @@ def test_a_grade_counts_the_attributes_that_the_order_gets_right() -> None:
     grade = load_object(f"{EXAMPLES / 'judged_environment.py'}:grade")
 
     def graded(order: str) -> int:
-        said = ("I would like a small coat.", "Which color?", "It is red.", order)
-        return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
+        printed = ("I would like a small coat.", "Which color?", "It is red.", order)
+        return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(printed)])
 
     orders = ("small red coat", "small black coat", "large black coat", "large black hat", "red small coat")
     assert [graded(f"Order: {order}.") for order in orders] == [3, 2, 1, 0, 3]
@@ -176,14 +176,14 @@ def test_think_is_a_target_of_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", tiny)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    said = []
+    printed = []
     for command, name in (("show", "graph"), ("check", "graph"), ("check", "training")):
         with pytest.raises(SystemExit) as ended:
             main([command, f"{EXAMPLES / 'think.py'}:{name}"])
         assert not ended.value.code
-        said.append(capsys.readouterr().out)
-    assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
-    assert said[1:] == [
+        printed.append(capsys.readouterr().out)
+    assert printed[0].startswith("flowchart") and "score_and_thinking" in printed[0]
+    assert printed[1:] == [
         "grpo: 10 nodes, all connections match and no rule is violated.\n",
         "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
         "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n",

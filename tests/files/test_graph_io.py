@@ -147,7 +147,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda d: d.pop("flowrl"),
@@ -211,13 +211,13 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
-    with pytest.raises((GraphError, PortError, BindError), match=said):
+def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    with pytest.raises((GraphError, PortError, BindError), match=message):
         Graph.from_dict(damaged(change), imports=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("gone.yaml", None, r"gone\.yaml cannot be read as a graph: .*No such file.*expected a file that flowrl\.save"),
         ("g.json", "{", r"g\.json cannot be read as a graph: .*line 1"),
@@ -229,11 +229,11 @@ def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: 
         ("g.txt", "{}", r"g\.txt has the suffix '\.txt'; expected \.json, \.yaml or \.yml"),
     ],
 )
-def test_damaged_files_are_refused(name: str, content: str | None, said: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=message):
         load(path)
 
 
@@ -252,7 +252,7 @@ def test_a_file_truncated_anywhere_is_refused(ending: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda d: d.update(lags=1), r"the data has the unknown key 'lags'; expected flowrl, .* did you"),
         (lambda d: d["nodes"]["gae"].update(input={}), r"gae has the unknown key 'input'; expected"),
@@ -295,8 +295,8 @@ def test_a_file_truncated_anywhere_is_refused(ending: str, tmp_path: Path) -> No
         (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
     ],
 )
-def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
-    with pytest.raises((GraphError, ParameterError), match=said):
+def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    with pytest.raises((GraphError, ParameterError), match=message):
         Graph.from_dict(damaged(change), imports=True)
 
 

@@ -225,8 +225,8 @@ def test_kl_coef_adds_a_kl_loss_to_algorithms_without_one(name: str) -> None:
 def test_variants_of_grpo_replace_only_the_loss(name: str, aggregation: str) -> None:
     graph = getattr(graphs, name)(exact)
     lines = changed(graph, graphs.grpo(exact, kl_coef=0.0))
-    told = lines.pop(0)
-    assert told.startswith("~ update_actor.loss: PPOClip(clip_low=0.2, ratio_to='old') -> ")
+    changed_line = lines.pop(0)
+    assert changed_line.startswith("~ update_actor.loss: PPOClip(clip_low=0.2, ratio_to='old') -> ")
     assert lines == (
         [] if aggregation == "token-mean" else [f"~ update_actor.aggregation: 'token-mean' -> '{aggregation}'"]
     )

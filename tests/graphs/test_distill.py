@@ -84,8 +84,8 @@ def test_the_divergence_from_the_teacher_decreases(graph: Graph, key: str, tiny:
     job = bound(graph, tiny, teacher, AdamW(lr=2e-3))
     steps = walk(job.graph, **job.build(0))
     steps.sync()
-    apart = [steps.step(PROMPTS, step).metrics.compute()[key] for step in range(25)]
-    assert sum(apart[-5:]) < 0.75 * sum(apart[:5])
+    divergences = [steps.step(PROMPTS, step).metrics.compute()[key] for step in range(25)]
+    assert sum(divergences[-5:]) < 0.75 * sum(divergences[:5])
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_before_any_loads(tiny: str, tmp_path: Path) -> None:

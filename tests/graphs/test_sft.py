@@ -48,9 +48,9 @@ def test_sft_steps_lower_the_negative_log_likelihood(tiny: str, tmp_path: Path) 
     engines = job.build(0)
     steps, losses = walk(job.graph, **engines), []
     for step in range(3):
-        said = engines["actor"].log_probs(batch.to_record(DemoBatch)).double()
+        log_probs = engines["actor"].log_probs(batch.to_record(DemoBatch)).double()
         metrics = steps.step(batch, step).metrics.compute()
-        expected = -said[batch["response_mask"]].mean()
+        expected = -log_probs[batch["response_mask"]].mean()
         assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-5)
         losses.append(metrics["actor/pg_loss"])
     assert losses[2] < losses[1] < losses[0] and engines["actor"].version == 3

@@ -445,5 +445,5 @@ def test_whiten_and_correction_do_not_commute() -> None:
     """The order matters: after whiten, the weights scale what the loss reads."""
     advantages = torch.tensor([[1.0, 2.0, 4.0]])
     columns = (OLD[:1], ROLLOUT[:1], MASK[:1])
-    behind = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)
-    assert behind.tolist() == [pytest.approx((Whiten()(advantages, MASK[:1]) * torch.tensor([2, 0.5, 2])).tolist()[0])]
+    after = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)
+    assert after.tolist() == [pytest.approx((Whiten()(advantages, MASK[:1]) * torch.tensor([2, 0.5, 2])).tolist()[0])]

@@ -100,14 +100,14 @@ class Epochs(Order):
         self._begin(0)
 
     def next(self, n: int) -> list[SampledRow]:
-        drawn: list[SampledRow] = []
-        while len(drawn) < n:
-            picked = self._order[self._offset : self._offset + n - len(drawn)]
-            drawn += [SampledRow(self._epoch, row) for row in picked]
+        sampled: list[SampledRow] = []
+        while len(sampled) < n:
+            picked = self._order[self._offset : self._offset + n - len(sampled)]
+            sampled += [SampledRow(self._epoch, row) for row in picked]
             self._offset += len(picked)
             if self._offset == self._rows:
                 self._begin(self._epoch + 1)
-        return drawn
+        return sampled
 
     @property
     def position(self) -> dict[str, Any]:
@@ -199,19 +199,19 @@ class _Posterior(Order):
         self._pending = np.zeros(rows, dtype=np.int64)  # the call that sampled a pending row; 0 if not pending
 
     def next(self, n: int) -> list[SampledRow]:
-        drawn: list[SampledRow] = []
+        sampled: list[SampledRow] = []
         call = self._calls + 1
-        while len(drawn) < n:
+        while len(sampled) < n:
             seed = self._key.derive("by difficulty", self._calls).bits
             rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._betas)
             waiting = self._pending > 0
             nearest = np.lexsort((np.abs(rates - self._sampler.target), waiting))
-            nearest = nearest[: min(n - len(drawn), (~waiting).sum() or len(nearest))]
-            drawn += [SampledRow(0, row, int(self._draws[row])) for row in nearest.tolist()]
+            nearest = nearest[: min(n - len(sampled), (~waiting).sum() or len(nearest))]
+            sampled += [SampledRow(0, row, int(self._draws[row])) for row in nearest.tolist()]
             self._draws[nearest] += 1
             self._pending[nearest] = call
             self._calls += 1
-        return drawn
+        return sampled
 
     def learn(self, step: int, scores: Scores) -> None:
         sampler = self._sampler
@@ -287,11 +287,11 @@ class _ReplayOrder(Order):
 
     def next(self, n: int) -> list[SampledRow]:
         replayed, self._queue = (self._queue[: (count := int(self._sampler.share * n))], self._queue[count:])
-        drawn = self._epochs.next(n - len(replayed))
+        sampled = self._epochs.next(n - len(replayed))
         for row in replayed:
             self._replays[row] = self._replays.get(row, 0) + 1
-            drawn.append(SampledRow(drawn[0].epoch, row, self._replays[row]))
-        return drawn
+            sampled.append(SampledRow(sampled[0].epoch, row, self._replays[row]))
+        return sampled
 
     def learn(self, step: int, scores: Scores) -> None:
         for row, row_scores in scores.items():

@@ -149,7 +149,7 @@ class RowStream(Stream, Generic[RowT]):
         self.dropped, self._rows, self._order = dropped, rows, order
 
     @abstractmethod
-    def _batch(self, drawn: Sequence[tuple[SampledRow, RowT]]) -> DataProto:
+    def _batch(self, sampled: Sequence[tuple[SampledRow, RowT]]) -> DataProto:
         """A batch of draws and their rows."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class RowStream(Stream, Generic[RowT]):
     def next(self, n: int) -> DataProto:
         """The next `n` draws."""
         refuse_no_count("next", n, "row per batch", ParameterError)
-        return self._drawn(self._order.next(n))
+        return self._rows_of(self._order.next(n))
 
     def batches(self, n: int) -> Iterator[DataProto]:
         """Every row once, in file order, `n` at a time (the last batch may be smaller), for validation.
@@ -176,11 +176,11 @@ class RowStream(Stream, Generic[RowT]):
         """
         refuse_no_count("batches", n, "row per batch", ParameterError)
         every = [SampledRow(0, row) for row in range(len(self))]
-        return (self._drawn(every[start : start + n]) for start in range(0, len(self), n))
+        return (self._rows_of(every[start : start + n]) for start in range(0, len(self), n))
 
     def all(self) -> DataProto:
         """Every row once, in file order, as one batch; see `batches`."""
-        return self._drawn([SampledRow(0, row) for row in range(len(self))])
+        return self._rows_of([SampledRow(0, row) for row in range(len(self))])
 
     @property
     def position(self) -> dict[str, Any]:
@@ -213,5 +213,5 @@ class RowStream(Stream, Generic[RowT]):
     def last_scored_step(self) -> int:
         return self._order.last_scored_step
 
-    def _drawn(self, drawn: Sequence[SampledRow]) -> DataProto:
-        return self._batch([(one, self._rows[one.row]) for one in drawn])
+    def _rows_of(self, sampled: Sequence[SampledRow]) -> DataProto:
+        return self._batch([(one, self._rows[one.row]) for one in sampled])

@@ -145,13 +145,13 @@ class Steps:
         """The batch of each of these inputs; refuses missing columns."""
         batches = dict.fromkeys(inputs, given) if isinstance(given, DataProto) else given
         for name in inputs:
-            wanted = infos[name].columns
+            required = infos[name].columns
             found = batches[name].columns if name in batches else {}
-            if missing := [column for column in wanted if column not in found]:
+            if missing := [column for column in required if column not in found]:
                 raise GraphError(
                     f"The batch for the input {name!r} of {self.plan.graph.name} lacks {', '.join(missing)}. Pass one "
-                    f"with the columns {', '.join(wanted)}, such as PromptData(...).load(...).next(n), or a batch for "
-                    f"each input: {{{name!r}: ...}}.",
+                    f"with the columns {', '.join(required)}, such as PromptData(...).load(...).next(n), or a batch "
+                    f"for each input: {{{name!r}: ...}}.",
                     code="step.missing-columns",
                     graph=self.plan.graph.name,
                     node=name,

@@ -20,8 +20,8 @@ class Turns:
 
     def awake_on(self, processes: Collection[ProcessSpec]) -> list[ProcessSpec]:
         """The other processes that are awake on a slot of these."""
-        wanted = {other for one in processes for other in self._others[one]}
-        return [one for one in self._others if one in self.awake & wanted]
+        neighbors = {other for one in processes for other in self._others[one]}
+        return [one for one in self._others if one in self.awake & neighbors]
 
     def needed(
         self, coming: Sequence[ProcessSpec], keep_awake: Collection[ProcessSpec] = ()

@@ -293,7 +293,7 @@ class _Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
-        self.last_scored_step: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
+        self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
@@ -333,7 +333,7 @@ class _Loop:
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"])
-        self.last_scored_step = {int(step): scored for step, scored in state["last_scored_step"].items()}
+        self.scored = {int(step): numbers for step, numbers in state["last_scored_step"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         if self.validations.reached(self.validated):
@@ -346,7 +346,7 @@ class _Loop:
         self.steps.still()
         state = {
             "data": self.sources.position,
-            "last_scored_step": {str(step): scored for step, scored in self.last_scored_step.items()},
+            "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
             "state": self.steps.state,
             "content": self.content,
             "made_with": jsonable(self.identity),
@@ -390,18 +390,13 @@ class _Loop:
             self.ending.end_after(step + 1, self.folder.path)
 
     def _draw(self, step: int) -> Batches:
-        self.last_scored_step[step] = self.sources.last_scored_step
+        self.scored[step] = self.sources.last_scored_step
         batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # reading data does not count as part of the step
         return batches
 
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
-        metrics = {
-            "step": step + 1,
-            **result.metrics.compute(),
-            **self.last_scored_step.pop(step),
-            **result.timing(seconds),
-        }
+        metrics = {"step": step + 1, **result.metrics.compute(), **self.scored.pop(step), **result.timing(seconds)}
         self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")

@@ -204,7 +204,7 @@ def own_axes(annotation: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Rows["demo", RolloutBatch], r"Rows\[\.\.\.\] needs a record .* Rows\[RolloutBatch, \"demo\"\]"),
         (
@@ -216,8 +216,8 @@ def own_axes(annotation: Any) -> Any:
         (lambda: own_axes(Rows[Graph, "b"]), r"A batchless value has no axes of its own. Remove the name 'b'"),
     ],
 )
-def test_invalid_axes_of_a_port_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(DefinitionError, match=said):
+def test_invalid_axes_of_a_port_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(DefinitionError, match=message):
         make()
 
 

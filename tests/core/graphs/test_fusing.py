@@ -241,11 +241,11 @@ class TestNotFused:
 class TestDescribe:
     def test_the_plan_describes_fused_and_unfused_passes(self) -> None:
         graph = bound("grpo", n=4)
-        said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
-        assert describe(graph, True) == [f"{said} the rows of a step"]
-        assert describe(graph, True, prompts=8) == [f"{said} 32 rows"]
-        [apart] = describe(graph, False, prompts=8)
-        assert "optimize=False" in apart and "32 rows" in apart
+        summary = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
+        assert describe(graph, True) == [f"{summary} the rows of a step"]
+        assert describe(graph, True, prompts=8) == [f"{summary} 32 rows"]
+        [line] = describe(graph, False, prompts=8)
+        assert "optimize=False" in line and "32 rows" in line
         assert describe(bound("ppo"), True) == ["old_log_prob is not fused into update_actor: kl_shape reads it before"]
         assert describe(bound("sft"), True) == []
 

@@ -121,9 +121,9 @@ def test_nodes_inserted_with_a_gate_are_in_the_order_of_the_mapping() -> None:
     penalty, gate = After("reward", LengthPenalty()), After("reward", Filter(Spread()))
     first = GRPO.edit(insert={"penalty": penalty, "filter": gate})
     assert wires(first, "filter")["token_level_scores"] == "penalty.token_level_scores"
-    behind = GRPO.edit(insert={"filter": gate, "penalty": penalty})
-    assert wires(behind, "filter")["token_level_scores"] == "reward.token_level_scores"
-    assert wires(behind, "penalty")["token_level_scores"] == "filter.token_level_scores"
+    downstream = GRPO.edit(insert={"filter": gate, "penalty": penalty})
+    assert wires(downstream, "filter")["token_level_scores"] == "reward.token_level_scores"
+    assert wires(downstream, "penalty")["token_level_scores"] == "filter.token_level_scores"
 
 
 def test_a_gate_can_be_replaced_and_its_predicate_has_parameters() -> None:
@@ -249,8 +249,8 @@ def test_a_call_in_a_skipped_step_returns_nothing_and_skips_downstream_calls() -
         for step in range(3):
             session.begin_step(step)
             kept, ids = waits(rollout, uid=column(list("aabb")))
-            behind = Filter(Length(most=4))(kept)
-            assert (type(ids) is np.ndarray) == (type(behind.input_ids) is torch.Tensor) == (step != 1)
+            downstream = Filter(Length(most=4))(kept)
+            assert (type(ids) is np.ndarray) == (type(downstream.input_ids) is torch.Tensor) == (step != 1)
 
 
 def test_gates_of_nested_algorithms_have_their_prefix() -> None:

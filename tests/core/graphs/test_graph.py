@@ -414,7 +414,7 @@ def test_graphs_are_equal_by_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bindings", "said"),
+    ("bindings", "message"),
     [
         ({"rolout": FakeRollout()}, r"has no role 'rolout' .*did you mean 'rollout'\? .* \[graph.unknown-role\]"),
         ({"rollout": object()}, r"The role 'rollout' is bound to <object .*>, which is not a backend"),
@@ -429,10 +429,10 @@ def test_graphs_are_equal_by_value() -> None:
         ),
     ],
 )
-def test_unsuitable_backends_are_refused_before_anything_loads(bindings: dict[str, Any], said: str) -> None:
-    with pytest.raises(BindError, match=said):
+def test_unsuitable_backends_are_refused_before_anything_loads(bindings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BindError, match=message):
         ppo(exact).edit(bind=bindings)
-    with pytest.raises(BindError, match=said):
+    with pytest.raises(BindError, match=message):
         ppo(exact).bind(**bindings)
 
 

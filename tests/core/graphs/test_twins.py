@@ -89,8 +89,8 @@ def test_twins_are_found_and_the_suggested_edit_removes_one() -> None:
     graph = pair(Shift(1), Shift(1))
     assert found(graph) == [Twin("one", "other", None)]
     line = str(Plan(graph)).splitlines()[-1]
-    told, _, call = line.partition(": ")
-    assert told == "other computes the same as one; merge them"
+    description, _, call = line.partition(": ")
+    assert description == "other computes the same as one; merge them"
     mended: Graph = eval(f"graph.{call}", {"graph": graph})
     assert list(mended.nodes) == ["batch", "one", "both"]
     assert found(mended) == []
