@@ -299,7 +299,7 @@ PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "vers
 TokenVersion = Annotated[Int64[Tensor, "batch response"], Column("token_version", "version of a token", pad=-1)]
 """Which version of the policy sampled a token; -1 if none did."""
 
-Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
+Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of turns")]
 """The number of responses of the policy in an episode."""
 TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
 """The turn of a token in its episode, from 0; -1 if the policy did not sample it."""

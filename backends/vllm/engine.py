@@ -269,7 +269,7 @@ class VLLMEngine(HostedRollout):
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         scores: list[float] = []
-        for row, answer in zip(probe.rows, probe.answers, strict=True):
+        for row, response in zip(probe.rows, probe.responses, strict=True):
             # One by one: on a CPU an adapter of the output embedding does not reach the prompts of several requests.
             self._add(PROBE, row, parameters)
             probed: list[Any] = []
@@ -279,7 +279,7 @@ class VLLMEngine(HostedRollout):
                         self._ended[output.request_id] = _response(output)
                     elif output.finished:
                         probed = output.prompt_logprobs[-probe.width :]
-            scores += [position[token].logprob for token, position in zip(answer, probed, strict=True)]
+            scores += [position[token].logprob for token, position in zip(response, probed, strict=True)]
         return scores
 
     def _dtype(self) -> torch.dtype:

@@ -32,9 +32,9 @@ class Delivery:
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
         self._engine = engine
-        seats = hosts.seats
+        locations = hosts.locations
         self.transport, self._by = choose(
-            [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
+            [locations[host] for host in self._senders], [locations[host] for host in self._receivers]
         )
         # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
@@ -74,7 +74,7 @@ class Delivery:
             return {self._role: sent}
         hosts.take_turns(self._senders, self._what)
         seconds = _PATIENT * hosts.place.deadline
-        machines = {hosts.seats[host].node for host in [*self._senders, *self._receivers]}
+        machines = {hosts.locations[host].node for host in [*self._senders, *self._receivers]}
         alone = machines == {ray.get_runtime_context().get_node_id()}
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
         self._store = store_at(address, seconds)

@@ -24,7 +24,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
 from flowrl.operators.engines.engines import OldLogProb
-from flowrl.operators.engines.model_inputs import TakesModelInputs
+from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.operators.losses.objective import ROW, Aggregation, FirstPass, KLLoss, TokenObjective, check_norm
 from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.value_losses import ValueClip
@@ -112,7 +112,7 @@ class _Update:
         return metrics
 
 
-class UpdateActor(_Update, TakesModelInputs, Operator):
+class UpdateActor(_Update, ModelInputs, Operator):
     """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
     The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
@@ -129,7 +129,7 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
-        reads: record of the policy's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the policy's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
 
     Raises:
@@ -300,7 +300,7 @@ def _without_old(loss: Signature) -> Signature:
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
-class UpdateCritic(_Update, TakesModelInputs, Operator):
+class UpdateCritic(_Update, ModelInputs, Operator):
     """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:
@@ -308,7 +308,7 @@ class UpdateCritic(_Update, TakesModelInputs, Operator):
         ppo_epochs: passes over the rows.
         mini_batch: rows per optimizer step; None for all rows. It must divide prompts x n.
         aggregation, norm: how to aggregate tokens; see `token_weights`.
-        reads: record of the critic's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the critic's inputs; None for tokens. See `ModelInputs`.
         critic: the critic.
 
     Raises:

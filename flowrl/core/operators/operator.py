@@ -143,7 +143,7 @@ class Operator(HasEffects):
     def signature(self) -> Signature:
         """The ports, `more_ports` among them."""
         own = self.own_ports
-        return with_more(own, self.more_ports) if own.takes_more else own
+        return with_more(own, self.more_ports) if own.variadic else own
 
     @property
     def own_ports(self) -> Signature:
@@ -329,7 +329,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
         by_super = computes(type(self)) is not call  # in the `__call__` of a subclass
-        parameters = written if by_super or not signature.takes_more else _parameters(self.signature)
+        parameters = written if by_super or not signature.variadic else _parameters(self.signature)
         bind = parameters.bind if by_super else parameters.bind_partial
         try:
             bound = bind(self, *args, **kwargs)

@@ -80,14 +80,14 @@ class Signature:
 
     Args:
         injected: the class of each parameter that the runner fills in.
-        takes_more: whether the parameters of the operator add ports; see `FromParameters`.
+        variadic: whether the parameters of the operator add ports; see `FromParameters`.
     """
 
     ports: Mapping[str, Port]
     injected: Mapping[str, type]
     outputs: Mapping[str, FieldType]
     output_record: type | None = None
-    takes_more: bool = False
+    variadic: bool = False
 
     @cached_property
     def fields(self) -> Mapping[PortField, FieldType]:
@@ -192,10 +192,10 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
-    takes_more = False
+    variadic = False
     for parameter in list(inspect.signature(call).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromParameters:
-            takes_more = True
+            variadic = True
             continue
         _refuse_unnamed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
@@ -223,7 +223,7 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
             code="operator.no-port",
             where=where,
         )
-    return Signature(ports, injected, {}, takes_more=takes_more)
+    return Signature(ports, injected, {}, variadic=variadic)
 
 
 def _refuse_unnamed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:

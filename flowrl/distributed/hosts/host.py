@@ -42,7 +42,7 @@ from flowrl.run.engine.runner import Lengths
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
-from flowrl.sync.route import Seat
+from flowrl.sync.route import Location
 from flowrl.sync.stream import Ticket, send
 from flowrl.sync.weight_selection import WeightSelection, rounded
 
@@ -130,7 +130,7 @@ class Host:
         self._built: EngineBuilder | None = None
         self._store: Any = None
 
-    def settle(self, backends: Sequence[Backend]) -> Seat:
+    def load_modules(self, backends: Sequence[Backend]) -> Location:
         """Import the modules of these backends; returns where Ray placed this process."""
         for backend in backends:
             for module in backend.imports:
@@ -138,7 +138,7 @@ class Host:
         context = ray.get_runtime_context()
         seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
         devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()
-        return Seat(str(context.get_node_id()), os.getpid(), devices)
+        return Location(str(context.get_node_id()), os.getpid(), devices)
 
     def sees(self, file: str) -> bool:
         """Whether a file exists on this machine."""

@@ -85,7 +85,7 @@ class Steps:
         return_nodes: Sequence[str] = (),
         on_node: OnNode = lambda name: None,
         more: Draw | None = None,
-        tell: Callable[[int], Collection[Edge]] = lambda step: (),
+        columns: Callable[[int], Collection[Edge]] = lambda step: (),
     ) -> Iterator[StepResult]:
         """Run these steps, and yield the result of each, in order.
 
@@ -94,12 +94,12 @@ class Steps:
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
             more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
-            tell: further columns that the result of a step includes, those of all rounds.
+            columns: further columns that the result of a step includes, those of all rounds.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
         def requested(step: int) -> Mapping[str, Collection[str] | None]:
-            edges = [edge for edge in tell(step) if edge.node not in returned]
+            edges = [edge for edge in columns(step) if edge.node not in returned]
             some = {edge.node: [other.output for other in edges if other.node == edge.node] for edge in edges}
             return {**dict.fromkeys(returned), **some}
 
@@ -137,7 +137,7 @@ class Steps:
 
     def _protected(self, act: Callable[[], T], in_flight: InFlightSteps) -> T:
         """Call `act`; if a process is lost, recover and restart the steps in flight."""
-        return self._weights.protect(act, in_flight.restart) if self._weights.spare else act()
+        return self._weights.protect(act, in_flight.restart) if self._weights.snapshot_folder else act()
 
     def _complete(
         self, given: Batches, infos: Mapping[str, NodeInfo], inputs: Iterable[str]
@@ -177,13 +177,13 @@ class Steps:
             in_flight.drain()
             self._weights.sync()
         result = in_flight.finish(step)
-        if self._weights.spare and self.plan.graph.trained:
+        if self._weights.snapshot_folder and self.plan.graph.trained:
             self._weights.snapshot()
         return result
 
     # ---- between steps
 
-    def still(self) -> None:
+    def drain(self) -> None:
         """Wait for all running nodes: with a lag, later steps are in flight when one is done."""
         if self._in_flight is not None:
             self.runner.timeline = self.timeline
@@ -198,7 +198,7 @@ class Steps:
 
     def save(self, folder: Path) -> None:
         """Checkpoint each trained role into its own folder, and with a lag the steps in flight."""
-        self.still()
+        self.drain()
         self._weights.protect(lambda: self._weights.save(folder))
         if (steps := self._in_flight) is not None:
             save_snapshots(steps.snapshots, steps.lag, steps.infos, self.runner, folder / AHEAD)

@@ -343,7 +343,7 @@ class _Loop:
         every = self.training.checkpoint_every
         if every is None or (step % every and step != self.last and self.ending.received is None):
             return
-        self.steps.still()
+        self.steps.drain()
         state = {
             "data": self.sources.position,
             "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
@@ -374,8 +374,8 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        more, columns, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, columns=columns)
         for step in steps:
             self.started = time.perf_counter()
             result = next(results)

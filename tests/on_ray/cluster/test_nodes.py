@@ -51,7 +51,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
     found = {}
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
-        assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
+        assert len({seat.node for seat in executor.runner.hosts.locations.values()}) == 3
         selection = WeightSelection("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
         exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", selection, 20_000)[0]
         scored = selection.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
@@ -59,7 +59,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
-                monkeypatch.setattr(delivery, "choose", lambda *seats: ("object store", (0,)))
+                monkeypatch.setattr(delivery, "choose", lambda *locations: ("object store", (0,)))
             executor.load(tmp_path / "start")
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]

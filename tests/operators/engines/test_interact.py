@@ -256,7 +256,7 @@ class TestSpecs:
         class ByBatch(TorchRollout):
             serves = (Rollout,)
 
-        with pytest.raises(flowrl.FlowrlError, match="interact needs a TakesRequests there"):
+        with pytest.raises(flowrl.FlowrlError, match="interact needs a InteractiveRollout there"):
             graph.bind(rollout=ByBatch(tiny))
 
 
