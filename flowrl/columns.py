@@ -34,7 +34,7 @@ class Column:
     """The annotation of a column, in addition to dtype and axes.
 
     Raises:
-        DefinitionError: a name that is no identifier, no kind, or a pad that is no number.
+        DefinitionError: the name is not an identifier, the kind is empty, or the pad is not a number.
 
     Args:
         name: the column's name in a `DataProto`.

@@ -27,7 +27,7 @@ class Shard(NamedTuple):
     """The rows of one of several ranks.
 
     Args:
-        rank, ranks: which of how many.
+        rank, ranks: the number of this rank, and how many ranks there are.
         rows: int64, ascending, its rows; None for all.
         tokens: int64 ``[rows of the step]``, the attended tokens of every row; None if unknown.
     """

@@ -14,7 +14,7 @@ class Round(NamedTuple):
     """A round of a step.
 
     Args:
-        missing: how many groups are still missing; None if nothing counts them, as in a call by hand.
+        missing: how many groups are still missing; None if nothing counts them, as in a direct call.
         sizes: rows of each collected group, if all rounds are over and groups are missing; else empty.
     """
 

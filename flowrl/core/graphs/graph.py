@@ -397,7 +397,7 @@ class Graph:
         for role, backend in bindings.items():
             if role not in roles:
                 raise BindError(
-                    f"{self.name} has no role {role!r} to bind; {offer(role, roles)} To bind what it has of many "
+                    f"{self.name} has no role {role!r} to bind; {offer(role, roles)} To bind only its roles from many "
                     f"backends, pass bind(**{{role: backends[role] for role in graph.roles()}}).",
                     code="graph.unknown-role",
                     role=role,

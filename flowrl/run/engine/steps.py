@@ -93,7 +93,7 @@ class Steps:
 
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
-            more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
+            more: returns a batch of this many further prompts for a `Collect`, or that of each of its inputs by name.
             columns: further columns that the result of a step includes, those of all rounds.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}

@@ -1,4 +1,4 @@
-"""`Turns`: who is awake on the slots of a place."""
+"""`Turns`: which processes are awake on the slots of a place."""
 
 from __future__ import annotations
 
