@@ -24,7 +24,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
 from flowrl.run.engine.not_finite import NotFiniteOutputs
-from flowrl.run.engine.result import StepResult, merge_metrics
+from flowrl.run.engine.result import StepResult, merge_metrics, reporting_nodes
 from flowrl.run.engine.runner import Lengths, OutputHandle, Runner, Task, TaskResult, code_and_facts
 from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
 
@@ -47,6 +47,7 @@ class _Step:
         metrics, seconds: of the nodes that have run, over all rounds.
         finished: the nodes that are done, or do not run in this step.
         sampled: by node, the outputs that a restart of the step keeps.
+        rounds: for each round of a region that is done, outputs for the result that a restart keeps; with a lag only.
         not_finite: the outputs with NaN or infinity, which an error names.
     """
 
@@ -62,6 +63,7 @@ class _Step:
     finished: set[str] = field(default_factory=set)
     round_results: list[TaskResult] = field(default_factory=list)
     sampled: dict[str, NodeOutputs] = field(default_factory=dict)
+    rounds: Sequence[Mapping[str, Mapping[str, OutputHandle]]] = ()
     state: dict[str, Any] = field(default_factory=dict)
     filled: int | None = None
     not_finite: NotFiniteOutputs = field(default_factory=NotFiniteOutputs)
@@ -123,7 +125,9 @@ class InFlightSteps:
         """Start a step from a snapshot."""
         parts = snapshot.sampled, snapshot.metrics, snapshot.seconds, snapshot.state
         sampled, metrics, seconds, state = map(dict, parts)
-        self._steps[step] = _Step(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
+        one = _Step(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
+        one.rounds, one.earlier_rounds = snapshot.rounds, [*snapshot.rounds[:-1]]
+        self._steps[step] = one
         self._begin(step)
 
     @property
@@ -199,6 +203,8 @@ class InFlightSteps:
             if info.is_input:
                 self._put(one, info)
                 self._free(step, info)
+        if one.rounds:
+            one.outputs |= one.rounds[-1]
         for name in (name for name in self.infos if name in complete):
             self._mark_read(step, one, self.infos[name])
             if name in one.sampled:
@@ -211,7 +217,8 @@ class InFlightSteps:
         metrics = {name: metrics for name, metrics in one.metrics.items() if name in complete}
         seconds = {name: s for name, s in one.seconds.items() if name in complete}
         state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in complete}
-        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state)
+        rounds = one.rounds if self._region.collector in sampled else ()
+        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state, rounds)
 
     def _complete_by(self, sampled: Mapping[str, NodeOutputs]) -> set[str]:
         """The nodes of a step, without inputs, that need not run again with these samples."""
@@ -314,7 +321,19 @@ class InFlightSteps:
         self._enter(step, one, info, outputs)
         if name in self._sampling_nodes:
             one.sampled[name] = NodeOutputs(self._runner.secure(info.node, outputs.outputs), outputs.lengths)
+            if name == self._region.collector:
+                one.rounds = [self._secured(part) for part in (*one.earlier_rounds, self._of_round(step, one))]
         self._end(step, info)
+
+    def _of_round(self, step: int, one: _Step) -> Mapping[str, Mapping[str, OutputHandle]]:
+        """The outputs of the current round that the result includes."""
+        some = {name for name, columns in self._requested(step).items() if columns is not None}
+        return {name: one.outputs[name] for name in some & self._region.nodes if name in one.outputs}
+
+    def _secured(self, part: Mapping[str, Mapping[str, OutputHandle]]) -> Mapping[str, Mapping[str, OutputHandle]]:
+        """Outputs of a round that survive a restart of the processes that wrote them, without the collector's own."""
+        others = {name: outputs for name, outputs in part.items() if name != self._region.collector}
+        return {name: self._runner.secure(self.infos[name].node, outputs) for name, outputs in others.items()}
 
     def _enter(self, step: int, one: _Step, info: NodeInfo, outputs: NodeOutputs) -> None:
         """Enter the outputs of a node, for its readers."""
@@ -404,8 +423,7 @@ class InFlightSteps:
 
     def _start_round(self, step: int, one: _Step, missing: int) -> None:
         """Start another round on so many further prompts; a restarted step has sampled them already."""
-        some = {name for name, columns in self._requested(step).items() if columns is not None}
-        one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
+        one.earlier_rounds.append(self._of_round(step, one))
         one.round = Round(len(one.round_results), missing)
         if len(one.batches) == one.round.number:
             one.batches.append(self._more(missing))
@@ -425,16 +443,20 @@ class InFlightSteps:
     def _result(self, step: int, one: _Step) -> StepResult:
         columns: dict[str, DataProto] = {}
         values: dict[str, dict[str, Any]] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
         requested = self._requested(step)
         for name in (name for name in self.infos if name in requested and name in one.outputs):
             info, outputs, some = self.infos[name], one.outputs[name], requested[name]
             parts = [*(earlier[name] for earlier in one.earlier_rounds if name in earlier), outputs]
             fetched = [self._fetched(info, part, info.columns if some is None else some) for part in parts]
             columns[name] = fetched[0] if len(fetched) == 1 else DataProto.concat(fetched)
+            if len(fetched) > 1:
+                sizes[name] = tuple(map(len, fetched))
             values[name] = {output: value for output, value in outputs.items() if output not in info.columns}
         ordered = {name: one.metrics[name] for name in self.infos if name in one.metrics}
         scores = {name: found for name, metrics in ordered.items() if (found := metrics.scores())}
-        return StepResult(columns, values, merge_metrics(ordered), one.seconds, scores, one.filled)
+        merged, reported_by = merge_metrics(ordered), reporting_nodes(ordered)
+        return StepResult(columns, values, merged, one.seconds, scores, one.filled, reported_by, sizes)
 
     def _fetched(self, info: NodeInfo, outputs: Mapping[str, OutputHandle], names: Iterable[str]) -> DataProto:
         """Some columns of a node's outputs."""
