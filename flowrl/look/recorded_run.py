@@ -260,9 +260,12 @@ class RecordedRun:
             )
         found = self.columns(place.step, [place.edge])
         if place.edge not in found:
-            there = sorted(map(str, self.columns(place.step)))
+            there = list(self.columns(place.step))
+            own = [edge.output for edge in there if edge.node == place.node]
+            near = offer(place.column, own) if own else offer(place.node, sorted({edge.node for edge in there}))
             raise DataError(
-                f"{place.edge} is not among the recorded columns of step {place.step}; {offer(str(place.edge), there)}",
+                f"{place.edge} is not recorded in step {place.step} of {self.path}. Name a recorded "
+                f"{f'column of {place.node}' if own else 'node'}: {near}",
                 code="look.not-recorded",
                 path=self.path,
                 step=place.step,
