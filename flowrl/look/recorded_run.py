@@ -262,10 +262,10 @@ class RecordedRun:
         if place.edge not in found:
             there = list(self.columns(place.step))
             own = [edge.output for edge in there if edge.node == place.node]
-            near = offer(place.column, own) if own else offer(place.node, sorted({edge.node for edge in there}))
+            nodes = sorted({edge.node for edge in there})
+            near = offer(place.column, own, f"{place.node} has") if own else offer(place.node, nodes, "it has")
             raise DataError(
-                f"{place.edge} is not recorded in step {place.step} of {self.path}. Name a recorded "
-                f"{f'column of {place.node}' if own else 'node'}: {near}",
+                f"{place.edge} is not recorded in step {place.step} of {self.path}: {near}",
                 code="look.not-recorded",
                 path=self.path,
                 step=place.step,

@@ -168,7 +168,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_does_not_exist_is_answered_with_the_nearest(finished: Path) -> None:
     with raises("look.not-recorded", found="gae.advantage") as caught:
         flowrl.open(finished).column("2/gae.advantage")
-    assert "gae.advantages" in str(caught.value)
+    assert "did you mean 'advantages'?" in str(caught.value)
 
 
 def describe(folder: Path, **changed: Any) -> None:
