@@ -22,7 +22,6 @@ from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary, Timeline, idle
-from flowrl.run.recording.recorder import Recorder
 from flowrl.run.recording.span_log import SpanLog
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
@@ -99,6 +98,9 @@ class Loop:
         self.started = 0.0
         self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
+        # here: pyarrow starts threads, so a module that imports `Training` could not be loaded before workers are forked
+        from flowrl.run.recording.recorder import Recorder
+
         self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
         self.spans = SpanLog(folder)
         self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
