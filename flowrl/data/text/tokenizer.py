@@ -96,6 +96,11 @@ class ChatTokenizer:
         return ControlTokens.of(self._tokenizer, "".join(texts))
 
     @property
+    def _searches_normalized_text(self) -> bool:
+        """Whether text is encoded by other names of control tokens even if it spells none."""
+        return self.split_special_tokens and self.control_tokens.normalizes
+
+    @property
     def eos_id(self) -> int:
         """The tokenizer's EOS, one of `ends`."""
         return cast(int, self._tokenizer.eos_token_id)
@@ -186,7 +191,7 @@ class ChatTokenizer:
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, go_on: bool
     ) -> list[int]:
         quoted = self._quoted(messages, template_kwargs)
-        if quoted[0] is messages and quoted[1] is template_kwargs:
+        if quoted[0] is messages and quoted[1] is template_kwargs and not self._searches_normalized_text:
             return cast("list[int]", self._templated(messages, template_kwargs, go_on))
         return self.encode(cast(str, self._templated(*quoted, go_on, tokenize=False)))
 
@@ -295,7 +300,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` without BOS or EOS, in which control tokens that are not quoted are these tokens."""
-        if is_quoted(text):
+        if is_quoted(text) or self._searches_normalized_text:
             return self.control_tokens.encode(text)
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
 
