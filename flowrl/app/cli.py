@@ -248,6 +248,7 @@ def run(
     costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     or_start: Annotated[bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")] = False,
+    accept: Annotated[list[str] | None, typer.Option(help="'data': resume with corrected data. Repeatable.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
     """Run a training. TARGET is a Training, or a function that returns one."""
@@ -273,6 +274,7 @@ def run(
         )
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
     given["resume"] = "or-start" if or_start else resume or None
+    given["accept"] = tuple(accept) if accept else None
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out)
     try:
@@ -283,6 +285,7 @@ def run(
         )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
         options = [f"--{name}={value}" for name, value in again.items() if value is not None]
+        options += [f"--accept={each}" for each in accept or ()]
         command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]
         advice = f"resume with: {shlex.join(command)}"
         if terminal.folder is None:

@@ -290,8 +290,8 @@ class Sources:
         found = {name: stream.position for name, stream in self.streams.items()}
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from `position`."""
+    def seek(self, position: Mapping[str, Any], changed: bool = False) -> None:
+        """Continue from `position`; in `changed` data with another number of rows, start over."""
         by_name = position if len(self.streams) > 1 else dict.fromkeys(self.streams, position)
         if by_name.keys() != self.streams.keys():
             raise DataError(
@@ -302,7 +302,12 @@ class Sources:
                 expected=list(self.streams),
             )
         for name, stream in self.streams.items():
-            stream.seek(by_name[name])
+            try:
+                stream.seek(by_name[name])
+            except DataError:
+                if not changed:
+                    raise
+                logger.warning("The rows of %r are others than in the checkpoint, so they start over.", name)
 
 
 def refuse_unfit_data(runs: Iterable[tuple[Graph, Mapping[str, Source]]], seed: int) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import platform
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +18,9 @@ from pydantic import Field, field_validator, model_validator
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import writing
+from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
-from flowrl.errors import DataError, StorageError
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
 from flowrl.protocols.protocols import Trainer
@@ -36,7 +34,7 @@ from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
-from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
+from flowrl.run.training.resume import Accepted, Found, accepted, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
 from flowrl.run.training.run_folder import CHECKPOINTS, TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending, ended_in_order
@@ -53,8 +51,6 @@ from flowrl.run.validation.held_out import held_out, with_engines
 from flowrl.run.validation.validating import Validating
 from flowrl.run.validation.validation import Validation
 from flowrl.spec import Spec
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +81,8 @@ class Training(Spec):
         max_checkpoints: how many of the newest checkpoints to retain.
         resume: resume the run in `folder` from its newest undamaged checkpoint, or from step 0 if it has none.
             ``"or-start"`` starts the run if there is none, for jobs that are restarted; True refuses that.
+        accept: what may differ from the run that is resumed: ``("data",)`` for corrected data. ``run.json`` and the
+            checkpoints record it.
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
         costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
@@ -109,6 +107,7 @@ class Training(Spec):
     checkpoint_every: int | None = Field(default=None, ge=1)
     max_checkpoints: int = Field(default=3, ge=1)
     resume: Resume = False
+    accept: tuple[Accepted, ...] = ()
     rollouts_every: int | None = Field(default=None, ge=1)
     costs: str | None = None
 
@@ -131,6 +130,8 @@ class Training(Spec):
         if self.resume and self.folder is None:
             given = f"resume={self.resume!r}"
             raise ValueError(f"{given} needs the folder of the run; pass it: Training(..., folder=...), --folder")
+        if self.accept and not self.resume:
+            raise ValueError(f"accept={self.accept!r} needs a run to resume; pass resume=True, --resume")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; rename one: Validation(..., name=...)")
         refuse_no_feedback(self.job.graph, self.sources)
@@ -219,18 +220,20 @@ class Training(Spec):
             checkpoints = Checkpoints(folder.path / CHECKPOINTS, self.max_checkpoints)
             found = None
             if self.resume:
-                found = find(folder, checkpoints, described["identity"], backends_of(self.job.graph), self.steps)
+                bindings = backends_of(self.job.graph)
+                found = find(folder, checkpoints, described["identity"], bindings, self.steps, self.accept)
+                described["accepted"] = accepted(found, described["identity"])
             try:
                 folder.describe({"status": "running", **described})
                 with self.whole.open(self.seed) as opened:
                     steps = opened.fork(Plan(self.job.runs), self.seed)
-                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"], ending).run(found)
+                    run = _Loop(self, steps, folder, checkpoints, reporters, described, ending).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
                 folder.describe({"status": "finished", **described})
             except BaseException as error:
                 status = "failed" if isinstance(error, Exception) else "interrupted"
-                with _noting(error):
+                with noting(error):
                     folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
                 raise
         return run
@@ -273,11 +276,11 @@ class _Loop:
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
-        identity: Mapping[str, Any],
+        described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
+        self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
@@ -294,7 +297,7 @@ class _Loop:
         self.summary: Summary | None = None
         self.started = 0.0
         self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
+        self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
         """Run all steps, or those after the checkpoint."""
@@ -311,7 +314,7 @@ class _Loop:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
-            with _noting(error):
+            with noting(error):
                 self._trace()
             raise
         self._trace()
@@ -332,7 +335,7 @@ class _Loop:
         path, state = found
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
-        self.sources.seek(state["data"])
+        self.sources.seek(state["data"], changed="data" in self.training.accept)
         self.heard = {int(step): heard for step, heard in state["heard"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
@@ -349,7 +352,8 @@ class _Loop:
             "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
             "state": self.steps.state,
             "content": self.content,
-            "made_with": jsonable(self.identity),
+            "made_with": jsonable(self.described["identity"]),
+            "accepted": self.described.get("accepted", []),
             "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
@@ -425,23 +429,3 @@ class _Loop:
     def _report_node(self, name: str) -> None:
         for reporter in self.reporters:
             reporter.node(name)
-
-
-def _traced(path: Path) -> Timeline:
-    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
-    if not path.exists():
-        return Timeline()
-    try:
-        return Timeline.load(path)
-    except DataError as error:
-        logger.warning("%s The trace of this run starts over.", error)
-        return Timeline()
-
-
-@contextmanager
-def _noting(error: BaseException) -> Iterator[None]:
-    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
-    try:
-        yield
-    except StorageError as other:
-        error.add_note(str(other))
