@@ -45,7 +45,7 @@ from flowrl.run.training.sources import (
     refuse_no_feedback,
     refuse_no_source,
     refuse_no_tokenizer,
-    refuse_unfit_data,
+    sources_here,
 )
 from flowrl.run.validation.held_out import held_out, with_engines
 from flowrl.run.validation.validating import Validating
@@ -192,8 +192,11 @@ class Training(Spec):
         Raises:
             DataError: a file or a row cannot be read, or a prompt is too long for its model.
         """
-        forks = held_out(self.job.graph, self.validations)
-        refuse_unfit_data([(self.job.graph, self.sources), *((one.graph, one.sources) for one in forks)], self.seed)
+        training = sources_here(self.job.graph, self.sources, self.seed)
+        for one in held_out(self.job.graph, self.validations):
+            found = sources_here(one.graph, one.sources, self.seed)
+            if found and training:
+                found.warn_of_shared_rows(one.validation.name, training.streams)
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
@@ -288,6 +291,7 @@ class _Loop:
         self.sources.warn_of_few(training.prompts)
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.validations.warn_of_shared_rows(self.sources)
         self.last = training.steps  # or an earlier one, if a validation reaches its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
