@@ -20,14 +20,13 @@ from jinja2 import TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.data.text.control_tokens import ControlTokens, as_text, is_quoted
+from flowrl.data.text.messages import check_messages
 from flowrl.data.text.vocabulary import stated
-from flowrl.errors import DataError
+from flowrl.errors import DataError, why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-_ROLE = re.compile(r"[\w .-]*")
 
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """The module that loads tokenizers; its import takes seconds."""
@@ -58,9 +57,8 @@ class ChatTokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many types for broken files
-            first, *_ = [*str(error).splitlines(), ""]
             raise DataError(
-                f"Cannot load a tokenizer from {folder!r} ({type(error).__name__}: {first}). Check its config.json, "
+                f"Cannot load a tokenizer from {folder!r} ({why_not_loaded(error)}). Check its config.json, "
                 f"which selects the class, or write a tokenizer with tokenizer.save_pretrained({folder!r}).",
                 code="tokenizer.cannot-load",
                 path=folder,
@@ -124,6 +122,11 @@ class ChatTokenizer:
         """
         pad = self._tokenizer.pad_token_id
         return self.eos_id if pad is None else cast(int, pad)
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of text that the vocabulary lacks; None if it can encode any text."""
+        return cast("int | None", self._tokenizer.unk_token_id)
 
     @property
     def vocab_size(self) -> int:
@@ -220,7 +223,7 @@ class ChatTokenizer:
                 code="tokenizer.no-chat-template",
                 path=self.folder,
             )
-        _check_messages(messages)
+        check_messages(messages, self._template_words, self.folder)
         arguments = dict(template_kwargs or {})
         self._refuse_unread(arguments)
         try:
@@ -375,41 +378,6 @@ def assemble(
     """
     mask = torch.cat([prompt_mask, response_present], dim=1)
     return torch.cat([prompts, responses], dim=1), mask, positions(mask)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse missing keys, which a template would render as nothing."""
-    if isinstance(messages, str | Mapping) or not messages:
-        raise DataError(
-            f"The messages are {messages!r}. Expected a list with at least one message, such as "
-            f'[{{"role": "user", "content": "..."}}].',
-            code="tokenizer.bad-messages",
-            found=repr(messages),
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise DataError(
-                f'Message {i} is {message!r}. Expected a dict, {{"role": "user", "content": "..."}}.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=repr(message),
-            )
-        if isinstance(role := message.get("role"), str) and not _ROLE.fullmatch(role):
-            raise DataError(
-                f"Message {i} has the role {role!r}. Expected a name of letters, digits, spaces or `_.-`, such as "
-                f'"user", because templates write it into their control tokens.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=repr(role),
-            )
-        if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
-            raise DataError(
-                f"Message {i} has the keys {sorted(map(str, message))} and the role {message.get('role')!r}. Expected "
-                f'"role" (text) and "content", such as {{"role": "user", "content": "..."}}.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=sorted(map(str, message)),
-            )
 
 
 def _config_ends(path: Path) -> list[int]:
