@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowrl.data.text.control_tokens import ControlTokens, as_text, is_quoted
 from flowrl.data.text.messages import check_messages
+from flowrl.data.text.time_limit import time_limit
 from flowrl.data.text.vocabulary import stated
 from flowrl.errors import DataError, why_not_loaded
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """The module that loads tokenizers; its import takes seconds."""
+
+
+RENDERING_SECONDS = 10.0
+"""How long a chat template may render a conversation."""
+RENDERED_CHARACTERS = 1 << 26
+"""How long the text of a conversation may be."""
 
 
 class ChatTokenizer:
@@ -188,15 +195,12 @@ class ChatTokenizer:
     ) -> str:
         """`conversation_text`, in which control tokens that the messages spell are quoted, for `encode`."""
         messages, template_kwargs = self._quoted(messages, template_kwargs)
-        return cast(str, self._templated(messages, template_kwargs, go_on, tokenize=False))
+        return self._templated(messages, template_kwargs, go_on)
 
     def _templated_ids(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, go_on: bool
     ) -> list[int]:
-        quoted = self._quoted(messages, template_kwargs)
-        if quoted[0] is messages and quoted[1] is template_kwargs and not self._searches_normalized_text:
-            return cast("list[int]", self._templated(messages, template_kwargs, go_on))
-        return self.encode(cast(str, self._templated(*quoted, go_on, tokenize=False)))
+        return self.encode(self.rendered(messages, template_kwargs, go_on))
 
     def _quoted(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
@@ -214,8 +218,7 @@ class ChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None,
         go_on: bool,
-        tokenize: bool = True,
-    ) -> Any:
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"The tokenizer in {self.folder!r} has no chat template, so messages cannot become tokens. Set "
@@ -227,13 +230,9 @@ class ChatTokenizer:
         arguments = dict(template_kwargs or {})
         self._refuse_unread(arguments)
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=go_on,
-                tokenize=tokenize,
-                return_dict=False,
-                **arguments,
-            )
+            return self._rendered([dict(message) for message in messages], add_generation_prompt=go_on, **arguments)
+        except DataError:
+            raise
         except TemplateSyntaxError as error:
             raise DataError(
                 f"The chat template in {self.folder!r} has a syntax error in line {error.lineno} ({error.message}). "
@@ -251,6 +250,24 @@ class ChatTokenizer:
                 path=self.folder,
                 reason=str(error),
             ) from error
+
+    def _rendered(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        """What the chat template writes, within the limits of time and length."""
+        try:
+            with time_limit(RENDERING_SECONDS):
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            if len(text) > RENDERED_CHARACTERS:
+                raise TimeoutError(f"it writes {len(text)} characters")
+        except TimeoutError as error:
+            raise DataError(
+                f"The chat template in {self.folder!r} exceeds its limits of {RENDERING_SECONDS:g} s and "
+                f"{RENDERED_CHARACTERS} characters ({error}). Remove its loops over large ranges, or shorten the "
+                f"messages.",
+                code="tokenizer.template-limit",
+                path=self.folder,
+                reason=str(error),
+            ) from error
+        return cast(str, text)
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template mentions this argument."""
@@ -294,7 +311,9 @@ class ChatTokenizer:
         marker = "flowrl asks where a turn ends"
         turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marker}]
         try:
-            text = cast(str, self._tokenizer.apply_chat_template(turns, tokenize=False))
+            text = self._rendered(turns)
+        except DataError:
+            raise
         except Exception:
             return []  # the template rejects this conversation; `prompt_ids` raises for the user's own
         _, found, rest = text.rpartition(marker)
