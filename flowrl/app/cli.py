@@ -11,7 +11,7 @@ import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -284,9 +284,7 @@ def run(
             (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
         )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
-        options = [f"--{name}={value}" for name, value in again.items() if value is not None]
-        options += [f"--accept={each}" for each in accept or ()]
-        command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]
+        command = _resuming(target, again, accept or (), tensorboard)
         advice = f"resume with: {shlex.join(command)}"
         if terminal.folder is None:
             advice = "the run had not started."
@@ -295,6 +293,13 @@ def run(
         _complain(f"{what}; {advice}")
         raise typer.Exit(code) from None
     out.print(f"The run is in {result.folder}", markup=False)
+
+
+def _resuming(target: str, options: Mapping[str, Any], accept: Sequence[str], tensorboard: bool) -> list[str]:
+    """The command that resumes a run."""
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    given += [f"--accept={each}" for each in accept]
+    return ["flowrl", "run", target, "--resume", *given, *(["--tensorboard"] if tensorboard else [])]
 
 
 @app.command("list")
