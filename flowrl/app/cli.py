@@ -273,8 +273,7 @@ def run(
             expected="Training",
         )
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
-    given["resume"] = "or-start" if or_start else resume or None
-    given["accept"] = tuple(accept) if accept else None
+    given |= {"resume": "or-start" if or_start else resume or None, "accept": tuple(accept) if accept else None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out)
     try:
@@ -284,8 +283,7 @@ def run(
             (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
         )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
-        command = _resuming(target, again, accept or (), tensorboard)
-        advice = f"resume with: {shlex.join(command)}"
+        advice = f"resume with: {_resuming(target, again, accept or (), tensorboard)}"
         if terminal.folder is None:
             advice = "the run had not started."
         elif training.checkpoint_every is None:
@@ -295,11 +293,11 @@ def run(
     out.print(f"The run is in {result.folder}", markup=False)
 
 
-def _resuming(target: str, options: Mapping[str, Any], accept: Sequence[str], tensorboard: bool) -> list[str]:
+def _resuming(target: str, options: Mapping[str, Any], accept: Sequence[str], tensorboard: bool) -> str:
     """The command that resumes a run."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     given += [f"--accept={each}" for each in accept]
-    return ["flowrl", "run", target, "--resume", *given, *(["--tensorboard"] if tensorboard else [])]
+    return shlex.join(["flowrl", "run", target, "--resume", *given, *(["--tensorboard"] if tensorboard else [])])
 
 
 @app.command("list")
