@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import own_lineage, rows_of_step, rows_per_prompt, trained_on
+from flowrl.core.graphs.lineage import makers, own_lineage, rows_of_step, rows_per_prompt, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
@@ -127,6 +127,26 @@ def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
             )
 
 
+@rule(
+    "FR042",
+    "A ratio needs a temperature that is not near 0: divided by it, tiny changes of logits clip every token.",
+    "huggingface/trl#3640",
+)
+def _no_ratio_of_cold_responses(graph: Graph, prompts: int | None) -> Findings:
+    for node, loss in _losses(graph):
+        if not any(kind.startswith("log-prob") for kind in _kinds(loss)):
+            continue
+        for n in makers(graph, node.name):
+            lowest = min(float(parameters(now).get("temperature", 1.0)) for now in sample_steps(n.operator))
+            if 0 < lowest < COLD:
+                yield (
+                    n.name,
+                    f"It samples at temperature {lowest:g}, but {node.name} trains on the ratio of log-probs, which "
+                    f"a change of a logit by 0.01 multiplies by exp({0.01 / lowest:.3g}). Pass a temperature of at "
+                    f"least {COLD}: edit(set={{'{n.name}.temperature': 1.0}}).",
+                )
+
+
 @rule("FR021", "A loss over groups needs several responses per prompt.", "camel-ai/owl#592")
 def _groups_of_several(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
@@ -175,6 +195,8 @@ def _imitates_selected(graph: Graph, prompts: int | None) -> Findings:
 
 
 _BY_ROW = "seq-mean-token-mean"
+COLD = 0.1
+"""The lowest temperature of responses that a ratio may compare."""
 
 
 def _losses(graph: Graph) -> Iterator[tuple[Node, Loss]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
 from flowrl.core.operators.effects import Effect
-from flowrl.rules.inference import effects
-from flowrl.rules.rule import Findings, rule
+from flowrl.rules.inference import effects, over_batch
+from flowrl.rules.rule import Findings, of_kind, policy_lines, rule, sampling
 from flowrl.spec import parameters
 
-ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
+ASK_FOR_PROMPTS = frozenset({"FR004", "FR020", "FR044"})
 """The rules that may need the number of prompts per step."""
 
 
@@ -70,8 +70,8 @@ def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
                     yield (
                         node.name,
                         f"It compares several responses to a prompt, but {name} samples greedily, so they are "
-                        f"identical. Pass a temperature above 0: edit(set={{'{name}.temperature': 1.0}}), or in a "
-                        f"validation changes={{'{name}.temperature': 1.0, ...}}.",
+                        f"identical. Pass a temperature above 0 and more than the likeliest token: "
+                        f"edit(set={sampling(graph[name])}), or in a validation changes={sampling(graph[name])}.",
                     )
 
 
@@ -92,4 +92,21 @@ def _several_sets(graph: Graph, prompts: int | None) -> Findings:
                 node.name,
                 f"It compares sets of k={k} responses, but a prompt has {k}, a single set, so every advantage is 0. "
                 f"Lower k: edit(set={{'{node.name}.k': {k // 2}}}), or sample more responses: Repeat({2 * k}).",
+            )
+
+
+@rule(
+    "FR044",
+    "Whitening needs several rows: over a single one, it subtracts what the row has earned.",
+    "DLR-RM/stable-baselines3#265",
+)
+def _whitens_several_rows(graph: Graph, prompts: int | None) -> Findings:
+    for node in policy_lines(graph):
+        whitens = Effect.SCALED in effects(graph, node) and over_batch(graph, node)
+        if whitens and of_kind(graph, node, "advantage", "reward") and rows_of_step(graph, node.name, prompts) == 1:
+            yield (
+                node.name,
+                "It divides by the standard deviation over the rows of a step, but a step has 1 row. Use more prompts "
+                "per step: Training(..., prompts=32), or sample several responses: insert Repeat(8) before the node "
+                "that generates.",
             )

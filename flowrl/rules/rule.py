@@ -14,6 +14,7 @@ from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import DefinitionError
 from flowrl.protocols.protocols import Trainer
+from flowrl.spec import parameters
 
 Findings = Iterator[tuple[str, str]]
 Check = Callable[[Graph, int | None], Findings]
@@ -119,6 +120,14 @@ def log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
     for node in nodes:
         if writes(node, kind):
             yield from (use for use in node.uses if use.mode == "reads")
+
+
+def sampling(node: Node) -> dict[str, float]:
+    """The parameters that make a node sample greedily, as ``"node.parameter"``, with values that do not."""
+    given, free = parameters(node.initial_operator), {"temperature": 1.0, "top_k": 0}
+    greedy = {"temperature": given.get("temperature") != 1.0, "top_k": given.get("top_k") == 1}
+    every = {f"{node.name}.{name}": value for name, value in free.items() if greedy[name]}
+    return every or {f"{node.name}.temperature": 1.0}
 
 
 def set_role(use: Use, role: str) -> str:

@@ -94,6 +94,23 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
 
 
 @rule(
+    "FR043",
+    "An update may accept only rows as old as the updates before it make them.",
+    "radixark/miles#2524",
+)
+def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
+    for role in graph.roles():
+        for before, name in enumerate(in_order(graph, role)):
+            if graph[name].prior_updates > before:
+                yield (
+                    name,
+                    f"It has prior_updates={graph[name].prior_updates}, but {before} update(s) of {role!r} run before "
+                    f"it in a step, so it would accept rows of older policies. Pass that number: "
+                    f"edit(set={{'{name}.prior_updates': {before}}}).",
+                )
+
+
+@rule(
     "FR010",
     "A reference must stay frozen: KL to a trained role moves with the policy.",
     "hiyouga/ChatGLM-Efficient-Tuning#380",

@@ -119,6 +119,18 @@ class TestOneAdvantagePerRow:  # FR019
         assert found(graph.edit(set={"update_actor.loss": GSPO()})) == []
 
 
+class TestColdResponses:  # FR042
+    @pytest.mark.parametrize("cold", [0.01, 0.09])
+    def test_a_ratio_of_cold_responses_is_found(self, cold: float) -> None:
+        graph = grpo(exact).edit(set={"generate.temperature": cold})
+        assert found(graph) == [("FR042", "generate")]
+        assert found(fixed(graph)) == []
+
+    def test_other_temperatures_and_losses_without_a_ratio_have_no_finding(self) -> None:
+        assert found(grpo(exact).edit(set={"generate.temperature": 0.1})) == []
+        assert found(grpo(exact).edit(set={"generate.temperature": 0.01, "update_actor.loss": Reinforce()})) == []
+
+
 class TestOneStepWithoutARatio:  # FR020
     PLAIN = grpo(exact, n=2).edit(set={"update_actor.loss": Reinforce()})
 
@@ -132,10 +144,11 @@ class TestOneStepWithoutARatio:  # FR020
         ],
     )
     def test_several_optimizer_steps_without_a_ratio_are_found(self, several: dict[str, Any], part: str) -> None:
-        graph = self.PLAIN.edit(set=several)
+        allowed = {"FR043": "the data is as old"}
+        graph = self.PLAIN.edit(set=several, allow=allowed)
         assert found(graph) == [("FR020", "update_actor")]
         assert part in the_message(graph, "FR020")
-        assert found(grpo(exact, n=2).edit(set=several)) == []  # PPOClip has a ratio
+        assert found(grpo(exact, n=2).edit(set=several, allow=allowed)) == []  # PPOClip has a ratio
 
     def test_one_optimizer_step_without_a_ratio_has_no_finding(self) -> None:
         assert found(self.PLAIN) == []
