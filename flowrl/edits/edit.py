@@ -37,9 +37,10 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
+from flowrl.edits.fixes import FixableError, added, first_fix, of_cycle, of_hint
 from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
 from flowrl.edits.rewiring import Rewiring
-from flowrl.errors import GraphError, offer, refuse_staleness, type_of
+from flowrl.errors import GraphError, PortError, offer, refuse_staleness, type_of
 from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
@@ -88,7 +89,47 @@ def edit(
     allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
     """A changed copy of `graph`; see the module's docstring."""
-    drop, before = _names(drop), expose_columns(graph)
+    verbs: dict[str, Any] = {
+        "replace": replace,
+        "drop": _names(drop),
+        "insert": insert,
+        "set": set,
+        "when": when,
+        "wire": wire,
+    }
+    verbs |= {"rename": rename, "bind": bind, "lag": lag, "name": name, "allow": allow}
+    try:
+        return _edited(graph, **verbs)
+    except FixableError as error:
+        refused = error
+    except PortError as error:
+        if (hinted := of_hint(error, wire or {})) is None:
+            raise
+        refused = hinted
+    except GraphError as error:
+        if (rewired := of_cycle(error, graph, wire or {})) is None:
+            raise
+        refused = rewired
+    fix = first_fix(refused, graph, lambda more: _edited(graph, **added(verbs, more)))
+    raise refused.with_fix(fix)
+
+
+def _edited(
+    graph: GraphT,
+    *,
+    replace: Mapping[str, Operator] | None,
+    drop: Sequence[str],
+    insert: Mapping[str, After] | None,
+    set: Mapping[str, Any] | None,
+    when: Mapping[str, When] | None,
+    wire: Mapping[str, str] | None,
+    rename: Mapping[str, str] | None,
+    bind: Mapping[str, Any] | None,
+    lag: int | Lag | None,
+    name: str | None,
+    allow: Mapping[str, str | None] | None,
+) -> GraphT:
+    before = expose_columns(graph)
     replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
     wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
     _refuse_unmapped(
@@ -357,8 +398,14 @@ def _refuse_duplicate_names(
         other = f"{clash}_2nd"
         by_key = f"insert={{{other!r}: ...}}" if clash in insert else f"rename={{...: {other!r}}}"
         how = by_key if clash in (*insert, *rename.values()) else f'.named("{other}")'
-        raise GraphError(
-            f"edit makes two nodes named {clash!r}. Rename one: {how}.", code="graph.duplicate-name", node=clash
+        free = clash in graph and clash not in (*replace, *drop, *rename)
+        raise FixableError(
+            f"edit makes two nodes named {clash!r}.",
+            "Rename one",
+            [{"rename": {clash: other}}] if free else [],
+            how,
+            code="graph.duplicate-name",
+            node=clash,
         )
 
 

@@ -6,7 +6,7 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
 from flowrl.core.operators.effects import Effect
 from flowrl.rules.inference import effects
-from flowrl.rules.rule import Findings, rule
+from flowrl.rules.rule import Findings, repeated, rule
 from flowrl.spec import parameters
 
 ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
@@ -23,8 +23,8 @@ def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
         if Effect.GROUP_BASELINE in effects(graph, node) and rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
-                "Its groups have 1 row per prompt, so every advantage is 0. Sample at least 2: insert Repeat(8) "
-                "before the node that generates.",
+                f"Its groups have 1 row per prompt, so every advantage is 0. Sample at least 2: "
+                f"{repeated(graph, node.name, 8)}.",
             )
 
 
@@ -43,8 +43,8 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"{field}={size} must divide the rows of a step, but the number of rows that pass {gate.name} is "
-                    f"not known. Pass {field}=None to train on all of them at once, or replace {gate.name} with a "
-                    f"Collect, which fills up to a fixed number: edit(replace={{'{gate.name}': Collect(...)}}).",
+                    f"not known. Train on all of them at once: edit(set={{'{node.name}.{field}': None}}), or replace "
+                    f"{gate.name} with a Collect, which fills up to a fixed number.",
                 )
             if rows is not None and rows % size:
                 each = rows_per_prompt(graph, node.name)
@@ -52,7 +52,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"{field}={size} does not divide the {rows} rows of a step ({rows // each} prompts x {each}). "
-                    f"Pass a divisor, such as {field}={fitting}.",
+                    f"Pass a divisor: edit(set={{'{node.name}.{field}': {fitting}}}).",
                 )
 
 
