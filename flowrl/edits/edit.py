@@ -17,6 +17,7 @@ All verbs resolve against the original graph, which does not change. Nodes that 
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
 - ``lag=Lag(2, spans=True)``: weights change while requests are in flight; see `flowrl.core.graphs.lag`.
 - ``allow={"FR007": "greedy is the baseline only"}``: allows breaking a rule, for this reason; None revokes that.
+  ``{"FR007 generate": "..."}`` allows it only in one node.
 
 Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it remains as a sink.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from flowrl.core.graphs.after import After
@@ -135,7 +136,6 @@ def _edited(
     _refuse_unmapped(
         replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind, allow=allow
     )
-    refuse_unknown_rules(allow, f"edit(allow={dict(allow)!r})")
     _refuse_no_operators(replace, insert)
     changed_in_place = _timed(before, replace, when, _with_parameters(before, replace, set))
     replace = {**_through_same(before, replace), **changed_in_place}
@@ -152,7 +152,9 @@ def _edited(
         {end: source for end, source in wire.items() if end.partition(".")[0] not in gates},
     )
     nodes, sinks = change.reached()
-    allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
+    now = {name: name for name in (*nodes, *gates)}
+    refuse_unknown_rules(allow, f"edit(allow={dict(allow)!r})", now.keys() | graph.nodes.keys())
+    allowed = _allowed({**graph.allow, **allow}, {**change.new_names, **now}, now)
     name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
     changed = graph.build(name, nodes, sinks, lag, allow=allowed)
     for at, gate in gates.items():
@@ -161,6 +163,16 @@ def _edited(
         changed = insert_gate(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     bindings = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
     return changed.bound({**bindings, **bind})
+
+
+def _allowed(allow: Mapping[str, str | None], new_names: Mapping[str, str], nodes: Container[str]) -> dict[str, str]:
+    """The allowances of the changed graph, with the new names of their nodes, but without those of removed nodes."""
+    found = {}
+    for key, reason in allow.items():
+        rule, _, node = key.partition(" ")
+        if reason is not None and (not node or new_names[node] in nodes):
+            found[f"{rule} {new_names[node]}" if node else rule] = reason
+    return found
 
 
 def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:
