@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
 from flowrl.core.operators.effects import Effect
@@ -9,7 +10,7 @@ from flowrl.rules.inference import effects
 from flowrl.rules.rule import Findings, repeated, rule
 from flowrl.spec import parameters
 
-ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
+ASK_FOR_PROMPTS = frozenset({"FR004", "FR020", "FR042"})
 """The rules that may need the number of prompts per step."""
 
 
@@ -92,4 +93,27 @@ def _several_sets(graph: Graph, prompts: int | None) -> Findings:
                 node.name,
                 f"It compares sets of k={k} responses, but a prompt has {k}, a single set, so every advantage is 0. "
                 f"Lower k: edit(set={{'{node.name}.k': {k // 2}}}), or sample more responses: Repeat({2 * k}).",
+            )
+
+
+@rule(
+    "FR042",
+    "The rounds of a step must sample enough prompts, or no step can collect its groups.",
+    "verl-project/verl#953",
+)
+def _enough_rounds(graph: Graph, prompts: int | None) -> Findings:
+    if prompts is None:
+        return
+    for node in graph.nodes.values():
+        collect = node.initial_operator
+        groups = collect.target_groups if isinstance(collect, Gate) else None
+        if not isinstance(collect, Gate) or groups is None or parameters(collect).get("on_underfill") != "error":
+            continue
+        if groups > (most := prompts * collect.rounds_at_most):
+            rounds = -(-groups // prompts)
+            yield (
+                node.name,
+                f"It collects {groups} groups, but its {collect.rounds_at_most} round(s) of {prompts} prompts have at "
+                f"most {most}. Allow more rounds: edit(set={{'{node.name}.rounds': {rounds}}}), or sample more prompts "
+                f"per step.",
             )
