@@ -5,8 +5,8 @@ line and the public issue that it was learned from. Rules see only what operator
 axes of columns, row arithmetic), so they also cover custom operators. Rules about training follow the rows that an
 update reads (`flowrl.core.graphs.lineage`).
 
-A graph may allow a violation, with a reason: ``graph.edit(allow={"FR007": "greedy is the baseline only"})``, in one node
-by ``{"FR007 generate": "..."}``.
+A graph may allow a violation, with a reason: ``graph.edit(allow={"FR007": "greedy is the baseline only"})``; in one
+node by ``{"FR007 generate": "..."}``.
 """
 
 from __future__ import annotations
