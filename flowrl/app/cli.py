@@ -150,6 +150,7 @@ def check(
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
                 found.refuse_unfit_data()
+        graph.refuse_idle()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:

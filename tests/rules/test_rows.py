@@ -7,7 +7,7 @@ import pytest
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.graph import Graph
-from flowrl.graphs import grpo, grpo_sft, pass_at_k, ppo, reinforce_plus_plus, remax
+from flowrl.graphs import dapo, grpo, grpo_sft, pass_at_k, ppo, reinforce_plus_plus, remax
 from flowrl.operators import MajorityAtK, PassAtK, PassAtKAdvantage
 from flowrl.rules.check import require
 from tests.rules.findings import fixed, found
@@ -68,3 +68,18 @@ class TestGroupsExceedK:  # FR032
     def test_group_of_more_than_k_responses_has_no_finding(self, n: int) -> None:
         assert found(pass_at_k(exact, k=4, n=n)) == []
         assert found(grpo(exact, n=n).edit(replace={"group_advantage": PassAtKAdvantage(1)})) == []
+
+
+class TestEnoughRounds:  # FR045
+    def test_rounds_that_cannot_have_enough_groups_are_found(self) -> None:
+        graph = dapo(exact, groups=32)
+        assert found(graph, prompts=3) == [("FR045", "collect")]
+        assert fixed(graph, prompts=3) == graph.edit(set={"collect.rounds": 11})
+        assert found(fixed(graph, prompts=3), prompts=3) == []
+        assert found(graph, prompts=4) == []
+        assert found(graph, prompts=None) == []
+
+    @pytest.mark.parametrize("on_underfill", ["train", "repeat"])
+    def test_fewer_groups_that_are_allowed_have_no_finding(self, on_underfill: str) -> None:
+        graph = dapo(exact, groups=32).edit(set={"collect.on_underfill": on_underfill})
+        assert found(graph, prompts=3) == []
