@@ -9,21 +9,24 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
+from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.span_log import SpanLog
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
+from flowrl.run.training.job import Job
 from flowrl.run.training.report import Reporter
 from flowrl.run.training.resume import Found, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
@@ -32,14 +35,41 @@ from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
-
-if TYPE_CHECKING:
-    from flowrl.run.training.training import Training
+from flowrl.run.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
 
 MAX_CELL = 1 << 16
 """Bytes of a state cell, as JSON, above which ``state.jsonl`` has its digest."""
+
+
+class Settings(Protocol):
+    """The settings of a run; `flowrl.run.training.training.Training` documents them."""
+
+    @property
+    def job(self) -> Job[Any]: ...
+    @property
+    def sources(self) -> Mapping[str, Source]: ...
+    @property
+    def validations(self) -> Sequence[Validation]: ...
+    @property
+    def policies(self) -> Sequence[str]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def save_model(self) -> bool: ...
+    @property
+    def checkpoint_every(self) -> int | None: ...
+    @property
+    def rollouts_every(self) -> int | None: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def accept(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +100,7 @@ class Loop:
 
     def __init__(
         self,
-        training: Training,
+        training: Settings,
         steps: Steps,
         folder: RunFolder,
         checkpoints: Checkpoints,

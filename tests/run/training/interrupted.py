@@ -19,9 +19,9 @@ from flowrl.run.training.loop import Run
 from flowrl.schedules import Cosine
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
+from tests.support.runs import TIMES
 
 STEPS = 6
-TIMES = ("timing/", "throughput/")
 
 
 def settings(data: str, **changed: Any) -> dict[str, Any]:
