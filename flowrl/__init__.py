@@ -37,9 +37,14 @@ if TYPE_CHECKING:
     from flowrl.graph import Graph, algorithm, load
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
+    from flowrl.report.mlflow import MLflow
+    from flowrl.report.tensorboard import TensorBoard
+    from flowrl.report.terminal import Terminal
+    from flowrl.report.trackio import Trackio
+    from flowrl.report.wandb import WandB
     from flowrl.run.prediction.costs import Costs
+    from flowrl.run.reporting.reporter import Reporter
     from flowrl.run.training.job import Job
-    from flowrl.run.training.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training.training import Training
     from flowrl.run.validation.validation import Validation
     from flowrl.spec import Spec
@@ -65,6 +70,7 @@ __all__ = [
     "Key",
     "Lag",
     "Loss",
+    "MLflow",
     "Metrics",
     "Now",
     "Operator",
@@ -84,8 +90,10 @@ __all__ = [
     "State",
     "TensorBoard",
     "Terminal",
+    "Trackio",
     "Training",
     "Validation",
+    "WandB",
     "When",
     "Writes",
     "algorithm",
@@ -110,7 +118,7 @@ __getattr__ = lazy(
         "AuditTask": "auditing.task",
         "audit": "auditing.audit",
         "Backend": "protocols.backend",
-        "Reporter": "run.training.report",
+        "Reporter": "run.reporting.reporter",
         "Spec": "spec",
         "Column": "columns",
         "Costs": "run.prediction.costs",
@@ -132,8 +140,11 @@ __getattr__ = lazy(
         "DataProto": "data.proto.dataproto",
         "PromptBatch": "records",
         "RolloutBatch": "records",
-        "TensorBoard": "run.training.report",
-        "Terminal": "run.training.report",
+        "MLflow": "report.mlflow",
+        "TensorBoard": "report.tensorboard",
+        "Terminal": "report.terminal",
+        "Trackio": "report.trackio",
+        "WandB": "report.wandb",
         "Reads": "core.operators.roles",
         "Role": "core.operators.roles",
         "Writes": "core.operators.roles",

@@ -1,4 +1,4 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | operators | demo``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | export | operators | demo``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
+from flowrl.app import export as export_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer, type_of
@@ -248,10 +249,14 @@ def run(
     costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     or_start: Annotated[bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
+    report: Annotated[
+        list[str] | None, typer.Option(help="Report to wandb, mlflow, trackio or tensorboard. Repeatable.")
+    ] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Show this metric in the terminal. Repeatable.")] = None,
 ) -> None:
     """Run a training. TARGET is a Training, or a function that returns one."""
-    from flowrl.run.training.report import TensorBoard, Terminal
+    from flowrl.report.names import reporter
+    from flowrl.report.terminal import Terminal
     from flowrl.run.training.signals import Ended
     from flowrl.run.training.training import Training
 
@@ -274,16 +279,18 @@ def run(
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
     given["resume"] = "or-start" if or_start else resume or None
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
-    terminal = Terminal(out)
+    terminal = Terminal(out, metrics=metric or ())
+    trackers = [reporter(name, "--report") for name in report or ()]
     try:
-        result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
+        result = training.run([terminal, *trackers])
     except (KeyboardInterrupt, Ended) as error:
         what, code = (
             (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
         )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
         options = [f"--{name}={value}" for name, value in again.items() if value is not None]
-        command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]
+        options += [f"--report={name}" for name in report or ()] + [f"--metric={key}" for key in metric or ()]
+        command = ["flowrl", "run", target, "--resume", *options]
         advice = f"resume with: {shlex.join(command)}"
         if terminal.folder is None:
             advice = "the run had not started."
@@ -304,6 +311,7 @@ def list_() -> None:
 
 audit_command.add_to(app, out)
 episodes_command.add_to(app, out)
+export_command.add_to(app, out)
 
 
 @app.command()

@@ -16,6 +16,7 @@ import xxhash
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
+from flowrl.run.reporting.reported import REPORTED
 from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
     """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
     may a checkpoint, which a run reads, or replaces as a link."""
     inside = folder.resolve()
-    written = [*(folder / name for name in (LOCK, "run.json", *LINES, TRACE, CHECKPOINTS))]
+    written = [*(folder / name for name in (LOCK, "run.json", *LINES, TRACE, REPORTED, CHECKPOINTS))]
     for role in exports:
         written += [folder / role, *(folder / role).rglob("*")]
     for path in filter(Path.is_symlink, written):

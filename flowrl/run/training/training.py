@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -29,13 +29,14 @@ from flowrl.protocols.protocols import Trainer
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.engine.timeline import Timeline, idle
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
+from flowrl.run.reporting.reporter import Reporter, refuse_bad_reporters
+from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
-from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
 from flowrl.run.training.run_folder import CHECKPOINTS, TRACE, Resume, RunFolder, jsonable
@@ -276,7 +277,8 @@ class _Loop:
         identity: Mapping[str, Any],
         ending: Ending,
     ) -> None:
-        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
+        self.training, self.steps, self.folder = training, steps, folder
+        self.reports = Reports(reporters, folder.path, bool(training.resume))
         self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
@@ -291,7 +293,6 @@ class _Loop:
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
-        self.summary: Summary | None = None
         self.started = 0.0
         self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
@@ -300,16 +301,13 @@ class _Loop:
         """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
-            with ExitStack() as ends:
-                for reporter in self.reporters:
-                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
-                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+            with self.reports.started(self.training.job.graph.name, self.training.steps, done):
                 self._begin(found)
                 with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
                     self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+                    self.reports.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
             with _noting(error):
                 self._trace()
@@ -336,6 +334,7 @@ class _Loop:
         self.heard = {int(step): heard for step, heard in state["heard"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
+        self.reports.earlier(self.metrics, self.validated)
         if self.validations.reached(self.validated):
             self.last = state["step"]
 
@@ -375,7 +374,7 @@ class _Loop:
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
         more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self.reports.node, more=more, tell=tell)
         for step in steps:
             self.started = time.perf_counter()
             result = next(results)
@@ -404,16 +403,14 @@ class _Loop:
         self.seconds.append(result.seconds)
         self.makespans.append(seconds)
         self.folder.append("metrics.jsonl", [metrics])
-        for reporter in self.reporters:
-            reporter.step(step + 1, metrics)
+        self.reports.step(step + 1, metrics)
 
     def _validate(self, step: int) -> None:
-        for validated in self.validations.due(step, step == self.last, self._report_node):
+        for validated in self.validations.due(step, step == self.last, self.reports.node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
-            for reporter in self.reporters:
-                reporter.validation(step, validated.metrics)
+            self.reports.validation(step, validated.metrics)
             if validated.reached:
                 self.last = step
 
@@ -421,10 +418,6 @@ class _Loop:
         """The columns to log in a step."""
         every = self.training.rollouts_every
         return self.logged_columns.values() if every is not None and (step + 1) % every == 0 else ()
-
-    def _report_node(self, name: str) -> None:
-        for reporter in self.reporters:
-            reporter.node(name)
 
 
 def _traced(path: Path) -> Timeline:
