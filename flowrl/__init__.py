@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from flowrl.data.proto.dataproto import DataProto
     from flowrl.data.sources.demos import DemoData, PreferenceData
     from flowrl.data.sources.prompts import PromptData
-    from flowrl.data.sources.samplers import ByDifficulty, Replay, Sampler
+    from flowrl.data.sources.samplers import ByDifficulty, ReplaySampler, Sampler
     from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
     from flowrl.files.graph_io import save
-    from flowrl.graph import Graph, algorithm, load
+    from flowrl.graph import Graph, algorithm, load, open
+    from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
     from flowrl.report.mlflow import MLflow
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from flowrl.report.trackio import Trackio
     from flowrl.report.wandb import WandB
     from flowrl.run.prediction.costs import Costs
+    from flowrl.run.recording.recording import Recording
     from flowrl.run.reporting.reporter import Reporter
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
@@ -79,7 +81,9 @@ __all__ = [
     "PromptBatch",
     "PromptData",
     "Reads",
-    "Replay",
+    "RecordedRun",
+    "Recording",
+    "ReplaySampler",
     "Reporter",
     "Role",
     "RolloutBatch",
@@ -99,6 +103,7 @@ __all__ = [
     "algorithm",
     "audit",
     "load",
+    "open",
     "operator",
     "save",
 ]
@@ -109,7 +114,7 @@ __getattr__ = lazy(
         "ByDifficulty": "data.sources.samplers",
         "DemoData": "data.sources.demos",
         "PreferenceData": "data.sources.demos",
-        "Replay": "data.sources.samplers",
+        "ReplaySampler": "data.sources.samplers",
         "Sampler": "data.sources.samplers",
         "Source": "data.sources.source",
         "DemoBatch": "records",
@@ -118,6 +123,7 @@ __getattr__ = lazy(
         "AuditTask": "auditing.task",
         "audit": "auditing.audit",
         "Backend": "protocols.backend",
+        "Recording": "run.recording.recording",
         "Reporter": "run.reporting.reporter",
         "Spec": "spec",
         "Column": "columns",
@@ -149,6 +155,8 @@ __getattr__ = lazy(
         "Role": "core.operators.roles",
         "Writes": "core.operators.roles",
         "load": "graph",
+        "open": "graph",
+        "RecordedRun": "look.recorded_run",
         "operator": "core.operators.function",
         "save": "files.graph_io",
         "algorithm": "graph",

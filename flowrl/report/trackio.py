@@ -70,6 +70,6 @@ class Trackio:
         """The last step of each kind that the database holds: it is written twice a second."""
         held = {kind: step for kind, step in last.last.items() if kind.startswith("alarm")}
         for log in self._storage.get_logs(self._project, last.run) if last.run is not None else ():
-            kind = kind_of([key for key in log if key not in ("step", "timestamp")])
+            kind = "rows" if "rows" in log else kind_of(log)
             held[kind] = max(log["step"], held.get(kind, -1))
         return held

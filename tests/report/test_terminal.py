@@ -94,7 +94,7 @@ class TestLogFile:
     def shown(self, seconds: float, steps: int, folder: Path, patch: pytest.MonkeyPatch, first: int = 0) -> list[str]:
         """The lines of a run with two nodes per step, each of which takes `seconds`."""
         now = [100.0]
-        patch.setattr("flowrl.run.training.report.time.monotonic", lambda: now[0])
+        patch.setattr("flowrl.report.terminal.time.monotonic", lambda: now[0])
         out = io.StringIO()
         terminal = Terminal(Console(file=out, width=100, soft_wrap=True))
         terminal.start("grpo", steps, folder, first)

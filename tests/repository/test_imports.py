@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing"},
+    "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
+    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
@@ -194,7 +195,7 @@ def test_imports_load_no_engine_and_no_optional_package() -> None:
     modules = [module for module in module_files() if module in light or room_of(module) in rooms]
     assert light <= set(modules)
     runs, rooms_alone, backends = loaded_by(
-        ["flowrl", "flowrl.graphs", "flowrl.run.training.training", "flowrl.run.training.report"],
+        ["flowrl", "flowrl.graphs", "flowrl.run.training.training", "flowrl.report.terminal"],
         modules,
         ["flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model"],
     )
@@ -258,11 +259,13 @@ def test_the_public_names_are_these() -> None:
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Now",
+        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow", "Metrics", "Now",
         "Operator",
-        "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "Replay", "Reporter", "Role",
-        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Training",
-        "Validation", "When", "Writes", "algorithm", "audit", "load", "operator", "save",
+        "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
+        "Recording", "ReplaySampler", "Reporter", "Role",
+        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Trackio", "Training",
+        "Validation", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
+        "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
 

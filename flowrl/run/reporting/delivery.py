@@ -39,7 +39,7 @@ class Report(NamedTuple):
 
 def kind_of(metrics: Iterable[str]) -> str:
     """The kind of the report with these metrics: ``"step"``, or the name of a validation."""
-    names = [key for key in metrics if key != "step"]
+    names = [key for key in metrics if "/" in key]
     return "step" if "timing/step" in names or not names else names[0].partition("/")[0]
 
 

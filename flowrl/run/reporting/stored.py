@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from flowrl.data.files import parse_json
+from flowrl.run.recording.recorder import ROWS, files_of
 from flowrl.run.reporting.reporter import Alarm
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS = "rows"
 ALARMS = "alarms.jsonl"
 
 
@@ -23,7 +23,7 @@ def rows(folder: Path) -> Iterator[tuple[int, pa.Table]]:
     import pyarrow.parquet as pq
 
     seen: set[int] = set()
-    for path in sorted((folder / ROWS).glob("*.parquet")):
+    for path in files_of(folder / ROWS):
         table = pq.read_table(path)
         for step in sorted({*pc.unique(table["step"]).to_pylist()} - seen):
             seen.add(step)
