@@ -48,8 +48,8 @@ def _cell(value: Any) -> str:
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():  # a type has the name of what it is the type of
+            yield from _flat(item, name if key.startswith("$") else f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         if value and not any(isinstance(item, Mapping | list) for item in value):
             yield name, str(value)

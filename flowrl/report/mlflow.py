@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,10 @@ BATCH = 100
 """The most parameters that MLflow takes at once."""
 LONGEST = 500
 """Characters of a parameter that are kept."""
+
+
+TAG = "flowrl.run"
+"""The tag that holds the run's id in ``reported.json``: MLflow chooses its own."""
 
 
 class MLflow:
@@ -43,27 +48,29 @@ class MLflow:
         self._folder = folder
         self._client = client = self._package.MlflowClient(self._uri)
         self._checked: set[str] = set()
-        if last.run is None:
-            found = client.get_experiment_by_name(self._experiment)
-            experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
-            self._run = client.create_run(experiment, run_name=f"{name} {folder.name}").info.run_id
-            entities = self._package.entities
-            given = [entities.Param(key, str(value)[:LONGEST]) for key, value in settings(folder).items()]
-            for first in range(0, len(given), BATCH):
-                client.log_batch(self._run, params=given[first : first + BATCH])
-        else:
-            self._run = last.run
+        experiment = client.get_experiment_by_name(self._experiment)
+        of = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+        found = client.search_runs([of], f"tags.`{TAG}` = '{last.run}'") if last.run else []
+        if found:
+            self._run = found[0].info.run_id
             client.update_run(self._run, status="RUNNING")
-        return replace(last, run=self._run)
+            return last
+        tags = {TAG: last.run, "folder": str(folder.absolute())}
+        self._run = client.create_run(of, tags=tags, run_name=f"{name} {folder.name}").info.run_id
+        param = self._package.entities.Param
+        given = [param(_name(key), str(value)[:LONGEST]) for key, value in settings(folder).items()]
+        for first in range(0, len(given), BATCH):
+            client.log_batch(self._run, params=given[first : first + BATCH])
+        return replace(last, last={}, lost={})
 
     def node(self, name: str) -> None:
         """Nothing to report."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {key: value for key, value in metrics.items() if key != "step"}
+        values = {_name(key): value for key, value in metrics.items() if "/" in key}
         if not self._is_there(step, values):
-            now = int(time.time() * 1000)
-            entries = [self._package.entities.Metric(key, value, now, step) for key, value in values.items()]
+            at = int(metrics.get("time", time.time()) * 1000)
+            entries = [self._package.entities.Metric(key, value, at, step) for key, value in values.items()]
             self._client.log_batch(self._run, metrics=entries)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,7 +83,7 @@ class MLflow:
 
     def alarm(self, alarm: Alarm) -> None:
         text = f"step {alarm.step}: {alarm.message} ({alarm.address})"
-        self._client.set_tag(self._run, f"alarm.{alarm.rule}", text)
+        self._client.set_tag(self._run, _name(f"alarm.{alarm.rule}"), text)
 
     def end(self, summary: Summary | None) -> None:
         self._client.set_terminated(self._run, "FAILED" if failed(self._folder, summary) else "FINISHED")
@@ -89,3 +96,8 @@ class MLflow:
         return any(
             one.step == step for key in sorted(new)[:1] for one in self._client.get_metric_history(self._run, key)
         )
+
+
+def _name(name: str) -> str:
+    """A name with only the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)

@@ -41,8 +41,8 @@ class TensorBoard:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
-            if key != "step":
-                self._writer.add_scalar(key, value, step)
+            if key not in ("step", "time"):
+                self._writer.add_scalar(key, value, step, metrics.get("time"))
         self._writer.flush()
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:

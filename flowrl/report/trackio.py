@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ class Trackio:
         self._project, self._rows = project, rows
 
     def start(self, name: str, steps: int, folder: Path, done: int, last: Given = NOTHING) -> Given:
-        title = last.run or f"{name} {folder.name} {secrets.token_hex(4)}"
+        title = f"{name} {folder.name} {last.run}".strip()
         self._run = self._package.init(
             self._project,
             name=title,
@@ -44,13 +44,13 @@ class Trackio:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        return Given(title, self._held(last), last.lost)
+        return replace(last, last=self._held(title, last))
 
     def node(self, name: str) -> None:
         """Nothing to report."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
+        self._run.log({key: value for key, value in metrics.items() if "/" in key}, step=step)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step(step, metrics)
@@ -66,10 +66,10 @@ class Trackio:
     def end(self, summary: Summary | None) -> None:
         self._run.finish()
 
-    def _held(self, last: Given) -> dict[str, int]:
+    def _held(self, title: str, last: Given) -> dict[str, int]:
         """The last step of each kind that the database holds: it is written twice a second."""
         held = {kind: step for kind, step in last.last.items() if kind.startswith("alarm")}
-        for log in self._storage.get_logs(self._project, last.run) if last.run is not None else ():
+        for log in self._storage.get_logs(self._project, title):
             kind = "rows" if "rows" in log else kind_of(log)
             held[kind] = max(log["step"], held.get(kind, -1))
         return held

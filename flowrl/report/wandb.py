@@ -43,7 +43,7 @@ class WandB:
         run = self._run = self._package.init(
             project=self._project,
             name=f"{name} {folder.name}",
-            id=last.run,
+            id=last.run or None,
             resume="allow",
             mode=self._mode,
             dir=str(folder),
@@ -56,9 +56,9 @@ class WandB:
             for earlier in written.parent.glob(f"offline-run-*-{run.id}"):
                 if earlier != written:
                     remove(earlier)
-            return Given(run.id)
+            return Given(last.run)
         held = run.summary.get("step", -1) if run.resumed else -1  # what was sent in time before a kill
-        return replace(last, run=run.id, last={kind: min(step, held) for kind, step in last.last.items()})
+        return replace(last, last={kind: min(step, held) for kind, step in last.last.items()})
 
     def node(self, name: str) -> None:
         """Nothing to report."""

@@ -264,7 +264,7 @@ def test_the_public_names_are_these() -> None:
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Trackio", "Training",
-        "Validation", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
+        "Validation", "WandB", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
         "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import secrets
 import threading
 from pathlib import Path
 
 from flowrl.data.files import parse_json, write
 from flowrl.errors import ParameterError, StorageError
-from flowrl.run.reporting.reporter import NOTHING, Given
+from flowrl.run.reporting.reporter import Given
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,10 @@ class Reported:
         self._all = _read(self._path)
 
     def of(self, name: str) -> Given:
-        """What a reporter was given."""
-        return self._all.get(name, NOTHING)
+        """What a reporter was given; its run has an id from the first call on."""
+        if name not in self._all:
+            self.enter(name, Given(secrets.token_hex(4)))
+        return self._all[name]
 
     def enter(self, name: str, given: Given) -> None:
         """Write what a reporter was given."""

@@ -34,13 +34,13 @@ class Given:
     """What a reporter was given of a run, in this start and the earlier ones.
 
     Args:
-        run: the id of the run in the tracker.
+        run: the id of the run in the tracker, written before the tracker first gets it.
         last: the last step of each kind of report: of ``"step"``, ``"rows"``, ``"alarm"``, and of each validation by
             its name.
         lost: the steps before the last one that the reporter did not get, by kind.
     """
 
-    run: str | None = None
+    run: str = ""
     last: Mapping[str, int] = field(default_factory=dict)
     lost: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -50,9 +50,9 @@ class Given:
 
     def after(self, kind: str, step: int, *, lost: bool = False) -> Given:
         """This, and one more report, which the reporter got or lost."""
-        others = [one for one in self.lost.get(kind, ()) if one != step]
+        missing = [one for one in self.lost.get(kind, ()) if one != step] + [step] * lost
         last = {**self.last, kind: max(step, self.last.get(kind, -1))}
-        return replace(self, last=last, lost={**self.lost, kind: [*others, step] if lost else others})
+        return replace(self, last=last, lost={k: v for k, v in {**self.lost, kind: missing}.items() if v})
 
 
 NOTHING = Given()
