@@ -31,10 +31,13 @@ class TensorBoard:
         self._rows = rows
 
     def start(self, name: str, steps: int, folder: Path, done: int, last: Given = NOTHING) -> Given:
-        # a kill may have come after an event was written and before that was noted: the newest step is written again
-        first = max(0, last.last.get("step", 0))
+        # A kill may have come between an event and its note, so the newest step is purged and written again; texts are
+        # not purged.
+        first = last.last.get("step", 0)
         self._writer = self._package.SummaryWriter(log_dir=str(folder), purge_step=first)
-        return replace(last, last={kind: min(step, first - 1) for kind, step in last.last.items()})
+        texts = {kind for kind in last.last if kind.startswith(("rows", "alarm"))}
+        held = {kind: step if kind in texts else min(step, first - 1) for kind, step in last.last.items()}
+        return replace(last, last=held)
 
     def node(self, name: str) -> None:
         """Nothing to write."""

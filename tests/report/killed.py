@@ -1,4 +1,4 @@
-"""A run that reports to trackers and kills itself: ``python -m tests.report.killed MODEL DATA FOLDER STEP TRACKER...``."""
+"""A run with trackers that kills itself: ``python -m tests.report.killed MODEL DATA FOLDER STEP TRACKER...``."""
 
 from __future__ import annotations
 
