@@ -38,7 +38,7 @@ class Killer(Recorder):
 
     def node(self, name: str) -> None:
         if name == "update_actor" and self.count("step") == self.at:
-            assert all(event.wait(120) for event in self.arrived)
+            assert all(event.wait(300) for event in self.arrived)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -21,7 +21,10 @@ from tests.report.killed import STEPS
 from tests.support.jobs import job_of
 from tests.support.runs import train
 
-pytestmark = pytest.mark.runs
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.timeout(600),
+]  # the fixtures import every tracker, in processes of their own
 
 NAMES = sorted(BUILT_IN)
 EVERY_STEP_ONCE = {

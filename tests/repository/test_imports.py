@@ -38,8 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
+    "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look"},
+    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
@@ -185,7 +186,7 @@ def loaded_by(*stages: Sequence[str]) -> list[set[str]]:
 HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
 
 
-OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict")
+OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict", "wandb", "mlflow", "trackio")
 
 
 def test_imports_load_no_engine_and_no_optional_package() -> None:
@@ -283,6 +284,7 @@ PUBLIC = {
     "flowrl.operators",
     "flowrl.protocols",
     "flowrl.records",
+    "flowrl.report",
     "flowrl.rules",
     "flowrl.run",
     "flowrl.schedules",

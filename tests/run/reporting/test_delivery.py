@@ -124,6 +124,17 @@ def test_a_tracker_that_joins_later_gets_the_earlier_steps(tiny: str, prompts_fi
     assert joins.got("step") == joins.got("rows") == [*range(1, STEPS + 1)] and joins.got("validation") == [0, 3, 6]
 
 
+@pytest.mark.parametrize("fail_at", ["start", "step", "end"])
+def test_every_started_reporter_is_ended_once(tiny: str, prompts_file: str, tmp_path: Path, fail_at: str) -> None:
+    first, second, third = Recorder(), Recorder(fail_at), Recorder()
+    with pytest.raises(RuntimeError, match=f"fails at {fail_at}"):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [first, second, third], steps=1)
+    assert first.count("end") == 1
+    assert second.count("end") == (fail_at != "start")
+    assert third.count("start") == third.count("end") == (fail_at != "start")
+    assert described(tmp_path)["status"] == "failed"
+
+
 # ---- reports
 
 
