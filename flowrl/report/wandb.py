@@ -77,7 +77,7 @@ class WandB:
         self._run.log({"rows": self._table, "step": step})
 
     def alarm(self, alarm: Alarm) -> None:
-        self._run.alert(title=alarm.rule, text=f"{alarm.message} ({alarm.address})")
+        self._run.alert(title=alarm.rule, text=f"step {alarm.step}: {alarm.message} ({alarm.address})")
 
     def end(self, summary: Summary | None) -> None:
         self._run.finish(exit_code=int(failed(self._folder, summary)))

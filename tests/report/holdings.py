@@ -20,7 +20,9 @@ def tensorboard(folder: Path) -> Held:
 
     events = EventAccumulator(str(folder)).Reload()
     found = {key: [event.step for event in events.Scalars(key)] for key in METRICS}
-    return {"": found | {"rows": [event.step for event in events.Tensors("rows/text_summary")]}}
+    texts = {"rows": "rows/text_summary", "alarms": "alarms/KL/text_summary"}
+    written = {key: tag for key, tag in texts.items() if tag in events.Tags()["tensors"]}
+    return {"": found | {key: [event.step for event in events.Tensors(tag)] for key, tag in written.items()}}
 
 
 def mlflow(uri: str, experiment: str) -> Held:
@@ -32,6 +34,8 @@ def mlflow(uri: str, experiment: str) -> Held:
         found[name] = {key: [metric.step for metric in client.get_metric_history(name, key)] for key in METRICS}
         files = [Path(file.path).stem for file in client.list_artifacts(name, "rows")]
         found[name]["rows"] = [int(file.removeprefix("step-")) for file in sorted(files)]
+        if "alarm.KL" in run.data.tags:
+            found[name]["alarms"] = [_step(run.data.tags["alarm.KL"])]
     return found
 
 
@@ -39,7 +43,12 @@ def trackio(project: str) -> Held:
     from trackio import Api
     from trackio.sqlite_storage import SQLiteStorage
 
-    return {run.id: _steps(SQLiteStorage.get_logs(project, run.name)) for run in Api().runs(project)}
+    found = {}
+    for run in Api().runs(project):
+        found[run.id] = _steps(SQLiteStorage.get_logs(project, run.name))
+        if alerts := run.alerts():
+            found[run.id]["alarms"] = [alert["step"] for alert in alerts]
+    return found
 
 
 def wandb(folder: Path) -> Held:
@@ -53,9 +62,14 @@ def wandb(folder: Path) -> Held:
 def _steps(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
     found: defaultdict[str, list[int]] = defaultdict(list)
     for row in rows:
-        for key in {*METRICS, "rows"} & row.keys():
+        for key in {*METRICS, "rows", "alarms"} & row.keys():
             found[key].append(row["step"])
     return dict(found)
+
+
+def _step(text: str) -> int:
+    """The step at the start of an alarm's text."""
+    return int(text.removeprefix("step ").partition(":")[0])
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -65,6 +79,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
     for record in _records(path.read_bytes()):
         message = Record()
         message.ParseFromString(record)
+        if message.WhichOneof("record_type") == "alert":
+            rows.append({"alarms": message.alert.title, "step": _step(message.alert.text)})
         if message.WhichOneof("record_type") == "history":
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in message.history.item}
             rows.append({key.partition(".")[0]: value for key, value in row.items()})

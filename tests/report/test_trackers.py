@@ -90,9 +90,11 @@ def resumed(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def exported(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A run without trackers, exported twice."""
+    """A run without trackers and with an alarm, exported twice."""
     place = Place.at(tmp_path_factory.mktemp("exported"))
     train(job_of("grpo", tiny), prompts_file, place.folder / "run", **killed.settings(prompts_file))
+    alarm = {"step": 3, "rule": "KL", "address": "run@3/kl.ref", "message": "0.3 nats"}
+    (place.folder / "run" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     options = [option for name in NAMES for option in ("--to", name)]
     for _ in range(2):
         assert place.run("-m", "flowrl", "export", "run", *options) == 0
@@ -106,4 +108,4 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(resumed: Place,
 
 @pytest.mark.parametrize("tracker", NAMES)
 def test_an_export_is_one_run_with_each_step_once(exported: Place, tracker: str) -> None:
-    assert list(exported.held(tracker).values()) == [EVERY_STEP_ONCE]
+    assert list(exported.held(tracker).values()) == [EVERY_STEP_ONCE | {"alarms": [3]}]

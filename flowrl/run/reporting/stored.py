@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from flowrl.data.files import parse_json
-from flowrl.run.recording.recorder import ROWS, files_of
 from flowrl.run.reporting.reporter import Alarm
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ def rows(folder: Path) -> Iterator[tuple[int, pa.Table]]:
     """The row summaries of each recorded step; each is in one file, or for a moment in two."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
+
+    from flowrl.run.recording.recorder import ROWS, files_of
 
     seen: set[int] = set()
     for path in files_of(folder / ROWS):
