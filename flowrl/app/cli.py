@@ -143,6 +143,7 @@ def check(
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
                 found.refuse_unfit_data()
+        graph.refuse_idle()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:
@@ -238,7 +239,7 @@ run_command.add_to(app, out)
 @app.command("list")
 def list_() -> None:
     """List the built-in algorithms with their papers and changes. Their names are targets."""
-    from flowrl.app.shelf import listed
+    from flowrl.app.algorithms import listed
 
     _print_table(("algorithm", "summary", "edit of", "changes"), listed())
 

@@ -48,6 +48,9 @@ def add_to(app: typer.Typer, out: Console) -> None:
         or_start: Annotated[
             bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")
         ] = False,
+        accept: Annotated[
+            list[str] | None, typer.Option(help="'data': resume with corrected data. Repeatable.")
+        ] = None,
         report: Names = None,
         metric: Metrics = None,
     ) -> None:
@@ -58,13 +61,12 @@ def add_to(app: typer.Typer, out: Console) -> None:
                 code="cli.bad-option",
                 option="--resume",
             )
-        given = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
-        train(out, target, given, "or-start" if or_start else resume or None, report or (), metric or ())
+        given: dict[str, Any] = {"steps": steps, "seed": seed, "costs": costs, "folder": folder}
+        given |= {"resume": "or-start" if or_start else resume or None, "accept": tuple(accept) if accept else None}
+        train(out, target, given, report or (), metric or ())
 
 
-def train(
-    out: Console, target: str, given: Mapping[str, Any], resume: Any, report: Sequence[str], metrics: Sequence[str]
-) -> None:
+def train(out: Console, target: str, given: Mapping[str, Any], report: Sequence[str], metrics: Sequence[str]) -> None:
     """Run a training with other settings."""
     from flowrl.report.names import reporter
     from flowrl.report.terminal import Terminal
@@ -81,8 +83,7 @@ def train(
             found=type(training).__name__,
             expected="Training",
         )
-    changed = {name: value for name, value in {**given, "resume": resume}.items() if value is not None}
-    training = dataclasses.replace(training, **changed)
+    training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out, metrics=metrics)
     trackers = [reporter(name, "--report") for name in report]
     try:
@@ -104,3 +105,11 @@ def train(
         complain(f"{what}; {advice}")
         raise typer.Exit(code) from None
     out.print(f"The run is in {result.folder}", markup=False)
+
+
+def _resuming(target: str, given: Mapping[str, Any], report: Sequence[str], metrics: Sequence[str]) -> str:
+    """The command that resumes a run."""
+    options = [f"--{name}={given[name]}" for name in ("steps", "seed", "costs", "folder") if given[name] is not None]
+    for name, values in {"accept": given["accept"] or (), "report": report, "metric": metrics}.items():
+        options += [f"--{name}={value}" for value in values]
+    return shlex.join(["flowrl", "run", target, "--resume", *options])
