@@ -21,7 +21,7 @@ from tests.support.jobs import job_of
 from tests.support.rewards import digits
 
 STEPS = 6
-TIMES = ("timing/", "throughput/")
+TIMES = ("time", "timing/", "throughput/", "total/seconds")
 
 
 def settings(data: str, **changed: Any) -> dict[str, Any]:
