@@ -97,6 +97,8 @@ class Stop(Exception):
 class Stopper:
     """A reporter that raises when `node` starts in the step after `step`."""
 
+    in_loop = True
+
     def __init__(self, step: int, node: str) -> None:
         self.done, self.at, self.name = 0, step, node
 
