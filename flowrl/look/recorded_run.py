@@ -19,6 +19,7 @@ from flowrl.data.files import parse_json
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
+from flowrl.look import replay
 from flowrl.look.address import Address, address_of
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.run.recording.recorder import TEXTS
@@ -269,6 +270,20 @@ class RecordedRun:
                 found=str(place.edge),
             )
         return found[place.edge]
+
+    # ---- replay, what if, why
+
+    def replayable(self, step: int) -> dict[str, str | None]:
+        """What each node that ran in a step lacks to be recomputed; None for a node that can be."""
+        return replay.replayable(self, step)
+
+    def replay(self, address: str | int | Address) -> replay.Replay:
+        """Recompute a node (``"17/gae"``) or all nodes without weights (``17``), and compare with what is recorded.
+
+        Raises:
+            DataError: the step is not recorded, or the node cannot be recomputed.
+        """
+        return replay.replay(self, address_of(address))
 
     def __repr__(self) -> str:
         steps = self.steps
