@@ -21,6 +21,7 @@ from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.look import replay
 from flowrl.look.address import Address, address_of
+from flowrl.look.derivation import Derivation, why
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.what_if import WhatIf, what_if
 from flowrl.run.recording.recorder import TEXTS
@@ -272,7 +273,16 @@ class RecordedRun:
             )
         return found[place.edge]
 
-    # ---- replay, what if, why
+    # ---- why, replay, what if
+
+    def why(self, address: str | Address) -> Derivation:
+        """Where a number comes from: ``run.why("17/update_actor.advantages[0/516/0#1]")``.
+
+        Raises:
+            DataError: the step is not recorded, or has no such row.
+            ParameterError: the address names no step, node, column and row.
+        """
+        return why(self, address_of(address))
 
     def replayable(self, step: int) -> dict[str, str | None]:
         """What each node that ran in a step lacks to be recomputed; None for a node that can be."""
