@@ -15,10 +15,11 @@ import numpy as np
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Node
-from flowrl.core.operators.explains import Explains
+from flowrl.core.operators.explains import Explains, exact
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Cell
 from flowrl.core.operators.symbols import Edge
+from flowrl.edits.diff import describe
 from flowrl.errors import ParameterError, offer
 from flowrl.look.address import Address
 from flowrl.look.facts import Fact, GroupRow, fact_of, group_of
@@ -50,12 +51,18 @@ class Link:
     group: tuple[GroupRow, ...]
     notes: tuple[str, ...]
 
-    def __str__(self) -> str:
-        lines = [f"{self.node}  {self.operator}"]
-        lines += [f"  {note}" for note in self.notes]
-        lines += [f"  wrote {fact}" for fact in self.wrote]
-        lines += [f"  read {fact}" for fact in self.read]
-        if self.group:
+    def text(self, shown: set[Edge]) -> str:
+        """It as text, without the columns that are `shown` already, which grow."""
+        lines = [f"{self.node}  {self.operator}", *(f"  {note}" for note in self.notes)]
+        copied = {fact.edge: fact for fact in self.read for other in self.wrote if fact.copies(other)}
+        if copied:
+            shown |= set(copied)
+            lines.append(f"  passes on {', '.join(map(str, copied))}")
+        for what, facts in (("wrote", self.wrote), ("read", [fact for fact in self.read if fact.edge not in copied])):
+            new = [fact for fact in facts if fact.edge not in shown and fact.has_numbers]
+            shown |= {fact.edge for fact in new}
+            lines += [f"  {what} {fact}" for fact in new]
+        if len(self.group) > 1:
             lines.append(f"  group of {len(self.group)}: " + ", ".join(map(str, self.group)))
         return "\n".join(lines)
 
@@ -84,8 +91,9 @@ class Derivation:
         return {"address": str(self.address), "row": dict(self.summary), "links": links}
 
     def __str__(self) -> str:
-        about = ", ".join(f"{name} {value}" for name, value in self.summary.items())
-        return "\n".join([str(self.address), *([f"  {about}"] if about else []), *map(str, self.links)])
+        about = ", ".join(f"{name} {_shown(value)}" for name, value in self.summary.items())
+        shown: set[Edge] = set()
+        return "\n".join([str(self.address), *([f"  {about}"] if about else []), *(o.text(shown) for o in self.links)])
 
 
 def why(run: Recorded, place: Address) -> Derivation:
@@ -98,7 +106,7 @@ def why(run: Recorded, place: Address) -> Derivation:
     step = RecordedStep(run, step_of(place, "17/gae.advantages[0/516/0#1]"))
     if place.node is None or place.row is None:
         ids = run.rows(step.number)["row_id"].to_pylist()
-        example = f"{step.number}/{place.node or next(reversed(step.graph.nodes))}[{ids[0] if ids else '0/0/0'}]"
+        example = f"{step.number}/{place.node or list(step.graph.nodes)[-1]}[{ids[0] if ids else '0/0/0'}]"
         raise ParameterError(
             f"{str(place)!r} names no {'node' if place.node is None else 'row'}. Write STEP/NODE.COLUMN[ROW], such as "
             f"{example}; run.rows({step.number}) lists the rows.",
@@ -121,9 +129,7 @@ def _asked(step: RecordedStep, node: Node, column: str | None) -> list[Edge]:
     if column is None:
         found = [edge for edge in written if step.graph.types[edge].axes] or [*read.values()]
     else:
-        known = {edge.output: edge for edge in written} | {k: e for k, e in (named | read).items() if k not in written}
-        for edge in written:
-            known[edge.output] = edge
+        known = named | read | {edge.output: edge for edge in written}
         found = [known[column]] if column in known else []
     found = [edge for edge in found if row_axis(step.graph, edge) is not None]
     if not found:
@@ -146,7 +152,7 @@ def _links(step: RecordedStep, first: Node, asked: Sequence[Edge], rows: _Rows) 
     reads_them = all(edge.node != first.name for edge in asked)
     if reads_them:
         yield _link(step, first, (), asked, rows)
-    for node in reversed([*step.graph.nodes.values()]):
+    for node in reversed(list(step.graph.nodes.values())):
         if node.name in wanted:
             outputs = tuple(wanted[node.name])
             read = [edge for place, edge in node.inputs.items() if _matters(node, place, outputs)]
@@ -161,14 +167,22 @@ def _matters(node: Node, place: PortField, outputs: tuple[str, ...]) -> bool:
 
 
 def _link(step: RecordedStep, node: Node, outputs: tuple[str, ...], read: Sequence[Edge], rows: _Rows) -> Link:
-    operator = node.in_step(step.index).operator
     written = [edge for output in outputs if step.graph.types[edge := Edge(node.name, output)].axes]
     axis = next((row_axis(step.graph, edge) for edge in (*written, *read) if row_axis(step.graph, edge)), None)
     row_id = None if axis is None else rows.row_id(axis)
     wrote = tuple(fact_of(step, edge, rows.on(row_axis(step.graph, edge))) for edge in written)
     facts = tuple(fact_of(step, edge, rows.on(row_axis(step.graph, edge))) for edge in read)
-    notes = [*_of_source(step, node, row_id), *_of_rows(step, node, rows), *_of_formula(step, node, axis, rows)]
-    return Link(node.name, repr(operator), row_id, wrote, facts, group_of(step, node, read, rows.on), tuple(notes))
+    notes = [*_of_source(step, node, row_id), *_of_engine(step, node, rows), *_of_rows(step, node, rows)]
+    notes += _of_formula(step, node, axis, rows)
+    return Link(
+        node.name,
+        describe(node.in_step(step.index)),
+        row_id,
+        wrote,
+        facts,
+        group_of(step, node, read, rows.on),
+        tuple(notes),
+    )
 
 
 class _Rows:
@@ -209,14 +223,23 @@ def _by_id(step: RecordedStep, axis: str, row: int, before: str) -> int | None:
 
 
 def _of_source(step: RecordedStep, node: Node, row_id: str | None) -> Iterator[str]:
-    """The data of an input; the engine of a node with weights."""
+    """The data of an input."""
     if node.is_input:
         line = None if row_id is None else data_line(step.run.description, node.name, row_id)
         yield "an input of the graph" if line is None else f"data: {line}"
+
+
+def _of_engine(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
+    """The engines of a node with weights, which version sampled the row, and how long it took."""
     for role in node.roles:
         backend = step.graph.bindings.get(role)
         model = f", which started from {backend.starts_from}" if backend is not None and backend.starts_from else ""
         yield f"engine: role {role!r}, {type(backend).__name__}{model}"
+    for output, typed in node.signature.outputs.items():
+        edge = Edge(node.name, output)
+        row = rows.on(row_axis(step.graph, edge))
+        if node.roles and getattr(typed, "kind", "") == "version" and row is not None and edge in step.described:
+            yield f"sampled by version {step.column(edge)[row]} of the weights"
     if node.roles and (seconds := _seconds(step, node.name)) is not None:
         yield f"took {seconds:.3g} s"
 
@@ -249,8 +272,8 @@ def _of_rows(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
         yield f"row {rows.row_id(axis)} is copy {int((copies < row).sum()) + 1} of {len(copies)} of its prompt"
         return
     ids, total = step.row_ids(before), step.count(before) or 0
-    gone = [number for number in range(total) if number not in set(mapped.tolist())]
-    listed = ", ".join(str(number) if ids is None else ids[number] for number in gone[:SHOWN])
+    gone = np.setdiff1d(np.arange(total), mapped).tolist()
+    listed = ", ".join(str(one) if ids is None else ids[one] for one in gone[:SHOWN])
     more = "" if len(gone) <= SHOWN else f" and {len(gone) - SHOWN} more"
     yield f"passed {len(mapped)} of {total} rows" + (f"; dropped {listed}{more}" if gone else "")
 
@@ -274,8 +297,12 @@ def _of_formula(step: RecordedStep, node: Node, axis: str | None, rows: _Rows) -
     yield from said.splitlines()
 
 
-def _summary(run: Recorded, number: int, row_id: str) -> dict[str, Any]:
+def _summary(run: Recorded, step: int, row_id: str) -> dict[str, Any]:
     """What the row's summary says of it."""
     names = ("score", "fate", "optimizer_step", "loss_weight", "version_min", "version_max")
-    found = next((row for row in run.rows(number).to_pylist() if row["row_id"] == row_id), {})
+    found: Mapping[str, Any] = next((row for row in run.rows(step).to_pylist() if row["row_id"] == row_id), {})
     return {name: found[name] for name in names if found.get(name) not in (None, "")}
+
+
+def _shown(value: Any) -> str:
+    return exact(np.float32(value)) if isinstance(value, float) else str(value)

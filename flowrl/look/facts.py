@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.graphs.graph import Node
-from flowrl.core.operators.explains import number
+from flowrl.core.operators.explains import exact
 from flowrl.core.operators.symbols import Edge
 from flowrl.look.recorded_step import RecordedStep
 from flowrl.run.recording.row_maps import row_axis
@@ -21,6 +21,7 @@ from flowrl.run.recording.tables import Column
 LONGEST = 200
 """Characters of an object that are shown as text."""
 _RUNS = 6
+_UNREADABLE = frozenset({"tokens", "mask", "positions"})
 _SCORES = ("reward", "score", "score of a row", "return", "value", "advantage")
 
 
@@ -45,6 +46,19 @@ class Fact:
         values = self.values.tolist() if isinstance(self.values, Tensor) else self.values
         return vars(self) | {"edge": str(self.edge), "values": values}
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether it says more than a number of tokens."""
+        return self.kind not in _UNREADABLE or self.tokens is None
+
+    def copies(self, other: Fact) -> bool:
+        """Whether `other` is the same column, passed on with the same content."""
+        if self.edge.output != other.edge.output or self.tokens != other.tokens:
+            return False
+        if isinstance(self.values, Tensor) and isinstance(other.values, Tensor):
+            return torch.equal(self.values, other.values)
+        return self.values is not None and bool(self.values == other.values)
+
     def __str__(self) -> str:
         if self.row is None:
             return f"{self.edge} ({self.kind}), on other rows"
@@ -54,8 +68,8 @@ class Fact:
 
     def _text(self) -> str:
         if self.tokens is None:
-            return number(self.values) if isinstance(self.values, Tensor) else _short(self.values)
-        if self.kind in ("tokens", "mask", "positions"):
+            return exact(self.values) if isinstance(self.values, Tensor) else _short(self.values)
+        if self.kind in _UNREADABLE:
             return f"{len(self.tokens)} tokens"
         runs = _runs(self.values, self.tokens)
         if len(runs) > _RUNS:
@@ -78,7 +92,7 @@ class GroupRow:
         return dict(vars(self))
 
     def __str__(self) -> str:
-        score = "" if self.score is None else f" {number(np.float32(self.score))}"
+        score = "" if self.score is None else f" {exact(np.float32(self.score))}"
         return f"{self.row_id}{score}{' (this row)' if self.this else ''}"
 
 
@@ -161,7 +175,7 @@ def _runs(values: Tensor, tokens: Sequence[int]) -> list[tuple[Any, int, int]]:
 
 def _run(run: tuple[Any, int, int]) -> str:
     value, first, last = run
-    return f"{number(value)} at token {first}" if first == last else f"{number(value)} at tokens {first} to {last}"
+    return f"{exact(value)} at token {first}" if first == last else f"{exact(value)} at tokens {first} to {last}"
 
 
 def _short(value: Any) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -26,24 +24,13 @@ class Explains(Protocol):
         ...
 
 
-def number(value: Any) -> str:
-    """A number as short text that reads back to the same bits."""
-    if isinstance(value, Tensor):
-        value = value.item() if value.dtype == torch.float64 else value.detach().cpu().numpy()[()]
-    return (
-        str(np.float32(value))
-        if isinstance(value, np.float32)
-        else str(float(value))
-        if _is_float(value)
-        else str(value)
-    )
+def exact(value: Any) -> str:
+    """A number as the shortest text that reads back to the same bits."""
+    value = value.detach().cpu().numpy()[()] if isinstance(value, Tensor) else value
+    return str(value)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, float | np.floating)
-
-
-def last_token(mask: Tensor, row: int) -> int | None:
-    """The last token of a row on the mask; None if it has none."""
-    on = mask[row].nonzero().flatten()
-    return int(on[-1]) if len(on) else None
+def tokens_on(mask: Tensor, row: int) -> list[int]:
+    """The tokens of a row on the mask."""
+    found: list[int] = mask[row].nonzero().flatten().tolist()
+    return found
