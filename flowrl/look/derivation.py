@@ -23,9 +23,9 @@ from flowrl.edits.diff import describe
 from flowrl.errors import ParameterError, offer
 from flowrl.look.address import Address
 from flowrl.look.facts import Fact, GroupRow, fact_of, group_of
-from flowrl.look.recorded_step import Recorded, RecordedStep
 from flowrl.look.replay import step_of
 from flowrl.look.sources import data_line
+from flowrl.look.step_reader import Recorded, StepReader
 from flowrl.run.recording.row_maps import axis_before, row_axis
 
 SHOWN = 6
@@ -103,7 +103,7 @@ def why(run: Recorded, place: Address) -> Derivation:
         ParameterError: the address names no step, node and row, or no column that has rows.
         DataError: the step is not recorded, or has no such row.
     """
-    step = RecordedStep(run, step_of(place, "17/gae.advantages[0/516/0#1]"))
+    step = StepReader(run, step_of(place, "17/gae.advantages[0/516/0#1]"))
     if place.node is None or place.row is None:
         ids = run.rows(step.number)["row_id"].to_pylist()
         example = f"{step.number}/{place.node or list(step.graph.nodes)[-1]}[{ids[0] if ids else '0/0/0'}]"
@@ -121,7 +121,7 @@ def why(run: Recorded, place: Address) -> Derivation:
     return Derivation(place, _summary(run, step.number, place.row), links)
 
 
-def _asked(step: RecordedStep, node: Node, column: str | None) -> list[Edge]:
+def _asked(step: StepReader, node: Node, column: str | None) -> list[Edge]:
     """The edges that an address names: an output, or a column that the node reads; without a column all with rows."""
     written = [Edge(node.name, output) for output in node.signature.outputs]
     read = {str(place): edge for place, edge in node.inputs.items()}
@@ -144,7 +144,7 @@ def _asked(step: RecordedStep, node: Node, column: str | None) -> list[Edge]:
     return found
 
 
-def _links(step: RecordedStep, first: Node, asked: Sequence[Edge], rows: _Rows) -> Iterator[Link]:
+def _links(step: StepReader, first: Node, asked: Sequence[Edge], rows: _Rows) -> Iterator[Link]:
     """The links from the asked edges back."""
     wanted: dict[str, dict[str, None]] = {}
     for edge in asked:
@@ -166,7 +166,7 @@ def _matters(node: Node, place: PortField, outputs: tuple[str, ...]) -> bool:
     return not isinstance(node.operator, Gate) or place.port != ROWS or place.field in outputs
 
 
-def _link(step: RecordedStep, node: Node, outputs: tuple[str, ...], read: Sequence[Edge], rows: _Rows) -> Link:
+def _link(step: StepReader, node: Node, outputs: tuple[str, ...], read: Sequence[Edge], rows: _Rows) -> Link:
     written = [edge for output in outputs if step.graph.types[edge := Edge(node.name, output)].axes]
     axis = next((row_axis(step.graph, edge) for edge in (*written, *read) if row_axis(step.graph, edge)), None)
     row_id = None if axis is None else rows.row_id(axis)
@@ -188,7 +188,7 @@ def _link(step: RecordedStep, node: Node, outputs: tuple[str, ...], read: Sequen
 class _Rows:
     """The row that a derivation follows, on each axis that it comes from."""
 
-    def __init__(self, step: RecordedStep, axis: str, row: int) -> None:
+    def __init__(self, step: StepReader, axis: str, row: int) -> None:
         self._step, self.rows = step, {axis: row}
         while (before := axis_before(step.graph, axis)) is not None and before not in self.rows:
             mapped, child = step.rows_before(axis), self.rows[axis]
@@ -210,7 +210,7 @@ class _Rows:
         return None if ids is None or row is None else ids[row]
 
 
-def _by_id(step: RecordedStep, axis: str, row: int, before: str) -> int | None:
+def _by_id(step: StepReader, axis: str, row: int, before: str) -> int | None:
     """The row that a row comes from by its id: the same id, or that of the row that was copied."""
     ids, known = step.row_ids(axis), step.row_ids(before)
     if ids is None or known is None:
@@ -222,14 +222,14 @@ def _by_id(step: RecordedStep, axis: str, row: int, before: str) -> int | None:
 # ---- notes
 
 
-def _of_source(step: RecordedStep, node: Node, row_id: str | None) -> Iterator[str]:
+def _of_source(step: StepReader, node: Node, row_id: str | None) -> Iterator[str]:
     """The data of an input."""
     if node.is_input:
         line = None if row_id is None else data_line(step.run.description, node.name, row_id)
         yield "an input of the graph" if line is None else f"data: {line}"
 
 
-def _of_engine(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
+def _of_engine(step: StepReader, node: Node, rows: _Rows) -> Iterator[str]:
     """The engines of a node with weights, which version sampled the row, and how long it took."""
     for role in node.roles:
         backend = step.graph.bindings.get(role)
@@ -244,7 +244,7 @@ def _of_engine(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
         yield f"took {seconds:.3g} s"
 
 
-def _seconds(step: RecordedStep, node: str) -> float | None:
+def _seconds(step: StepReader, node: str) -> float | None:
     spans = step.run.spans
     if not spans.num_rows or "step" not in spans.column_names:
         return None
@@ -256,7 +256,7 @@ def _seconds(step: RecordedStep, node: str) -> float | None:
     return sum(own) if own else None
 
 
-def _of_rows(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
+def _of_rows(step: StepReader, node: Node, rows: _Rows) -> Iterator[str]:
     """What a node that makes rows did with them."""
     axis = next((axis for axis in rows.rows if axis.endswith(f"@{node.name}")), None)
     before = None if axis is None or node.is_input else axis_before(step.graph, axis)
@@ -278,7 +278,7 @@ def _of_rows(step: RecordedStep, node: Node, rows: _Rows) -> Iterator[str]:
     yield f"passed {len(mapped)} of {total} rows" + (f"; dropped {listed}{more}" if gone else "")
 
 
-def _of_formula(step: RecordedStep, node: Node, axis: str | None, rows: _Rows) -> Iterator[str]:
+def _of_formula(step: StepReader, node: Node, axis: str | None, rows: _Rows) -> Iterator[str]:
     """What the operator says of the row."""
     operator = node.in_step(step.index).operator
     row = rows.on(axis)

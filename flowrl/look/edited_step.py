@@ -14,13 +14,13 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.metrics import Metrics
 from flowrl.edits.diff import Diff, diff
 from flowrl.errors import FlowrlError
-from flowrl.look.recorded_step import RecordedStep
 from flowrl.look.replay import difference, lacks, stored_value
 from flowrl.look.rounds import compute
+from flowrl.look.step_reader import StepReader
 from flowrl.run.recording.tables import Column
 
 
-class EditedStep(RecordedStep):
+class EditedStep(StepReader):
     """What changes in a step with an edited graph: changed nodes and what follows from them are recomputed, everything
     else is the recorded step.
 
@@ -36,7 +36,7 @@ class EditedStep(RecordedStep):
         metrics: what each recomputed node reports.
     """
 
-    def __init__(self, step: RecordedStep, graph: Graph) -> None:
+    def __init__(self, step: StepReader, graph: Graph) -> None:
         super().__init__(step.run, step.number)
         self.before, self.graph = step, graph
         self.diff: Diff = diff(step.graph, graph)

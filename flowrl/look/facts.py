@@ -14,7 +14,7 @@ from torch import Tensor
 from flowrl.core.graphs.graph import Node
 from flowrl.core.operators.explains import exact
 from flowrl.core.operators.symbols import Edge
-from flowrl.look.recorded_step import RecordedStep
+from flowrl.look.step_reader import StepReader
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column
 
@@ -96,7 +96,7 @@ class GroupRow:
         return f"{self.row_id}{score}{' (this row)' if self.this else ''}"
 
 
-def fact_of(step: RecordedStep, edge: Edge, row: int | None) -> Fact:
+def fact_of(step: StepReader, edge: Edge, row: int | None) -> Fact:
     """The numbers of a column in a row."""
     kind = getattr(step.graph.types[edge].type, "kind", type(step.graph.types[edge].type).__name__)
     if row is None or edge not in step.described:
@@ -108,7 +108,7 @@ def fact_of(step: RecordedStep, edge: Edge, row: int | None) -> Fact:
     return Fact(edge, kind, row, column[row][on], tuple(on.tolist()))
 
 
-def mask_of(step: RecordedStep, edge: Edge, column: Tensor) -> Tensor:
+def mask_of(step: StepReader, edge: Edge, column: Tensor) -> Tensor:
     """The tokens of a column that count: those on the widest mask with the same axes, or all."""
     if getattr(step.graph.types[edge].type, "kind", "") == "mask":
         return column
@@ -122,7 +122,7 @@ def mask_of(step: RecordedStep, edge: Edge, column: Tensor) -> Tensor:
 
 
 def group_of(
-    step: RecordedStep, node: Node, read: Sequence[Edge], row_on: Callable[[str | None], int | None]
+    step: StepReader, node: Node, read: Sequence[Edge], row_on: Callable[[str | None], int | None]
 ) -> tuple[GroupRow, ...]:
     """The rows of a row's group, if the node reads a column of groups; their scores are from a column that it reads."""
     groups = next((e for e in read if getattr(step.graph.types[e].type, "kind", "") == "group"), None)
@@ -143,12 +143,12 @@ def group_of(
     )
 
 
-def _kind_of_score(step: RecordedStep, edge: Edge) -> int | None:
+def _kind_of_score(step: StepReader, edge: Edge) -> int | None:
     kind = getattr(step.graph.types[edge].type, "kind", "")
     return _SCORES.index(kind) if kind in _SCORES else None
 
 
-def _totals(step: RecordedStep, edge: Edge) -> Tensor | None:
+def _totals(step: StepReader, edge: Edge) -> Tensor | None:
     column: Column = step.column(edge)
     if not isinstance(column, Tensor):
         return None
@@ -157,7 +157,7 @@ def _totals(step: RecordedStep, edge: Edge) -> Tensor | None:
     return torch.where(mask_of(step, edge, column), column, 0.0).sum(1, dtype=torch.float64)
 
 
-def _is_mask(step: RecordedStep, edge: Edge, axes: tuple[str, ...]) -> bool:
+def _is_mask(step: StepReader, edge: Edge, axes: tuple[str, ...]) -> bool:
     typed = step.graph.types[edge]
     return getattr(typed.type, "kind", "") == "mask" and typed.axes == axes[:2]
 

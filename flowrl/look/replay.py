@@ -22,8 +22,8 @@ from flowrl.data.proto.column_math import bits
 from flowrl.errors import DataError, ParameterError
 from flowrl.files.values import NotImported
 from flowrl.look.address import Address
-from flowrl.look.recorded_step import Recorded, RecordedStep
 from flowrl.look.rounds import compute
+from flowrl.look.step_reader import Recorded, StepReader
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column
 from flowrl.spec import Spec, parameters
@@ -127,7 +127,7 @@ class Replay:
 
 def replay(run: Recorded, place: Address) -> Replay:
     """Recompute the node of an address, or all that can be of its step."""
-    step = RecordedStep(run, step_of(place, "17/gae or 17"))
+    step = StepReader(run, step_of(place, "17/gae or 17"))
     names = [name for name in step.graph.nodes if step.runs(name)] if place.node is None else [place.node]
     lacking = {name: what for name in names if (what := lacks(step, step.graph[name])) is not None}
     if place.node is not None and lacking:
@@ -145,11 +145,11 @@ def replay(run: Recorded, place: Address) -> Replay:
 
 def replayable(run: Recorded, number: int) -> dict[str, str | None]:
     """What each node of a step that ran lacks to be recomputed; None for one that can be."""
-    step = RecordedStep(run, number)
+    step = StepReader(run, number)
     return {name: lacks(step, node) for name, node in step.graph.nodes.items() if step.runs(name)}
 
 
-def lacks(step: RecordedStep, node: Node) -> str | None:
+def lacks(step: StepReader, node: Node) -> str | None:
     """What a node needs that is not recorded, as a phrase; None if it can be recomputed."""
     operator = node.operator
     if node.is_input:
@@ -186,12 +186,12 @@ def not_imported(spec: Spec, where: str) -> Iterator[str]:
                 yield from not_imported(one, f"{where}.{name}")
 
 
-def _ran_before(step: RecordedStep, node: str) -> bool:
+def _ran_before(step: StepReader, node: str) -> bool:
     whens = step.graph.whens(node)
     return any(all(when.runs(earlier) for when in whens) for earlier in range(step.index))
 
 
-def _replayed(step: RecordedStep, name: str) -> NodeReplay:
+def _replayed(step: StepReader, name: str) -> NodeReplay:
     start = time.perf_counter()
     node = step.graph[name]
     outputs, _ = compute(step, node, lambda edge: stored_value(step, edge))
@@ -202,7 +202,7 @@ def _replayed(step: RecordedStep, name: str) -> NodeReplay:
     return NodeReplay(name, outputs, tuple(edge.output for edge in recorded), found, seconds)
 
 
-def stored_value(step: RecordedStep, edge: Edge) -> Any:
+def stored_value(step: StepReader, edge: Edge) -> Any:
     """The recorded column of an edge; what is not recorded is recomputed."""
     if step.is_exact(edge):
         return step.column(edge)
@@ -210,7 +210,7 @@ def stored_value(step: RecordedStep, edge: Edge) -> Any:
     return outputs[edge.output]
 
 
-def difference(step: RecordedStep, edge: Edge, stored: Column, computed: Column) -> Difference | None:
+def difference(step: StepReader, edge: Edge, stored: Column, computed: Column) -> Difference | None:
     """The first difference of two columns, bit by bit; objects by their JSON."""
     if isinstance(stored, Tensor) and isinstance(computed, Tensor):
         if stored.dtype != computed.dtype or stored.shape != computed.shape:
@@ -241,7 +241,7 @@ def step_of(place: Address, example: str) -> int:
     return place.step
 
 
-def _row_id(step: RecordedStep, edge: Edge, row: int) -> str | None:
+def _row_id(step: StepReader, edge: Edge, row: int) -> str | None:
     axis = row_axis(step.graph, edge)
     ids = None if axis is None else step.row_ids(axis)
     return None if ids is None else ids[row]

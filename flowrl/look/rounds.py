@@ -19,14 +19,14 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import ONLY, Collected, Round
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.look.recorded_step import RecordedStep
+from flowrl.look.step_reader import StepReader
 from flowrl.run.engine.local import LocalRunner
 from flowrl.run.engine.nodes import Region
 
 Outputs = Mapping[str, Any]
 
 
-def compute(step: RecordedStep, node: Node, value_of: Callable[[Edge], Any]) -> tuple[Outputs, Metrics]:
+def compute(step: StepReader, node: Node, value_of: Callable[[Edge], Any]) -> tuple[Outputs, Metrics]:
     """The outputs of a node without weights, and what it reports.
 
     Args:
@@ -50,7 +50,7 @@ def compute(step: RecordedStep, node: Node, value_of: Callable[[Edge], Any]) -> 
 
 
 def _call(
-    step: RecordedStep, node: Node, inputs: Mapping[PortField, Any], round: Round, metrics: Metrics
+    step: StepReader, node: Node, inputs: Mapping[PortField, Any], round: Round, metrics: Metrics
 ) -> dict[str, Any]:
     session = step.session(round)
     with session.active():
@@ -59,9 +59,7 @@ def _call(
     return outputs
 
 
-def _collected(
-    step: RecordedStep, node: Node, gate: Gate, inputs: Mapping[PortField, Any], metrics: Metrics
-) -> Outputs:
+def _collected(step: StepReader, node: Node, gate: Gate, inputs: Mapping[PortField, Any], metrics: Metrics) -> Outputs:
     """The groups that a gate collected in all rounds; see `flowrl.run.engine.in_flight`."""
     gate = node.in_step(step.index).operator  # type: ignore[assignment]
     found: list[dict[str, Any]] = []
@@ -80,7 +78,7 @@ def _collected(
     return _call(step, node, repeated, Round(len(found), 0, sizes), metrics)
 
 
-def _wanted(step: RecordedStep, number: int) -> int | None:
+def _wanted(step: StepReader, number: int) -> int | None:
     """How many groups were missing when a round started: as many as it has prompts."""
     name = step.plan.collector
     gate = None if name is None else step.graph[name].in_step(step.index).operator
@@ -93,7 +91,7 @@ def _wanted(step: RecordedStep, number: int) -> int | None:
     return None if rounds is None else int((rounds == number).sum()) // rows_per_prompt(step.graph, name)
 
 
-def _of_round(step: RecordedStep, node: Node, inputs: Mapping[PortField, Any], number: int) -> Mapping[PortField, Any]:
+def _of_round(step: StepReader, node: Node, inputs: Mapping[PortField, Any], number: int) -> Mapping[PortField, Any]:
     """The rows of a round, as wide as they were."""
     if step.rounds == 1:
         return inputs
@@ -110,7 +108,7 @@ def _of_round(step: RecordedStep, node: Node, inputs: Mapping[PortField, Any], n
     return found
 
 
-def _span(step: RecordedStep, axes: tuple[str, ...], rows: np.ndarray) -> slice:
+def _span(step: StepReader, axes: tuple[str, ...], rows: np.ndarray) -> slice:
     """The tokens of an axis that some of these rows have; rounds are padded to the widest when they are joined."""
     axis, _, maker = axes[1].partition("@")
     if axis not in PAD_SIDE:
@@ -124,16 +122,16 @@ def _span(step: RecordedStep, axes: tuple[str, ...], rows: np.ndarray) -> slice:
     return slice(first, None) if axis == "prompt" else slice(first, last or None)
 
 
-def _masks(step: RecordedStep, axes: tuple[str, ...]) -> list[Edge]:
+def _masks(step: StepReader, axes: tuple[str, ...]) -> list[Edge]:
     types = step.graph.types
     return [e for e in step.described if types[e].axes == axes[:2] and getattr(types[e].type, "kind", "") == "mask"]
 
 
-def _width(step: RecordedStep, axes: tuple[str, ...]) -> int:
+def _width(step: StepReader, axes: tuple[str, ...]) -> int:
     return max((int(step.described[edge]["shape"][1]) for edge in _masks(step, axes)), default=0)
 
 
-def _extent(step: RecordedStep, axes: tuple[str, ...], rows: np.ndarray) -> tuple[int, int]:
+def _extent(step: StepReader, axes: tuple[str, ...], rows: np.ndarray) -> tuple[int, int]:
     """The first token that a mask of these axes has in some row, and the end of the last; 0 and 0 without masks."""
     first, last = [], [0]
     for column in step.read(_masks(step, axes)).values():

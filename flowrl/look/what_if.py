@@ -14,8 +14,8 @@ from flowrl.edits.edit import edit
 from flowrl.errors import ParameterError
 from flowrl.look.address import Address
 from flowrl.look.edited_step import EditedStep
-from flowrl.look.recorded_step import Recorded, RecordedStep
 from flowrl.look.replay import step_of
+from flowrl.look.step_reader import Recorded, StepReader
 from flowrl.run.recording.row_maps import row_axis
 
 MOST = 8
@@ -131,7 +131,7 @@ def what_if(run: Recorded, place: Address, verbs: Mapping[str, Any]) -> WhatIf:
         place: a step; or a node of it, to report its columns alone.
         verbs: of `flowrl.edits.edit.edit`.
     """
-    before = RecordedStep(run, step_of(place, "17"))
+    before = StepReader(run, step_of(place, "17"))
     after = EditedStep(before, edit(before.graph, **verbs))
     if place.node is not None and place.node not in (*after.graph.nodes, *before.graph.nodes):
         after.graph[place.node]  # raises
@@ -149,7 +149,7 @@ def what_if(run: Recorded, place: Address, verbs: Mapping[str, Any]) -> WhatIf:
     return WhatIf(*found, after.unknown, after.seconds, after.computed)
 
 
-def _pairs(before: RecordedStep, after: EditedStep) -> Iterator[tuple[Edge, Edge]]:
+def _pairs(before: StepReader, after: EditedStep) -> Iterator[tuple[Edge, Edge]]:
     """Recorded columns with the computed ones in their place: of the same node, or at a port that reads another one."""
     replaced = [(after.stored_edge(edge), edge) for edge in after.computed]
     for name, node in after.graph.nodes.items():
@@ -160,7 +160,7 @@ def _pairs(before: RecordedStep, after: EditedStep) -> Iterator[tuple[Edge, Edge
             yield old_edge, new
 
 
-def _change(before: RecordedStep, after: EditedStep, old: Edge, new: Edge) -> ColumnChange | None:
+def _change(before: StepReader, after: EditedStep, old: Edge, new: Edge) -> ColumnChange | None:
     """How a column changes; None for one without numbers to compare, or with the same bits."""
     first, second = before.column(old), after.computed[new]
     if not isinstance(first, Tensor) or not first.is_floating_point() or not second.is_floating_point():
@@ -184,13 +184,13 @@ def _change(before: RecordedStep, after: EditedStep, old: Edge, new: Edge) -> Co
     return ColumnChange(old, new, len(x), _correlation(x, y), flipped, sizes, rows, dropped, added)
 
 
-def _ids(step: RecordedStep, edge: Edge, rows: int) -> list[str]:
+def _ids(step: StepReader, edge: Edge, rows: int) -> list[str]:
     axis = row_axis(step.graph, edge)
     found = None if axis is None else step.row_ids(axis)
     return [str(row) for row in range(rows)] if found is None else found
 
 
-def _on_mask(step: RecordedStep, edge: Edge, column: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _on_mask(step: StepReader, edge: Edge, column: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Some rows of a column in float64, and which of their numbers count."""
     typed = step.graph.types[edge]
     kind = getattr(typed.type, "kind", "")
@@ -202,7 +202,7 @@ def _on_mask(step: RecordedStep, edge: Edge, column: Tensor, rows: Tensor) -> tu
     return column[rows].double(), on[rows] & ~column[rows].isnan()
 
 
-def _is_mask(step: RecordedStep, edge: Edge) -> bool:
+def _is_mask(step: StepReader, edge: Edge) -> bool:
     return edge in step.graph.types and getattr(step.graph.types[edge].type, "kind", "") == "mask"
 
 
@@ -222,7 +222,7 @@ def _correlation(x: Tensor, y: Tensor) -> float | None:
     return float((x * y).sum()) / norm if norm else None
 
 
-def _metrics(before: RecordedStep, after: EditedStep) -> dict[str, tuple[float | None, float]]:
+def _metrics(before: StepReader, after: EditedStep) -> dict[str, tuple[float | None, float]]:
     """The metrics that the recomputed nodes report otherwise than in the run."""
     recorded: dict[str, float] = next(
         (row for row in before.run.metrics.to_pylist() if row.get("step") == before.number), {}

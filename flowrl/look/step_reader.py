@@ -1,4 +1,4 @@
-"""`RecordedStep`: the columns, state and rows of one step of a run, read as they are needed."""
+"""`StepReader`: the columns, state and rows of one step of a run, read as they are needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorded(Protocol):
     def column(self, address: str | Address) -> Column: ...
 
 
-class RecordedStep:
+class StepReader:
     """A recorded step of a run.
 
     Args:
