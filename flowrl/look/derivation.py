@@ -104,18 +104,17 @@ def why(run: Recorded, place: Address) -> Derivation:
         DataError: the step is not recorded, or has no such row.
     """
     step = StepReader(run, step_of(place, "17/gae.advantages[0/516/0#1]"))
+    node = step.graph[place.node or list(step.graph.nodes)[-1]]
+    asked = _asked(step, node, place.column)
+    axis = next(found for edge in asked if (found := row_axis(step.graph, edge)) is not None)
     if place.node is None or place.row is None:
-        ids = run.rows(step.number)["row_id"].to_pylist()
-        example = f"{step.number}/{place.node or list(step.graph.nodes)[-1]}[{ids[0] if ids else '0/0/0'}]"
+        ids = step.row_ids(axis) or ["0/0/0"]
         raise ParameterError(
             f"{str(place)!r} names no {'node' if place.node is None else 'row'}. Write STEP/NODE.COLUMN[ROW], such as "
-            f"{example}; run.rows({step.number}) lists the rows.",
+            f"{Address(None, step.number, node.name, place.column, ids[0])}; run.rows({step.number}) lists the rows.",
             code="look.invalid-address",
             found=str(place),
         )
-    node = step.graph[place.node]
-    asked = _asked(step, node, place.column)
-    axis = next(found for edge in asked if (found := row_axis(step.graph, edge)) is not None)
     rows = _Rows(step, axis, step.row_of(axis, place.row))
     links = tuple(_links(step, node, asked, rows))
     return Derivation(place, _summary(run, step.number, place.row), links)
