@@ -62,7 +62,7 @@ class Link:
             new = [fact for fact in facts if fact.edge not in shown and fact.has_numbers]
             shown |= {fact.edge for fact in new}
             lines += [f"  {what} {fact}" for fact in new]
-        if len(self.group) > 1:
+        if self.group:
             lines.append(f"  group of {len(self.group)}: " + ", ".join(map(str, self.group)))
         return "\n".join(lines)
 

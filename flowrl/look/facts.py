@@ -132,6 +132,8 @@ def group_of(
         return ()
     uid, ids = step.column(groups), step.row_ids(axis)
     members = [number for number, other in enumerate(uid) if other == uid[row]]
+    if len(members) < 2:
+        return ()
     scored = [e for e in read if row_axis(step.graph, e) == axis and _kind_of_score(step, e) is not None]
     scored.sort(key=lambda edge: _kind_of_score(step, edge) or 0)
     totals = _totals(step, scored[0]) if scored and scored[0] in step.described else None
