@@ -304,4 +304,4 @@ def _summary(run: Recorded, step: int, row_id: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return exact(np.float32(value)) if isinstance(value, float) else str(value)
+    return exact(value) if isinstance(value, float) else str(value)

@@ -91,8 +91,8 @@ def check_complete(run: RecordedRun, step: int, found: Derivation) -> None:
     assert inputs
     for link in inputs:
         assert link.row_id is not None
-        index = int(link.row_id.split("/")[1])
-        assert any(f"line {index + 1}, epoch 0" in note for note in link.notes)
+        epoch, index, _ = link.row_id.split("/")
+        assert any(f"line {int(index) + 1}, epoch {epoch}" in note for note in link.notes)
     assert json.loads(json.dumps(found.to_dict()))["links"][0]["node"] == first.node
     assert str(found.address) in str(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 
@@ -25,8 +26,10 @@ class Explains(Protocol):
 
 
 def exact(value: Any) -> str:
-    """A number as the shortest text that reads back to the same bits."""
+    """A number as the shortest text that reads back to the same bits: as float32 if it is one, else as float64."""
     value = value.detach().cpu().numpy()[()] if isinstance(value, Tensor) else value
+    if isinstance(value, float | np.floating) and np.float32(value) == value:
+        return str(np.float32(value))
     return str(value)
 
 
