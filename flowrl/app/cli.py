@@ -1,4 +1,4 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | export | operators | demo``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | why | replay | export | demo``, ...
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from flowrl.app import ask as ask_commands
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
 from flowrl.app import export as export_command
@@ -247,6 +248,7 @@ def list_() -> None:
 audit_command.add_to(app, out)
 episodes_command.add_to(app, out)
 export_command.add_to(app, out)
+ask_commands.add_to(app, out)
 
 
 @app.command()

@@ -31,7 +31,7 @@ from flowrl.run.training.identity import backends_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.resume import Found, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
-from flowrl.run.training.run_folder import TRACE, RunFolder, jsonable
+from flowrl.run.training.run_folder import TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
@@ -69,6 +69,8 @@ class Settings(Protocol):
     def rollouts_every(self) -> int | None: ...
     @property
     def recording(self) -> Recording: ...
+    @property
+    def resume(self) -> Resume: ...
     @property
     def accept(self) -> Sequence[str]: ...
 
