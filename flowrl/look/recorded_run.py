@@ -22,12 +22,10 @@ from flowrl.files.graph_io import graph_from_dict
 from flowrl.look.address import Address, address_of
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.run.recording.recorder import TEXTS
+from flowrl.run.recording.statistics import PASSED
 from flowrl.run.recording.tables import Column, read_columns
 from flowrl.run.training.lock import LOCK
 from flowrl.run.training.run_folder import SPANS
-
-PASSED = 0.5
-"""A row has solved its prompt if its score is above this."""
 
 
 class RecordedRun:
