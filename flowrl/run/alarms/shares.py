@@ -63,13 +63,19 @@ def shares(table: pa.Table, metric: str, against: float | None = None) -> Shares
     if found is None or not len(found[0]):
         return None
     values, weights, basis = found
-    parts = weights * (values if against is None else values - against)
-    total = float(parts.sum())
     if against is not None and basis == BASIS_OF_SIZE:
         return None
+    parts = weights * (values if against is None else values - against)
+    total = float(parts.sum())
     relative = parts / total if total else np.zeros(len(parts))
     order = np.argsort(-relative, kind="stable")
     return Shares(order, values[order], relative[order], total, basis)
+
+
+def blamable(table: pa.Table) -> list[str]:
+    """The metrics that the columns of a table hold."""
+    own = [name for name in table.column_names if "/" in name]
+    return [*(metric for metric, (column, _) in _COLUMNS.items() if _has(table, column)), *own]
 
 
 def _values(table: pa.Table, metric: str) -> tuple[Any, Any, str] | None:
