@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "draw": {*LANGUAGE, "rules"},
     "edits": {*LANGUAGE, "rules", "files", "draw"},
     "sync": {"ground", "data", "protocols"},
-    "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
+    "run": {*LANGUAGE, "rules", "files", "edits", "draw", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
     "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},

@@ -18,6 +18,7 @@ import xxhash
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import writing
 from flowrl.data.proto.formats import check_json
+from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, StorageError
 from flowrl.run.alarms.alarms import ALARMS, Alarms, Fired, refuse_to_continue
 from flowrl.run.alarms.history import History
@@ -56,6 +57,19 @@ class Run:
     metrics: Sequence[Mapping[str, float]]
     validations: Sequence[Mapping[str, float]]
     engines: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        curves = [f"{self.folder}: {len(self.metrics)} steps done; flowrl.open({str(self.folder)!r}) looks into them"]
+        for name in ("reward/mean", "kl/ref"):
+            if self.metrics and name in self.metrics[0] and name in self.metrics[-1]:
+                curves.append(f"  {name} {self.metrics[0][name]:.3f} -> {self.metrics[-1][name]:.3f}")
+        return "\n".join(curves)
+
+    def _repr_html_(self) -> str:
+        last = self.metrics[-1] if self.metrics else {}
+        names = [name for name in last if name.startswith(("reward/", "kl/", "actor/"))]
+        rows = [(name, last[name], sparkline([m.get(name) for m in self.metrics])) for name in names]
+        return block(repr(self).splitlines()[0], table(rows))
 
 
 class Loop:

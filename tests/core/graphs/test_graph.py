@@ -22,6 +22,7 @@ from flowrl.core.graphs.graph import Node, Use
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
+from flowrl.draw.svg import svg
 from flowrl.errors import BindError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import ppo
@@ -401,9 +402,7 @@ def test_repr_and_jupyter() -> None:
     assert lines[0] == "scored: 4 nodes -> reward"
     assert lines[1].split() == ["batch", "Input(PromptBatch)"]
     assert lines[2].split() == ["repeat", "Repeat(n=2)", "<-", "batch"]
-    bundle = graph._repr_mimebundle_()
-    assert bundle["text/plain"] == repr(graph)
-    assert bundle["text/markdown"] == f"```mermaid\n{graph.mermaid()}\n```"
+    assert graph._repr_mimebundle_() == {"text/plain": repr(graph), "image/svg+xml": svg(graph)}
 
 
 def test_graphs_are_equal_by_value() -> None:
