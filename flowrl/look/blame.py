@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 
 from flowrl.errors import DataError, ParameterError, offer
-from flowrl.look.recorded_run import RecordedRun
 from flowrl.run.alarms.shares import blamable, shares
 
 _SHOWN = ("row_id", "prompt", "score", "response_tokens", "advantage", "fate")
+
+
+class HasRows(Protocol):
+    """What `blame` reads of a run; see `RecordedRun`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def steps(self) -> Sequence[int]: ...
+    @property
+    def metrics(self) -> pa.Table: ...
+    def rows(self, step: int | None = None) -> pa.Table: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Blame:
         return f"{what}. {self.half} of {len(self.rows)} rows make half of {of}. Basis: {self.basis}."
 
 
-def blame(run: RecordedRun, metric: str, step: int | None = None, against: int | None = None) -> Blame:
+def blame(run: HasRows, metric: str, step: int | None = None, against: int | None = None) -> Blame:
     """The rows of a step by their share in a metric.
 
     Args:
@@ -87,7 +101,7 @@ def blame(run: RecordedRun, metric: str, step: int | None = None, against: int |
     return Blame(metric, number, value, against, before, shown, len(found.half()), found.basis)
 
 
-def _metric(run: RecordedRun, metric: str, step: int) -> float | None:
+def _metric(run: HasRows, metric: str, step: int) -> float | None:
     """A metric of a step; None if it has none, as columns of rows that are no metric."""
     table = run.metrics
     if metric not in table.column_names:

@@ -18,7 +18,7 @@ DEFAULT: tuple[Rule, ...] = (
     Above("kl/ref", 0.2, times=2, early=1.0),
     Jump("grad_norm", 5, floor=1.0),
     Jump("actor/entropy", 1.5, of="start", floor=1.0),
-    Falls("actor/entropy", 0.02),
+    Falls("actor/entropy", 0.005),
     Falls("reward/mean", 0.6, of="best", steps=2),
     OneComponent(),
     HeldOutFalls(),

@@ -89,14 +89,13 @@ class Truncated(Rule):
         return Finding(text, "response_length/clip_ratio", share, self.share, rows=rows, command=_WORST)
 
     def _costs(self, cut: Any, score: Any) -> bool:
-        """Whether the truncated rows gain at most half of what the others gain, or a tenth of the best score."""
+        """Whether the truncated rows gain on average at most a tenth of what the best row gains."""
         gain = score - score.min()
-        others = 0.0 if cut.all() else gain[~cut].mean()
-        return bool(score[cut].mean() <= PASSED and gain[cut].mean() <= max(others / 2, gain.max() / 10))
+        return bool(score[cut].mean() <= PASSED and gain[cut].mean() <= gain.max() / 10)
 
 
 class OneComponent(Rule):
-    """One component makes nearly all of the reward's spread, and rises while another one falls.
+    """One component makes nearly all of the reward's spread, and rises while another one does not.
 
     Components are the numbers that the reward function returned, if the score is their weighted sum.
 
@@ -106,7 +105,7 @@ class OneComponent(Rule):
     """
 
     share: float = Field(default=0.9, gt=0, lt=1)
-    steps: int = Field(default=3, ge=2)
+    steps: int = Field(default=5, ge=2)
 
     def check(self, history: History) -> Finding | None:
         """The component, with its share."""
@@ -115,10 +114,10 @@ class OneComponent(Rule):
             return None
         shares = self._shares(history, score)
         name = max(shares, key=lambda one: shares[one], default="")
-        others = [other for other in shares if other != name and self._rise(history, other) < 0]
+        others = [other for other in shares if other != name and self._rise(history, other) <= 0]
         if not others or shares[name] <= self.share or self._rise(history, name) <= 0:
             return None
-        text = f"{name} makes {shares[name]:.0%} of the spread of the scores and rises, while {others[0]} falls"
+        text = f"{name} makes {shares[name]:.0%} of the spread of the scores and rises, while {others[0]} does not"
         values = np.array(history.column(name), dtype=float)
         rows = [history.column("row_id")[row] for row in np.argsort(-values, kind="stable")[:NAMED]]
         command = f"rows {{run}} --step {{step}} --best 8 --by {name}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from flowrl.run.alarms.history import History
 from flowrl.spec import Spec, parameters
@@ -55,7 +56,8 @@ class Rule(Spec):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        given = (f"{name}={value!r}" for name, value in parameters(self).items() if name != "action")
+        usual = {one.name: one.default for one in dataclasses.fields(cast(Any, self))} | {"action": self.action}
+        given = (f"{name}={value!r}" for name, value in parameters(self).items() if value != usual[name])
         return f"{type(self).__name__}({', '.join(given)})"
 
 

@@ -106,7 +106,7 @@ class Falls(Rule):
         return None
 
     def _best(self, before: Sequence[float]) -> float:
-        windows = zip(*(before[start:] for start in range(self.steps)), strict=False)
+        windows = (before[start : start + self.steps] for start in range(len(before) - self.steps + 1))
         return max(sum(window) / self.steps for window in windows)
 
 
