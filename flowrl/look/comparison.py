@@ -134,7 +134,8 @@ class Comparison:
             return "all runs have the same configuration: this shows how much seeds differ"
         fewest = min(len(side.runs) for side in self.sides)
         if fewest == 1:
-            return "one run a side: this compares two checkpoints, not two methods"
+            fewer = "one run a side" if len(self.sides[0].runs) == len(self.sides[-1].runs) else "a side of one run"
+            return f"{fewer}: this compares two checkpoints, not two methods"
         if fewest < ENOUGH:
             return f"{fewest} runs a side: too few for an interval; run at least {ENOUGH} seeds of each configuration"
         return f"{fewest} runs a side or more: intervals are 95 %, over runs"

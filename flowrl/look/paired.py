@@ -83,7 +83,7 @@ def sign_test(better: int, worse: int) -> float:
     """The two-sided p-value of a split of ``better + worse`` differences; ties do not count."""
     n, few = better + worse, min(better, worse)
     tail = sum(math.comb(n, k) for k in range(few + 1))
-    return min(1.0, 2 * tail / 2**n)
+    return float(min(1.0, 2 * tail / 2**n))
 
 
 def pair(before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> Paired | None:
@@ -120,6 +120,6 @@ def _by_prompt(rows: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _pair(before: Sequence[Record], after: Sequence[Record]) -> Pair:
-    scores = [statistics.fmean(row["score"] for row in rows) for rows in (before, after)]
+    first, second = (statistics.fmean(row["score"] for row in rows) for rows in (before, after))
     responses = str(before[0].get("response", "")), str(after[0].get("response", ""))
-    return Pair(before[0].get("prompt"), before[0].get("ground_truth"), *scores, responses)
+    return Pair(before[0].get("prompt"), before[0].get("ground_truth"), first, second, responses)

@@ -19,7 +19,7 @@ DEFAULT: tuple[Rule, ...] = (
     Jump("grad_norm", 5, floor=1.0),
     Jump("actor/entropy", 1.5, of="start", floor=1.0),
     Falls("actor/entropy", 0.005),
-    Falls("reward/mean", 0.6, of="best", steps=2),
+    Falls("reward/mean", 0.6, of="best", steps=2, spreads=1.0),
     OneComponent(),
     HeldOutFalls(),
     Mismatch(),
