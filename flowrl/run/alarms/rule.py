@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from flowrl.run.alarms.history import History
-from flowrl.spec import Spec, parameters
+from flowrl.spec import Spec, written
 
 Action = Literal["report", "record", "checkpoint", "stop"]
 """`report` writes the alarm, `record` also the texts and columns of the following steps until it clears,
@@ -56,9 +55,7 @@ class Rule(Spec):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        usual = {one.name: one.default for one in dataclasses.fields(cast(Any, self))} | {"action": self.action}
-        given = (f"{name}={value!r}" for name, value in parameters(self).items() if value != usual[name])
-        return f"{type(self).__name__}({', '.join(given)})"
+        return written(self)
 
 
 class Check(Rule):

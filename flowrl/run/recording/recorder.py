@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from flowrl.core.graphs.graph import Graph
@@ -107,7 +108,7 @@ class Recorder:
         for path in files_of(self._folder / ROWS):
             first, last = steps_in(path)
             if first <= step <= last:
-                return pq.read_table(path).filter(pa.compute.field("step") == step)
+                return pq.read_table(path).filter(pc.field("step") == step)
         return None
 
     def rewind(self, step: int) -> None:
@@ -118,7 +119,7 @@ class Recorder:
                 if last > step and first <= step:
                     table = pq.read_table(path)
                     for number in range(first, step + 1):
-                        _write(self._path(ROWS, number), table.filter(pa.compute.field("step") == number))
+                        _write(self._path(ROWS, number), table.filter(pc.field("step") == number))
                 if last > step:
                     remove(path)
             for kind in (TEXTS, COLUMNS):

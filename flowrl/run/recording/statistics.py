@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from flowrl.core.operators.symbols import Edge
 
@@ -33,7 +34,7 @@ def statistics(table: pa.Table) -> dict[str, float]:
     `PASSED` or not. ``advantage/mean`` and ``advantage/std`` are over rows, of each row's mean over its tokens;
     ``advantage/max`` is the largest absolute advantage of a token.
     """
-    live = table.filter(pa.compute.greater(table["response_tokens"], 0))
+    live = table.filter(pc.greater(table["response_tokens"], 0))
     found: dict[str, float] = {}
     score = _numbers(live, "score")
     if len(score):
