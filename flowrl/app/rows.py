@@ -17,6 +17,7 @@ from flowrl.errors import DataError, ParameterError, offer
 
 Row = Mapping[str, Any]
 
+_MOST = 20
 _COLUMNS = ("row_id", "prompt", "score", "response_tokens", "truncated", "advantage", "kl", "fate")
 
 
@@ -37,7 +38,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         against: Annotated[int | None, typer.Option(help="Another step: both, side by side, by prompt.")] = None,
         never: Annotated[bool, typer.Option("--never", help="The prompts that no row has solved.")] = False,
         text: Annotated[bool, typer.Option("--text", help="Show prompts, responses and episodes in full.")] = False,
-        count: Annotated[int, typer.Option(help="Most rows to show.", min=1)] = 20,
+        count: Annotated[int | None, typer.Option(help="Most rows. [default: 20, or 1 in full]", min=1)] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Show the rows of a step: scores, responses and episodes, text of the policy (>) and of environments (|)."""
@@ -57,22 +58,25 @@ def add_to(app: typer.Typer, out: Console) -> None:
                 total = len(opened.prompts())
                 out.print(f"{len(found)} of {total} prompts were never solved", markup=False)
                 names = ("prompt", "attempts", "score")
-                print_table(out, names, ([number(one[name]) for name in names] for one in found[:count]))
+                print_table(out, names, ([number(one[name]) for name in names] for one in found[: count or _MOST]))
             return
         everything = rollouts(opened, of, step)
+        refuse_damaged(everything, run)
         chosen = select(everything, run, prompt=prompt, row=row, failed=failed)
-        chosen = sort(chosen, run, by, best, worst)[: len(chosen) if as_json else count]
+        in_full = text or row is not None or bool(chosen and chosen[0].get("episode"))
+        most = count or (len(chosen) if as_json else 1 if in_full else _MOST)
+        chosen = sort(chosen, run, by, best, worst)[:most]
         if against is not None:
             pairs = side_by_side(chosen, select(rollouts(opened, everything[0]["of"], against), run, prompt=prompt))
             if as_json:
                 print_json(out, pairs)
             else:
-                _print_pairs(out, pairs[:count], str(against), str(everything[0]["step"]))
+                _print_pairs(out, pairs[: count or _MOST], str(against), str(everything[0]["step"]))
         elif as_json:
             print_json(out, chosen)
         else:
             out.print(summary(everything), markup=False)
-            _print_rows(out, chosen, text or row is not None)
+            _print_rows(out, chosen, in_full)
 
 
 def select(
@@ -136,7 +140,8 @@ def summary(rows: Sequence[Row]) -> str:
 def shown(row: Row) -> Text:
     """A row in full: its prompt and response, or its episode."""
     score = "" if row.get("score") is None else f", score {row['score']:g}"
-    text = Text(f"\n{row['of']}, step {row['step']}, row {printable(str(row.get('row_id')))}{score}\n", style="bold")
+    text = Text()
+    text.append(f"\n{row['of']}, step {row['step']}, row {printable(str(row.get('row_id')))}{score}\n", style="bold")
     if row.get("episode"):
         return text.append_text(turns(row["episode"]))
     for message in row.get("messages") or ():
@@ -150,10 +155,26 @@ def shown(row: Row) -> Text:
     return text
 
 
+def refuse_damaged(rows: Sequence[Row], run: Path) -> None:
+    """Refuse rows of which one has an episode that cannot be shown."""
+    for row in (row for row in rows if row.get("episode")):
+        try:
+            shown(row)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{run} has a damaged episode of row {row.get('row_id')!r} in step {row['step']} of {row['of']} "
+                f"({type(error).__name__}: {error}). Restore a copy of its files.",
+                code="run.damaged",
+                path=run,
+                row=row.get("row_id"),
+                step=row["step"],
+            ) from error
+
+
 def _print_rows(out: Console, rows: Sequence[Row], in_full: bool) -> None:
     if not rows:
         out.print("No row matches.", markup=False)
-    elif in_full or rows[0].get("episode"):
+    elif in_full:
         for row in rows:
             out.print(shown(row))
     else:

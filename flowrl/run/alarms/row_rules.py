@@ -117,11 +117,12 @@ class OneComponent(Rule):
         others = [other for other in shares if other != name and self._rise(history, other) <= 0]
         if not others or shares[name] <= self.share or self._rise(history, name) <= 0:
             return None
-        text = f"{name} makes {shares[name]:.0%} of the spread of the scores and rises, while {others[0]} does not"
+        share = min(1.0, shares[name])
+        text = f"{name} makes {share:.0%} of the spread of the scores and rises, while {others[0]} does not"
         values = np.array(history.column(name), dtype=float)
         rows = [history.column("row_id")[row] for row in np.argsort(-values, kind="stable")[:NAMED]]
         command = f"rows {{run}} --step {{step}} --best 8 --by {name}"
-        return Finding(text, name, shares[name], self.share, rows=rows, command=command)
+        return Finding(text, name, share, self.share, rows=rows, command=command)
 
     def _shares(self, history: History, score: Any) -> dict[str, float]:
         """By component, its share of the variance of the scores; none if the score is not their weighted sum."""
