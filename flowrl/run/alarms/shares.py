@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 HALF = 0.5
 _TOKENS = "tokens"
@@ -106,4 +108,4 @@ def _has(table: pa.Table, column: str) -> bool:
 
 
 def _numbers(table: pa.Table, column: str) -> Any:
-    return table[column].cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return table[column].cast("double").to_numpy(zero_copy_only=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from flowrl.core.operators.symbols import Edge
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PASSED = 0.5
 """A row has solved its prompt if its score is above this."""
@@ -34,7 +35,7 @@ def statistics(table: pa.Table) -> dict[str, float]:
     `PASSED` or not. ``advantage/mean`` and ``advantage/std`` are over rows, of each row's mean over its tokens;
     ``advantage/max`` is the largest absolute advantage of a token.
     """
-    live = table.filter(pc.greater(table["response_tokens"], 0))
+    live = table.filter(table["response_tokens"].to_numpy() > 0)
     found: dict[str, float] = {}
     score = _numbers(live, "score")
     if len(score):

@@ -7,26 +7,23 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import writing
+from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
 from flowrl.draw.notebook import block, sparkline, table
-from flowrl.errors import DataError, StorageError
 from flowrl.run.alarms.alarms import ALARMS, Alarms, Fired, refuse_to_continue
 from flowrl.run.alarms.history import History
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary, Timeline, idle
-from flowrl.run.recording.recorder import Recorder
 from flowrl.run.recording.span_log import SpanLog
 from flowrl.run.recording.statistics import statistics
 from flowrl.run.training.checkpoint import Checkpoints
@@ -41,6 +38,8 @@ from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from flowrl.run.training.training import Training
 
 logger = logging.getLogger(__name__)
@@ -82,11 +81,11 @@ class Loop:
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
-        identity: Mapping[str, Any],
+        described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
+        self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
@@ -94,6 +93,7 @@ class Loop:
         self.sources.warn_of_few(training.prompts)
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.validations.warn_of_shared_rows(self.sources)
         self.last = training.steps  # or an earlier one, if a validation reaches its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
@@ -102,12 +102,14 @@ class Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
-        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
-        self.alarms = Alarms(training.alarms, str(folder.path))
-        recording, alarms = training.recording, self.alarms
-        recorded = (lambda: alarms.steps, lambda: alarms.does("record"))
-        self.recorder = Recorder(folder.path, graph, training.seed, recording, self._has_checkpoint, *recorded)
+        self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
+        self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
+        # here: pyarrow starts threads, so that no worker can be forked from a process that imported `Training`
+        from flowrl.run.recording.recorder import Recorder
+
+        self.alarms = alarms = Alarms(training.alarms, str(folder.path))
+        recorded = self._has_checkpoint, lambda: alarms.steps, lambda: alarms.does("record")
+        self.recorder = Recorder(folder.path, graph, training.seed, training.recording, *recorded)
         self.rows: pa.Table | None = None  # the summaries of the newest step
         self.spans = SpanLog(folder)
         self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
@@ -152,8 +154,8 @@ class Loop:
         path, state = found
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
-        self.sources.seek(state["data"])
-        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.sources.seek(state["data"], changed="data" in self.training.accept)
+        self.scored = {int(step): numbers for step, numbers in state["last_scored_step"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
@@ -169,13 +171,14 @@ class Loop:
         ends = self.training.checkpoint_every is not None and (self.ending.received or "stop" in actions)
         if not (self._has_checkpoint(step) or ends or "checkpoint" in actions):
             return
-        self.steps.still()
+        self.steps.drain()
         state = {
             "data": self.sources.position,
-            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
+            "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
             "state": self.steps.state,
             "content": self.content,
-            "made_with": jsonable(self.identity),
+            "made_with": jsonable(self.described["identity"]),
+            "accepted": self.described.get("accepted", []),
             "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
@@ -205,8 +208,8 @@ class Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        more, columns, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, columns=columns)
         for step in steps:
             cells = jsonable(self.steps.state)
             self.started = time.perf_counter()
@@ -225,7 +228,7 @@ class Loop:
             self.ending.end_after(step + 1, self.folder.path)
 
     def _draw(self, step: int) -> Batches:
-        self.heard[step] = self.sources.heard
+        self.scored[step] = self.sources.last_scored_step
         batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # reading data does not count as part of the step
         return batches
@@ -242,7 +245,7 @@ class Loop:
         self.totals["total/tokens"] += computed.get("response_length/total", 0.0)
         of_run = {"time": time.time(), **self.totals}
         timing = {**result.timing(seconds), **recording}
-        metrics = {"step": step + 1, **computed, **self.heard.pop(step), **timing, **of_run}
+        metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
@@ -306,23 +309,3 @@ def _short(cells: Any) -> Any:
         name: {"digest": xxhash.xxh3_128_hexdigest(texts[name].encode())} if name in large else value
         for name, value in cells.items()
     }
-
-
-def _traced(path: Path) -> Timeline:
-    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
-    if not path.exists():
-        return Timeline()
-    try:
-        return Timeline.load(path)
-    except DataError as error:
-        logger.warning("%s The trace of this run starts over.", error)
-        return Timeline()
-
-
-@contextmanager
-def noting(error: BaseException) -> Iterator[None]:
-    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
-    try:
-        yield
-    except StorageError as other:
-        error.add_note(str(other))

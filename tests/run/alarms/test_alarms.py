@@ -114,6 +114,5 @@ def test_healthy_tiny_runs_fire_no_default_alarm(tiny: str, prompts_file: str, t
     for name in ("grpo", "ppo"):
         train(job_of(name, tiny), prompts_file, tmp_path / name, steps=4)
         assert not flowrl.open(tmp_path / name).alarms
-        assert json.loads((tmp_path / name / "run.json").read_text())["training"]["alarms"][0]["$type"].endswith(
-            "NotFinite"
-        )
+        written = described(tmp_path / name)["training"]["alarms"]
+        assert written[0]["$type"].endswith("NotFinite") and len(written) == len(DEFAULT)

@@ -126,4 +126,4 @@ def test_a_function_is_a_rule() -> None:
 
 
 def test_a_rule_is_written_with_the_settings_that_differ_from_its_defaults() -> None:
-    assert str(Above("kl/ref", 1.0, action="stop")) == "Above(metric='kl/ref', limit=1.0, action='stop')"
+    assert str(Above("kl/ref", 1.0, action="stop")) == "Above(action='stop', metric='kl/ref', limit=1.0)"
