@@ -1,4 +1,4 @@
-"""``flowrl run`` (`flowrl/app/cli.py`): what it trains, refuses and resumes, and how it ends on signals."""
+"""``flowrl run`` (`flowrl/app/cli.py`): options, refusals, resuming, and signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.command_line import Command, is_paragraph, write
 from tests.support.runs import lines
 
 
-def test_run_trains_as_the_training_says(command: Command, training: Path) -> None:
+def test_run_writes_the_steps_and_settings_of_the_training(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:training")
     assert answer.code == 0 and answer.out.endswith("The run is in own\n") and "step    3/3" in answer.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
@@ -23,15 +23,15 @@ def test_run_trains_as_the_training_says(command: Command, training: Path) -> No
     assert len(lines(Path("own/metrics.jsonl"))) == 3
 
 
-def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command, training: Path) -> None:
-    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
+def test_command_line_options_override_steps_seed_and_folder_of_the_training(command: Command, training: Path) -> None:
+    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--report", "tensorboard"]
     assert command("run", f"{training}:training", *arguments).code == 0
     assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
     assert json.loads(Path("other/run.json").read_text())["training"]["seed"] == 6
     assert not Path("own").exists()
 
 
-def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
+def test_run_with_resume_continues_from_the_last_checkpoint(command: Command, training: Path) -> None:
     source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
     other = write(training.with_name("resumed.py"), source)
     assert command("run", f"{other}:training", "--steps", "2").code == 0
@@ -44,19 +44,23 @@ def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None
     assert answer.code == 2 and is_paragraph(answer) and "resume=True needs the folder" in answer.err
 
 
-def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
+def test_run_accepts_a_function_that_returns_a_training(command: Command, training: Path) -> None:
     assert command("run", f"{training}:short").out.endswith("The run is in runs/grpo-001\n")
 
 
-def test_run_refuses_before_anything_is_loaded_or_written(command: Command, training: Path) -> None:
+def test_an_unbound_role_or_invalid_option_is_refused_before_anything_is_loaded_or_written(
+    command: Command, training: Path
+) -> None:
     answer = command("run", f"{training}:unbound")
     assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
     answer = command("run", f"{training}:training", "--steps", "0")
     assert answer.code == 2 and is_paragraph(answer) and "steps=0" in answer.err
+    answer = command("run", f"{training}:training", "--report", "tensorbord")
+    assert answer.code == 2 and is_paragraph(answer) and "did you mean 'tensorboard'? [cli.bad-option]" in answer.err
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
-def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
+def test_an_interrupt_prints_one_line_and_records_the_status(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:interrupted")
     assert answer.code == 130 and answer.err.count("\n") == 1
     assert answer.err.startswith("flowrl: interrupted; it has no checkpoint. Pass Training(checkpoint_every=...)")
@@ -91,8 +95,8 @@ terminated = replace(training, job=terminated, folder=None, checkpoint_every=100
 """
     )
     target = f"{write(training.with_name('preempted.py'), source)}:terminated"
-    answer = command("run", target, "--seed", "7", "--tensorboard")
-    again = f"flowrl run {target} --resume --seed=7 --folder=runs/grpo-001 --tensorboard"
+    answer = command("run", target, "--seed", "7", "--report", "tensorboard", "--metric", "kl/ref")
+    again = f"flowrl run {target} --resume --seed=7 --folder=runs/grpo-001 --report=tensorboard --metric=kl/ref"
     assert answer.code == 143 and answer.err.splitlines()[-1] == f"flowrl: ended by SIGTERM; resume with: {again}"
     assert [record["step"] for record in lines(Path("runs/grpo-001/metrics.jsonl"))] == [1]
     resumed = command(*shlex.split(again)[1:])

@@ -11,6 +11,7 @@ would have to sample.
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ from torch import Tensor
 from flowrl.data.proto.column_math import objects, short
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.file_source import FileSource
-from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_nested, template_arguments
-from flowrl.data.sources.samplers import Drawn, Order
+from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_answered, refuse_nested, template_arguments
+from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
 from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import DataError, type_of
@@ -58,6 +59,11 @@ class Demonstration:
     def tokens(self) -> dict[str, int]:
         """Number of tokens of the prompt and of each response."""
         return {**self.prompt.tokens, **{name: len(ids) for name, ids in self.ids.items()}}
+
+    @property
+    def every_id(self) -> Sequence[int]:
+        """The ids of the prompt and of each response."""
+        return [*self.prompt.ids, *itertools.chain.from_iterable(self.ids.values())]
 
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
         """A copy with the ids of prompt and responses."""
@@ -103,13 +109,7 @@ class _Responses(FileSource):
             )
         prompt = record["prompt"]
         messages = messages_of(where, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        if messages[-1]["role"] == "assistant":
-            raise DataError(
-                f"{where}: the prompt ends with a message of the assistant, so there is nothing to respond to. Remove "
-                f"that message, or give the whole conversation as messages.",
-                code="prompts.ends-with-assistant",
-                where=where,
-            )
+        refuse_answered(where, messages)
         row = Row(index, [], "", None, {}, messages, template_arguments(where, record))
         return Demonstration(row, {name: _text(where, name, record[name]) for name in self.parts}, {})
 
@@ -201,13 +201,13 @@ class ResponseStream(RowStream[Demonstration]):
                 hasher.update(array("q", ids))
         return hasher.hexdigest()
 
-    def _batch(self, drawn: Sequence[tuple[Drawn, Demonstration]]) -> DataProto:
-        rows = [(one, row, name) for one, row in drawn for name in row.texts]
+    def _batch(self, sampled: Sequence[tuple[SampledRow, Demonstration]]) -> DataProto:
+        rows = [(one, row, name) for one, row in sampled for name in row.texts]
         prompts, prompt_mask = self._tokenizer.pad_left([row.prompt.ids for _, row, _ in rows])
         responses, mask = _pad_right([row.ids[name] for _, row, name in rows], self._tokenizer.pad_id)
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, mask)
         uid = [f"{one.epoch}/{row.index}/{one.draw}" for one, row, _ in rows]
-        several = len(rows) > len(drawn)
+        several = len(rows) > len(sampled)
         columns: dict[str, Any] = {
             "prompts": prompts,
             "responses": responses,

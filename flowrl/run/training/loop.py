@@ -6,27 +6,29 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import writing
+from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
+from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import block, sparkline, table
-from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.timeline import Summary, Timeline, idle
-from flowrl.run.recording.recorder import Recorder
+from flowrl.run.engine.timeline import Timeline, idle
+from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.span_log import SpanLog
+from flowrl.run.reporting.reporter import Reporter
+from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
-from flowrl.run.training.report import Reporter
+from flowrl.run.training.job import Job
 from flowrl.run.training.resume import Found, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
 from flowrl.run.training.run_folder import TRACE, RunFolder, jsonable
@@ -34,14 +36,41 @@ from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
-
-if TYPE_CHECKING:
-    from flowrl.run.training.training import Training
+from flowrl.run.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
 
 MAX_CELL = 1 << 16
 """Bytes of a state cell, as JSON, above which ``state.jsonl`` has its digest."""
+
+
+class Settings(Protocol):
+    """The settings of a run; `flowrl.run.training.training.Training` documents them."""
+
+    @property
+    def job(self) -> Job[Any]: ...
+    @property
+    def sources(self) -> Mapping[str, Source]: ...
+    @property
+    def validations(self) -> Sequence[Validation]: ...
+    @property
+    def policies(self) -> Sequence[str]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def save_model(self) -> bool: ...
+    @property
+    def checkpoint_every(self) -> int | None: ...
+    @property
+    def rollouts_every(self) -> int | None: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def accept(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +101,17 @@ class Loop:
 
     def __init__(
         self,
-        training: Training,
+        training: Settings,
         steps: Steps,
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
-        identity: Mapping[str, Any],
+        described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
-        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
+        self.training, self.steps, self.folder = training, steps, folder
+        self.reports = Reports(reporters, folder.path, bool(training.resume))
+        self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
@@ -89,16 +119,19 @@ class Loop:
         self.sources.warn_of_few(training.prompts)
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.validations.warn_of_shared_rows(self.sources)
         self.last = training.steps  # or an earlier one, if a validation reaches its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
-        self.summary: Summary | None = None
         self.started = 0.0
-        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
+        self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
+        self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
+        # here: pyarrow starts threads, so that no worker can be forked from a process that imported `Training`
+        from flowrl.run.recording.recorder import Recorder
+
         self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
         self.spans = SpanLog(folder)
         self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
@@ -108,16 +141,13 @@ class Loop:
         """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
-            with ExitStack() as ends:
-                for reporter in self.reporters:
-                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
-                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+            with self.reports.started(self.training.job.graph.name, self.training.steps, done):
                 self._begin(found)
                 with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
                     self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+                    self.reports.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
             with noting(error):
                 self._trace()
@@ -143,11 +173,12 @@ class Loop:
         path, state = found
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
-        self.sources.seek(state["data"])
-        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.sources.seek(state["data"], changed="data" in self.training.accept)
+        self.scored = {int(step): numbers for step, numbers in state["last_scored_step"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
+        self.reports.earlier(self.metrics, self.validated)
         self.totals |= {key: self.metrics[-1][key] for key in self.totals if self.metrics and key in self.metrics[-1]}
         if self.validations.reached(self.validated):
             self.last = state["step"]
@@ -155,13 +186,14 @@ class Loop:
     def _checkpoint(self, step: int) -> None:
         if not self._has_checkpoint(step) and (self.training.checkpoint_every is None or not self.ending.received):
             return
-        self.steps.still()
+        self.steps.drain()
         state = {
             "data": self.sources.position,
-            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
+            "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
             "state": self.steps.state,
             "content": self.content,
-            "made_with": jsonable(self.identity),
+            "made_with": jsonable(self.described["identity"]),
+            "accepted": self.described.get("accepted", []),
             "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
@@ -191,8 +223,8 @@ class Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        more, columns, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, columns=columns)
         for step in steps:
             cells = jsonable(self.steps.state)
             self.started = time.perf_counter()
@@ -209,7 +241,7 @@ class Loop:
             self.ending.end_after(step + 1, self.folder.path)
 
     def _draw(self, step: int) -> Batches:
-        self.heard[step] = self.sources.heard
+        self.scored[step] = self.sources.last_scored_step
         batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # reading data does not count as part of the step
         return batches
@@ -217,7 +249,7 @@ class Loop:
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         """Write what a step leaves: its rows first, so that every step with metrics has them."""
         began = time.time()
-        self.recorder.record(step, result)
+        rows = self.recorder.record(step, result)
         self.steps.timeline.add("record", "this process", began, time.time(), kind="record")
         recording = {"timing/record": time.time() - began}
         computed = result.metrics.compute()
@@ -226,7 +258,7 @@ class Loop:
         self.totals["total/tokens"] += computed.get("response_length/total", 0.0)
         of_run = {"time": time.time(), **self.totals}
         timing = {**result.timing(seconds), **recording}
-        metrics = {"step": step + 1, **computed, **self.heard.pop(step), **timing, **of_run}
+        metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
@@ -238,16 +270,16 @@ class Loop:
             self.reported_by |= result.reported_by
             self.folder.describe({"metrics": self.reported_by})
         self.spans.write("steps", self.steps.timeline.spans)
-        for reporter in self.reporters:
-            reporter.step(step + 1, metrics)
+        self.reports.step(step + 1, metrics)
+        if rows is not None:
+            self.reports.rows(step + 1, rows)
 
     def _validate(self, step: int) -> None:
         for validated in self.validations.due(step, step == self.last, self._report_node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
-            for reporter in self.reporters:
-                reporter.validation(step, validated.metrics)
+            self.reports.validation(step, validated.metrics)
             if validated.reached:
                 self.last = step
         self.spans.write("validations", self.validations.spans)
@@ -264,8 +296,7 @@ class Loop:
     def _report_node(self, name: str) -> None:
         self.spans.write("steps", self.steps.timeline.spans)
         self.spans.open(name)
-        for reporter in self.reporters:
-            reporter.node(name)
+        self.reports.node(name)
 
 
 def _short(cells: Any) -> Any:
@@ -276,23 +307,3 @@ def _short(cells: Any) -> Any:
         name: {"digest": xxhash.xxh3_128_hexdigest(texts[name].encode())} if name in large else value
         for name, value in cells.items()
     }
-
-
-def _traced(path: Path) -> Timeline:
-    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
-    if not path.exists():
-        return Timeline()
-    try:
-        return Timeline.load(path)
-    except DataError as error:
-        logger.warning("%s The trace of this run starts over.", error)
-        return Timeline()
-
-
-@contextmanager
-def noting(error: BaseException) -> Iterator[None]:
-    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
-    try:
-        yield
-    except StorageError as other:
-        error.add_note(str(other))

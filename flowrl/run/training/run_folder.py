@@ -9,13 +9,15 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from pydantic import Field
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
+from flowrl.run.reporting.reported import REPORTED
 from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ RECORDED = ("rows", "texts", "columns")
 TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 Lines = list[Mapping[str, float]]
-Resume = bool | Literal["or-start"]
+Resume = Annotated[bool, Field(strict=True)] | Literal["or-start"]
 
 
 class RunFolder:
@@ -107,7 +109,7 @@ class RunFolder:
         except StorageError:
             if self._lock is None:
                 raise
-            self._lock.give_way()
+            self._lock.free_reserve()
             write(self.path / "run.json", text)
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -211,7 +213,7 @@ def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
     """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
     may a checkpoint, which a run reads, or replaces as a link."""
     inside = folder.resolve()
-    written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, CHECKPOINTS))]
+    written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, REPORTED, CHECKPOINTS))]
     written += [path for name in RECORDED for path in (folder / name, *(folder / name).rglob("*"))]
     for role in exports:
         written += [folder / role, *(folder / role).rglob("*")]

@@ -17,7 +17,7 @@ from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, ParameterError, offer
 from flowrl.record_types import record_columns
-from flowrl.records import rows_of_draw
+from flowrl.records import rows_per_item
 from flowrl.run.engine.steps import folder_of_trained, writers_of_tokens
 from flowrl.run.training.job import tokenizer_of
 from flowrl.run.training.prompt_lengths import refuse_long_prompts
@@ -96,7 +96,7 @@ def refuse_no_tokenizer(graph: Graph, sources: Mapping[str, Source]) -> None:
 def refuse_no_feedback(graph: Graph, sources: Mapping[str, Source]) -> None:
     """Refuse a source that learns from scores which no node reports."""
     for name, source in sources.items():
-        if source.learns and not tellers(graph, name):
+        if source.learns and not feedback_nodes(graph, name):
             raise ParameterError(
                 f"The source of the input {name!r} learns from the scores of its rows, but no node of {graph.name} "
                 f"reports them. Insert a Feedback after the reward: "
@@ -170,7 +170,7 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
             missing=missing,
             found=list(has),
         )
-    rows, factor = graph[name].operator.rows_factor, rows_of_draw(source.record)
+    rows, factor = graph[name].operator.rows_factor, rows_per_item(source.record)
     if rows != factor:
         raise ParameterError(
             f"The input {name!r} of {graph.name} has {rows} row(s) per draw, but {kind} has {factor}. Annotate the "
@@ -184,7 +184,7 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
         )
 
 
-def tellers(graph: Graph, name: str) -> list[str]:
+def feedback_nodes(graph: Graph, name: str) -> list[str]:
     """The nodes that report the scores of an input's rows."""
     return [
         n.name for n in graph.nodes.values() if Effect.SAMPLER_FEEDBACK in n.effects and input_of(graph, n.name) == name
@@ -222,7 +222,7 @@ class Sources:
         }
         _refuse_rows_of_other_templates(graph, self.streams)
         refuse_long_prompts(graph, self.streams)
-        self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
+        self._learns = {name: feedback_nodes(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)
 
     def warn_of_few(self, draws: int) -> None:
@@ -238,6 +238,19 @@ class Sources:
                     draws,
                     stream.size,
                 )
+
+    def warn_of_shared_rows(self, name: str, training: Mapping[str, Stream]) -> None:
+        """Warn if a training has prompts of these, which are those of the validation `name`."""
+        for held_out in (one for one in self.streams.values() if isinstance(one, PromptStream)):
+            for trained_on in (one for one in training.values() if isinstance(one, PromptStream)):
+                if shared := held_out.shared_rows(trained_on):
+                    logger.warning(
+                        "%d of %d prompts of the validation %r are also trained on, so it does not measure what the "
+                        "policy does with other prompts. Hold them out: remove them from the training data.",
+                        shared,
+                        held_out.size,
+                        name,
+                    )
 
     def next(self, n: int) -> dict[str, DataProto]:
         """The batch of each input."""
@@ -274,9 +287,9 @@ class Sources:
             self.streams[name].learn(step, by_group)
 
     @property
-    def heard(self) -> dict[str, float]:
+    def last_scored_step(self) -> dict[str, float]:
         """As metrics: the last step whose scores each source that learns has received; its next draw uses these."""
-        return {f"data/{name}/heard": float(self.streams[name].heard) for name in self._learns}
+        return {f"data/{name}/last_scored_step": float(self.streams[name].last_scored_step) for name in self._learns}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -290,8 +303,8 @@ class Sources:
         found = {name: stream.position for name, stream in self.streams.items()}
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from `position`."""
+    def seek(self, position: Mapping[str, Any], changed: bool = False) -> None:
+        """Continue from `position`; in `changed` data with another number of rows, start over."""
         by_name = position if len(self.streams) > 1 else dict.fromkeys(self.streams, position)
         if by_name.keys() != self.streams.keys():
             raise DataError(
@@ -302,12 +315,17 @@ class Sources:
                 expected=list(self.streams),
             )
         for name, stream in self.streams.items():
-            stream.seek(by_name[name])
+            try:
+                stream.seek(by_name[name])
+            except DataError:
+                if not changed:
+                    raise
+                logger.warning("The rows of %r are others than in the checkpoint, so they start over.", name)
 
 
-def refuse_unfit_data(runs: Iterable[tuple[Graph, Mapping[str, Source]]], seed: int) -> None:
-    """Read and tokenize the data of graphs, of models that are on this machine."""
-    for graph, sources in runs:
-        found = (tokenizer_of(graph, role) for role in graph.generators)
-        if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
-            Sources(sources, tokenizer, seed, graph, ())
+def sources_here(graph: Graph, sources: Mapping[str, Source], seed: int) -> Sources | None:
+    """The data of a graph, read and tokenized; None if its model is not on this machine."""
+    found = (tokenizer_of(graph, role) for role in graph.generators)
+    if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
+        return Sources(sources, tokenizer, seed, graph, ())
+    return None

@@ -52,6 +52,11 @@ class Validating:
             for one in held_out
         ]
 
+    def warn_of_shared_rows(self, training: Sources) -> None:
+        """Warn of validations whose prompts are trained on."""
+        for one in self._all:
+            one.sources.warn_of_shared_rows(one.name, training.streams)
+
     @property
     def digests(self) -> dict[str, str]:
         """The digest of each validation's prompts, by name; see `PromptStream.digest`."""
@@ -89,7 +94,7 @@ class Validating:
     def _run(self, step: int, one: _Ready, on_start: Callable[[str], None]) -> Validated:
         validation, steps = one.held_out.validation, one.steps
         on_start(one.name)
-        self._training.still()
+        self._training.drain()
         steps.during = f"in the validation {one.name!r} after step {step}"
         steps.state.clear()  # so that a validation does not depend on those before it
         if one.held_out.syncs:

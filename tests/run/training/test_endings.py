@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class Full:
         opened, written = Path.open, Path.write_bytes
 
         def refuse(path: Path) -> None:
-            if self.on and any(name in path.name for name in self._names):
+            if self.on and any(re.search(rf"{re.escape(name)}(?!l)", path.name) for name in self._names):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         def open_(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
@@ -87,11 +88,11 @@ def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monk
     disk = Full(monkeypatch, "run.json")
     disk.on, freed = True, []
 
-    def give_way(lock: FolderLock) -> None:
+    def free_reserve(lock: FolderLock) -> None:
         freed.append(True)
         disk.on = False
 
-    monkeypatch.setattr(FolderLock, "give_way", give_way)
+    monkeypatch.setattr(FolderLock, "free_reserve", free_reserve)
     folder.describe({"status": "failed"})
     folder.close()
     assert freed and described(tmp_path / "run")["status"] == "failed"
@@ -198,7 +199,7 @@ def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_
     arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
     ended = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr.decode()
-    [line] = ended.stderr.decode().splitlines()
+    *_, line = ended.stderr.decode().splitlines()
     assert line.startswith("SIGTERM ended the run after step 3, with a checkpoint.")
     assert line.endswith(f"Training(folder={str(tmp_path)!r}, resume=True).")
     assert described(tmp_path)["status"] == "interrupted"
