@@ -1,0 +1,130 @@
+"""The rows of a step as the page's table, and one row as a conversation with its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from flowrl.errors import FlowrlError
+from flowrl.look.page.plain import content, messages_of, plain_text, prompt_text, short, shortened
+from flowrl.look.recorded_run import RecordedRun
+
+CHARACTERS = 1_000_000
+"""The most characters of responses in one answer; longer ones are cut alike."""
+TABLE = (
+    "row_id",
+    "uid",
+    "score",
+    "advantage",
+    "response_tokens",
+    "kl",
+    "mismatch",
+    "truncated",
+    "group_spread",
+    "fate",
+    "data_source",
+)
+"""Columns of the table."""
+
+
+def texts_of(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
+    """The recorded texts of a step, by row id; none if the run did not record them."""
+    table = run.texts(step)
+    return {} if table is None else {str(one["row_id"]): one for one in table.to_pylist()}
+
+
+def rows(run: RecordedRun, step: int) -> dict[str, Any]:
+    """All rows of a step: their numbers in columns, groups of one prompt, and responses."""
+    table, texts = run.rows(step), texts_of(run, step)
+    reward = [name for name in table.column_names if name.startswith("reward/")]
+    data = {name: shortened(table[name].to_pylist()) for name in (*TABLE, *reward) if _known(table, name)}
+    ids = data.get("row_id", [])
+    said = [texts.get(row, {}).get("response") for row in ids]
+    limit = max(120, CHARACTERS // max(len(ids), 1))
+    groups: dict[str, dict[str, Any]] = {}
+    for i, row in enumerate(ids):
+        uid = data["uid"][i] if "uid" in data else row
+        prompt = prompt_text(texts.get(row, {}).get("prompt"))[:2000]
+        groups.setdefault(uid, {"uid": uid, "prompt": prompt, "rows": []})["rows"].append(i)
+    return {
+        "step": step,
+        "count": len(table),
+        "data": data,
+        "reward": [name for name in reward if name in data],
+        "groups": list(groups.values()),
+        "responses": [text and text[:limit] for text in said] if texts else None,
+        "clipped": limit if any(len(text or "") > limit for text in said) else None,
+        "note": None if texts else "The texts of this step were not recorded: Training(recording=Recording(texts=1)).",
+    }
+
+
+def _known(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and table[name].null_count < len(table)
+
+
+def row(run: RecordedRun, step: int, row_id: str) -> dict[str, Any]:
+    """One row: its numbers, its conversation, its tokens if columns were recorded, and the rows of its group."""
+    table, texts = run.rows(step), texts_of(run, step)
+    found = next((one for one in table.to_pylist() if one["row_id"] == row_id), None)
+    if found is None:
+        raise LookupError(f"Step {step} has no row {row_id}.")
+    text = texts.get(row_id, {})
+    tokens, note = _tokens(run, step, row_id)
+    group = [one for one in table.to_pylist() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]
+    address = f"{step}[{row_id}]"
+    skipped = {"row_id", "step", "row", "uid"}
+    return {
+        "row_id": row_id,
+        "step": step,
+        "address": address,
+        "numbers": [[name, short(value)] for name, value in found.items() if value is not None and name not in skipped],
+        "messages": _conversation(text, tokens),
+        "tokens": tokens,
+        "note": note if text else "The text of this row was not recorded: Training(recording=Recording(texts=1)).",
+        "ground_truth": plain_text(text.get("ground_truth")),
+        "group": [
+            {
+                "row_id": one["row_id"],
+                "score": short(one.get("score")),
+                "advantage": short(one.get("advantage")),
+                "response": (texts.get(one["row_id"], {}).get("response") or "")[:400] if texts else None,
+            }
+            for one in group
+        ],
+        "commands": [f"flowrl why {run.path}@{address}", f"flowrl replay {run.path} --step {step}"],
+    }
+
+
+def _conversation(text: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The prompt's messages and the response; of an episode, its turns."""
+    episode = json.loads(text["episode"]) if text.get("episode") else None
+    if episode:
+        return [_turn(message) for message in episode["messages"]]
+    found = messages_of(text.get("prompt"))
+    if tokens is not None or text.get("response") is not None:
+        said = {"role": "assistant", "text": text.get("response"), "sampled": True}
+        found.append(said if tokens is None else {**said, "tokens": [0, len(tokens["text"])]})
+    return found
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    sampled = message.get("sampled")
+    name = f"{message['role']} {message['name']}" if message.get("name") else str(message["role"])
+    found = {"role": name, "text": content(message), "sampled": sampled is not None}
+    if sampled is not None:
+        reward = "" if sampled.get("reward") is None else f", reward {sampled['reward']:g}"
+        cut = ", truncated" if sampled.get("cut") else ""
+        found["about"] = f"turn {sampled['turn'] + 1}, {sampled['tokens']} tokens{reward}{cut}"
+    return found
+
+
+def _tokens(run: RecordedRun, step: int, row_id: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The tokens of a row with their columns; or why there are none."""
+    try:
+        found = run.tokens(f"{step}[{row_id}]")
+    except (FlowrlError, LookupError) as error:
+        return None, str(error)
+    return found, None
