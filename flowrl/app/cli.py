@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
+from flowrl.app import look as look_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer, type_of
@@ -304,6 +305,7 @@ def list_() -> None:
 
 audit_command.add_to(app, out)
 episodes_command.add_to(app, out)
+look_command.add_to(app, out)
 
 
 @app.command()

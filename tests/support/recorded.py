@@ -103,7 +103,11 @@ class WrittenRun:
             **{"step": np.full(rows, step), "round": pa.nulls(rows, pa.int64()), "row": np.arange(rows)},
             **{"row_id": row_id, "uid": uid, "prompt": prompt, "data_source": ["addition"] * rows, "score": score},
             **{"reward/thinks": score, "prompt_tokens": np.full(rows, 9), "response_tokens": tokens},
-            **{"truncated": tokens >= 27, "version_min": np.full(rows, step - 1), "version_max": np.full(rows, step - 1)},
+            **{
+                "truncated": tokens >= 27,
+                "version_min": np.full(rows, step - 1),
+                "version_max": np.full(rows, step - 1),
+            },
             **{"advantage": advantage, "advantage_max": advantage, "kl": kl, "mismatch": kl * 1e-4},
             **{"optimizer_step": np.arange(rows) * 2 // rows, "loss_weight": 1.0 / tokens},
             **{"group_size": np.full(rows, self.size), "group_spread": spread, "fate": ["trained"] * rows},
@@ -137,7 +141,9 @@ class WrittenRun:
             for i in prompts:
                 line = {"step": step, "validation": "val", "row_id": f"0/{i}/0#0", "uid": f"0/{i}/0"}
                 line |= {"prompt": [{"role": "user", "content": f"{i + 10}+{i + 40}="}], "score": float(score[i])}
-                predictions.write(json.dumps(line | {"response": str(2 * i + 50), "ground_truth": str(2 * i + 50)}) + "\n")
+                predictions.write(
+                    json.dumps(line | {"response": str(2 * i + 50), "ground_truth": str(2 * i + 50)}) + "\n"
+                )
 
     def _spans(self, file: Any, step: int, start: float, tokens: int) -> None:
         for name in ("repeat", "generate", "old_log_prob", "ref_log_prob", "reward", "group_advantage", "update_actor"):
@@ -147,7 +153,9 @@ class WrittenRun:
             file.write(json.dumps(span | {"rows": self.prompts * self.size, "tokens": tokens, "bytes": 0}) + "\n")
             start = end
 
-    def _texts(self, step: int, row_id: Sequence[str], prompt: np.ndarray[Any, Any], score: np.ndarray[Any, Any]) -> None:
+    def _texts(
+        self, step: int, row_id: Sequence[str], prompt: np.ndarray[Any, Any], score: np.ndarray[Any, Any]
+    ) -> None:
         said = self.texts_of or [f"<think>{a} plus {a + 30}</think>{2 * a + 30}" for a in range(10, 99)]
         table = {
             "row_id": row_id,

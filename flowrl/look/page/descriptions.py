@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.draw.picture import LONGEST
-from flowrl.look.recorded_run import RecordedRun
+from flowrl.look.page.watched import WatchedRun
 
 Facts = list[list[Any]]
 
 
-def description(run: RecordedRun) -> dict[str, Any]:
+def description(run: WatchedRun) -> dict[str, Any]:
     """The facts, by the title of their section."""
     found = run.description
-    training, git = found.get("training", {}), found.get("git") or {}
-    commit = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git.get("commit") else None
+    training, git = found.get("training") or {}, found.get("git") or {}
+    commit = (
+        f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git.get("commit") else None
+    )
     started = [f"step {one['step']}, {_moment(one['time'])}" for one in found.get("starts", ())[1:]]
     sections: list[list[Any]] = [
         [
@@ -26,6 +28,7 @@ def description(run: RecordedRun) -> dict[str, Any]:
                 folder=run.path,
                 status=run.status,
                 error=found.get("error"),
+                problem=run.problem,
                 started=_moment(found.get("started")),
                 ended=_moment(found.get("ended")),
                 resumed="; ".join(started) or None,
@@ -72,7 +75,7 @@ def _moment(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _recorded(run: RecordedRun) -> Facts:
+def _recorded(run: WatchedRun) -> Facts:
     """The parts of the folder, with their sizes."""
     parts = {
         "metrics": "metrics.jsonl",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.core.graphs.graph import Graph, Node
+from flowrl.draw import mermaid
 from flowrl.draw.picture import Picture, format_value, picture
 from flowrl.draw.svg import draw
 from flowrl.spec import shown
@@ -31,16 +32,19 @@ def graph_view(graph: Graph, reporters: Mapping[str, str]) -> dict[str, Any]:
     roles = {box.name: box.role for box in drawn.boxes}
     return {
         "svg": draw(replace(drawn, boxes=boxes, arrows=arrows), row_gap=_ROW_GAP),
-        "mermaid": graph.mermaid(),
-        "nodes": [
-            _node(node, roles[node.name], colors.get(node.name), reporters) for node in graph.nodes.values()
-        ],
+        "mermaid": mermaid.draw(graph),
+        "nodes": [_node(node, roles[node.name], colors.get(node.name), reporters) for node in graph.nodes.values()],
         "edges": [
-            {"from": arrow.source, "to": arrow.target, "label": arrow.label}
+            {"from": arrow.source, "to": arrow.target, "label": arrow.label, "rows": _on_rows(graph, arrow.source)}
             for arrow in drawn.arrows
             if arrow.kind == "data"
         ],
     }
+
+
+def _on_rows(graph: Graph, source: str) -> bool:
+    """Whether a node writes columns with rows."""
+    return any(typed.axes for edge, typed in graph.types.items() if edge.node == source)
 
 
 def role_colors(drawn: Picture) -> dict[str, int]:

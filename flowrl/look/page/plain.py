@@ -28,38 +28,28 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def messages_of(text: str | None) -> list[dict[str, Any]]:
-    """The messages of a prompt, each with role and text; a prompt that is no list of messages is one without a role."""
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        found = text
-    if not isinstance(found, list):
-        found = [] if found is None else [{"role": "prompt", "content": found}]
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a prompt, each with role and text; a prompt that is no list of messages is one message."""
+    found = prompt if isinstance(prompt, list) else [] if prompt is None else [prompt]
     return [
-        {"role": str(one.get("role", "prompt")), "text": content(one)} if isinstance(one, Mapping) else {"role": "prompt", "text": str(one)}
+        {"role": str(one.get("role", "prompt")), "text": content(one)}
+        if isinstance(one, Mapping)
+        else {"role": "prompt", "text": as_text(one)}
         for one in found
     ]
 
 
 def content(message: Mapping[str, Any]) -> str:
     """A message's content, as text."""
-    found = message.get("content", "")
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    return as_text(message.get("content", ""))
 
 
-def prompt_text(text: str | None) -> str:
+def prompt_text(prompt: Any) -> str:
     """The last message of a prompt, which tells prompts apart."""
-    found = messages_of(text)
-    return found[-1]["text"] if found else ""
+    found = messages_of(prompt)
+    return str(found[-1]["text"]) if found else ""
 
 
-def plain_text(text: str | None) -> str | None:
-    """A value that is stored as JSON, as text: a string without its quotes."""
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, str) else text
+def as_text(value: Any) -> str:
+    """Text as it is, other data as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-import pyarrow as pa
-
-from flowrl.look.page.plain import messages_of, plain_text, prompt_text, short
-from flowrl.look.page.rows import texts_of
-from flowrl.look.recorded_run import RecordedRun
+from flowrl.look.page.plain import as_text, messages_of, prompt_text, short
+from flowrl.look.page.watched import Record, StepRows, WatchedRun
 
 TRAINING = "training"
 """The rows of the training steps; other sources are named after a validation."""
@@ -19,14 +16,14 @@ _TEXT_STEPS = 40
 _ANSWERS = 60
 
 
-def prompts(run: RecordedRun, of: str | None = None) -> dict[str, Any]:
+def prompts(run: WatchedRun, of: str | None = None) -> dict[str, Any]:
     """Every prompt with its mean score at each step that sampled it, and what became of it.
 
     Args:
         of: `TRAINING` or the name of a validation. By default the first validation, which asks the same prompts again.
     """
-    held = run.predictions
-    names = list(dict.fromkeys(held["validation"].to_pylist())) if "validation" in held.column_names else []
+    held = run.run.predictions
+    names = list(dict.fromkeys(str(one["validation"]) for one in held if "validation" in one))
     of = of or (names or [TRAINING])[0]
     attempts, texts = _trained(run) if of == TRAINING else _held_out(held, of)
     values = [score for scores in attempts.values() for score in scores.values()]
@@ -34,7 +31,7 @@ def prompts(run: RecordedRun, of: str | None = None) -> dict[str, Any]:
     bar = (low + high) / 2
     found = [_prompt(prompt, scores, bar, texts) for prompt, scores in attempts.items()]
     steps = sorted({step for scores in attempts.values() for step in scores})
-    every = min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1) if of != TRAINING else None
+    every = min((b - a for a, b in pairwise(steps)), default=1) if of != TRAINING else None
     return {
         "of": of,
         "sources": [*names, TRAINING],
@@ -46,15 +43,23 @@ def prompts(run: RecordedRun, of: str | None = None) -> dict[str, Any]:
         "high": short(high),
         "prompts": found,
         "counts": dict(Counter(one["kind"] for one in found)),
-        "basis": f"{len(found)} prompts, {sum(map(len, attempts.values()))} attempts. Solved: a mean score of {short(bar)} "
-        f"or more, half of the range of scores from {short(low)} to {short(high)}.",
+        "basis": f"{len(found)} prompts, {len(values)} attempts. Solved: a mean score of {bar:g} or more, the middle "
+        f"of the scores from {low:g} to {high:g}.",
     }
 
 
 def _prompt(prompt: Any, scores: Mapping[int, float], bar: float, texts: Mapping[Any, str]) -> dict[str, Any]:
     solved = [step for step, score in scores.items() if score >= bar]
-    latest = next(reversed(scores.values()))
-    kind = "never" if not solved else "always" if len(solved) == len(scores) else "learned" if latest >= bar else "unlearned"
+    latest = list(scores.values())[-1]
+    kind = (
+        "never"
+        if not solved
+        else "always"
+        if len(solved) == len(scores)
+        else "learned"
+        if latest >= bar
+        else "unlearned"
+    )
     return {
         "prompt": prompt,
         "text": texts.get(prompt, "")[:400],
@@ -67,13 +72,17 @@ def _prompt(prompt: Any, scores: Mapping[int, float], bar: float, texts: Mapping
     }
 
 
-def _trained(run: RecordedRun) -> tuple[dict[Any, dict[int, float]], dict[Any, str]]:
+def _trained(run: WatchedRun) -> tuple[dict[Any, dict[int, float]], dict[Any, str]]:
     """Mean scores by prompt and step, and the prompts' texts as far as they were recorded."""
-    table = run.rows()
+    table = run.run.rows()
     if not {"prompt", "score"} <= {*table.column_names}:
         return {}, {}
     key = "prompt" if table["prompt"].null_count < len(table) else "uid"
-    means = table.group_by([key, "step"]).aggregate([("score", "mean")]).sort_by([(key, "ascending"), ("step", "ascending")])
+    means = (
+        table.group_by([key, "step"])
+        .aggregate([("score", "mean")])
+        .sort_by([(key, "ascending"), ("step", "ascending")])
+    )
     found: dict[Any, dict[int, float]] = {}
     columns = (means[name].to_pylist() for name in (key, "step", "score_mean"))
     for prompt, step, score in zip(*columns, strict=True):
@@ -82,65 +91,64 @@ def _trained(run: RecordedRun) -> tuple[dict[Any, dict[int, float]], dict[Any, s
     return found, _texts(run, key, set(found))
 
 
-def _texts(run: RecordedRun, key: str, wanted: set[Any]) -> dict[Any, str]:
+def _texts(run: WatchedRun, key: str, wanted: set[Any]) -> dict[Any, str]:
     found: dict[Any, str] = {}
     for step in list(reversed(run.steps))[:_TEXT_STEPS]:
         if wanted <= found.keys():
             break
-        if texts := texts_of(run, step):
-            table = run.rows(step)
-            for prompt, row_id in zip(table[key].to_pylist(), table["row_id"].to_pylist(), strict=True):
-                if prompt not in found and row_id in texts:
-                    found[prompt] = prompt_text(texts[row_id]["prompt"])
+        of = StepRows(run.run, step)
+        for row_id, one in of.rows.items() if of.texts else ():
+            if one[key] not in found and row_id in of.texts:
+                found[one[key]] = prompt_text(of.texts[row_id]["prompt"])
     return found
 
 
-def _held_out(held: pa.Table, of: str) -> tuple[dict[Any, dict[int, float]], dict[Any, str]]:
+def _held_out(held: Sequence[Record], of: str) -> tuple[dict[Any, dict[int, float]], dict[Any, str]]:
     sums: dict[Any, dict[int, list[float]]] = {}
     texts: dict[Any, str] = {}
-    for one in _of(held, of):
+    for one in held:
+        if one.get("validation") != of:
+            continue
         if one.get("score") is not None:
             sums.setdefault(one["uid"], {}).setdefault(one["step"], []).append(one["score"])
-            texts.setdefault(one["uid"], prompt_text(_json(one["prompt"])))
+            texts.setdefault(one["uid"], prompt_text(one.get("prompt")))
     means = {uid: {step: sum(s) / len(s) for step, s in steps.items()} for uid, steps in sums.items()}
     return means, texts
 
 
-def _of(held: pa.Table, of: str) -> list[dict[str, Any]]:
-    if "validation" not in held.column_names:
-        return []
-    return [one for one in held.to_pylist() if one["validation"] == of]
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def prompt(run: RecordedRun, prompt: str, of: str) -> dict[str, Any]:
+def prompt(run: WatchedRun, prompt: str, of: str) -> dict[str, Any]:
     """One prompt with its answers at every step, at most some of each."""
-    answers = _answers_trained(run, prompt) if of == TRAINING else [o for o in _of(run.predictions, of) if o["uid"] == prompt]
+    answers = _answers_trained(run, prompt) if of == TRAINING else _predicted(run, prompt, of)
     first: Mapping[str, Any] = next((one for one in answers if one.get("prompt") is not None), {})
     truth = first.get("ground_truth")
     return {
-        "messages": messages_of(_json(first.get("prompt"))),
-        "ground_truth": plain_text(truth) if isinstance(truth, str) or truth is None else _json(truth),
+        "messages": messages_of(first.get("prompt")),
+        "ground_truth": None if truth is None else as_text(truth),
         "answers": [
-            {"step": one["step"], "row_id": one["row_id"], "score": short(one.get("score")), "response": one.get("response")}
+            {
+                "step": one["step"],
+                "row_id": one["row_id"],
+                "score": short(one.get("score")),
+                "response": one.get("response"),
+            }
             for one in _spread(answers)
         ],
-        "note": None if first else "The texts of this prompt were not recorded: Training(recording=Recording(texts=1)).",
+        "note": None
+        if first
+        else "The texts of this prompt were not recorded: Training(recording=Recording(texts=1)).",
     }
 
 
-def _answers_trained(run: RecordedRun, prompt: str) -> list[dict[str, Any]]:
-    table = run.rows(prompt=int(prompt)) if prompt.isdigit() else run.rows()
-    found: list[dict[str, Any]] = table.to_pylist() if prompt.isdigit() else [o for o in table.to_pylist() if o["uid"] == prompt]
-    by_step = {step: texts_of(run, step) for step in dict.fromkeys(one["step"] for one in found)}
-    return [{**by_step[one["step"]].get(one["row_id"], {}), **_numbers(one, prompt)} for one in found]
+def _predicted(run: WatchedRun, prompt: str, of: str) -> list[Record]:
+    return [one for one in run.run.predictions if one.get("validation") == of and one["uid"] == prompt]
 
 
-def _numbers(one: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "prompt"}
+def _answers_trained(run: WatchedRun, prompt: str) -> list[Record]:
+    table = run.run.rows(prompt=int(prompt)) if prompt.isdigit() else run.run.rows()
+    found = [one for one in table.to_pylist() if prompt.isdigit() or one["uid"] == prompt]
+    by_step = {step: run.run.texts(step) for step in dict.fromkeys(one["step"] for one in found)}
+    texts = [by_step[one["step"]].get(one["row_id"], {"prompt": None}) for one in found]
+    return [{**one, **text} for one, text in zip(found, texts, strict=True)]
 
 
 def _spread(answers: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from flowrl.errors import FlowrlError
-from flowrl.look.page.plain import content, messages_of, plain_text, prompt_text, short, shortened
+from flowrl.look.page.plain import as_text, content, messages_of, prompt_text, short, shortened
+from flowrl.look.page.watched import StepRows
 from flowrl.look.recorded_run import RecordedRun
 
 CHARACTERS = 1_000_000
@@ -30,18 +30,12 @@ TABLE = (
 """Columns of the table."""
 
 
-def texts_of(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
-    """The recorded texts of a step, by row id; none if the run did not record them."""
-    table = run.texts(step)
-    return {} if table is None else {str(one["row_id"]): one for one in table.to_pylist()}
-
-
-def rows(run: RecordedRun, step: int) -> dict[str, Any]:
+def rows(of: StepRows) -> dict[str, Any]:
     """All rows of a step: their numbers in columns, groups of one prompt, and responses."""
-    table, texts = run.rows(step), texts_of(run, step)
+    step, table, texts = of.step, of.table, of.texts
     reward = [name for name in table.column_names if name.startswith("reward/")]
     data = {name: shortened(table[name].to_pylist()) for name in (*TABLE, *reward) if _known(table, name)}
-    ids = data.get("row_id", [])
+    ids = list(of.rows)
     said = [texts.get(row, {}).get("response") for row in ids]
     limit = max(120, CHARACTERS // max(len(ids), 1))
     groups: dict[str, dict[str, Any]] = {}
@@ -65,15 +59,14 @@ def _known(table: pa.Table, name: str) -> bool:
     return name in table.column_names and table[name].null_count < len(table)
 
 
-def row(run: RecordedRun, step: int, row_id: str) -> dict[str, Any]:
+def row(of: StepRows, row_id: str) -> dict[str, Any]:
     """One row: its numbers, its conversation, its tokens if columns were recorded, and the rows of its group."""
-    table, texts = run.rows(step), texts_of(run, step)
-    found = next((one for one in table.to_pylist() if one["row_id"] == row_id), None)
-    if found is None:
+    run, step, texts = of.run, of.step, of.texts
+    if row_id not in of.rows:
         raise LookupError(f"Step {step} has no row {row_id}.")
-    text = texts.get(row_id, {})
+    found, text = of.rows[row_id], texts.get(row_id, {})
     tokens, note = _tokens(run, step, row_id)
-    group = [one for one in table.to_pylist() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]
+    group = [one for one in of.rows.values() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]
     address = f"{step}[{row_id}]"
     skipped = {"row_id", "step", "row", "uid"}
     return {
@@ -84,7 +77,7 @@ def row(run: RecordedRun, step: int, row_id: str) -> dict[str, Any]:
         "messages": _conversation(text, tokens),
         "tokens": tokens,
         "note": note if text else "The text of this row was not recorded: Training(recording=Recording(texts=1)).",
-        "ground_truth": plain_text(text.get("ground_truth")),
+        "ground_truth": as_text(text["ground_truth"]) if text.get("ground_truth") is not None else None,
         "group": [
             {
                 "row_id": one["row_id"],
@@ -100,8 +93,7 @@ def row(run: RecordedRun, step: int, row_id: str) -> dict[str, Any]:
 
 def _conversation(text: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The prompt's messages and the response; of an episode, its turns."""
-    episode = json.loads(text["episode"]) if text.get("episode") else None
-    if episode:
+    if episode := text.get("episode"):
         return [_turn(message) for message in episode["messages"]]
     found = messages_of(text.get("prompt"))
     if tokens is not None or text.get("response") is not None:

@@ -131,7 +131,9 @@ class Server:
         self.port: int = self.socket.getsockname()[1]
         token = secrets.token_urlsafe(24)
         self.address = f"http://{HOST}:{self.port}/?token={token}"
-        config = uvicorn.Config(application(api, token, self.port), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            application(api, token, self.port), log_level="warning", access_log=False, lifespan="off"
+        )
         self._server = uvicorn.Server(config)
 
     def serve(self) -> None:
@@ -141,4 +143,3 @@ class Server:
     def stop(self) -> None:
         """End `serve`, from another thread."""
         self._server.should_exit = True
-

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import pyarrow.compute as pc
-
-from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
 from flowrl.draw.picture import picture
 from flowrl.look.page.graphs import role_colors
 from flowrl.look.page.plain import short
-from flowrl.look.recorded_run import RecordedRun
-from flowrl.run.engine.timeline import Span, critical_path, idle, lanes
+from flowrl.look.page.watched import WatchedRun
+from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
 
 
-def spans_of(run: RecordedRun, step: int) -> list[dict[str, Any]]:
-    """The spans of a step, counted from 1."""
-    table = run.spans
-    if "step" not in table.column_names:
-        return []
-    found: list[dict[str, Any]] = table.filter(pc.equal(table["step"], step)).to_pylist()
+def timeline(run: WatchedRun) -> Timeline:
+    """All finished spans of a run's steps, as a trace."""
+    found = Timeline()
+    found.spans = [replace(_span(one), step=one["step"] - 1) for one in run.spans()]
     return found
 
 
-def times(run: RecordedRun, step: int, graph: Graph | None) -> dict[str, Any]:
+def times(run: WatchedRun, step: int) -> dict[str, Any]:
     """Lanes of a step, from its first span to its last; and costs over all steps."""
-    spans = [_span(one) for one in spans_of(run, step)]
+    spans, graph = [_span(one) for one in run.spans(step)], run.graph
     colors = role_colors(picture(graph)) if graph is not None else {}
     begin, end = min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0)
     nodes = [span for span in spans if span.kind == "node"]
     longest = max(nodes or spans, key=lambda span: span.seconds, default=None)
-    costs, basis = _costs(run, graph, colors)
+    costs, basis = _costs(run, colors, len({span.place for span in nodes}) > 1)
     return {
         "step": step,
         "begin": 0.0,
@@ -47,7 +43,7 @@ def times(run: RecordedRun, step: int, graph: Graph | None) -> dict[str, Any]:
 
 
 def _span(one: dict[str, Any]) -> Span:
-    given = {name: one.get(name) or 0 for name in ("bytes", "rows", "tokens")}
+    given: dict[str, Any] = {name: one.get(name) or 0 for name in ("bytes", "rows", "tokens", "padded")}
     return Span(one["name"], one["place"], one["start"], one["end"], kind=one["kind"], **given)
 
 
@@ -75,47 +71,50 @@ def _as_json(span: Span, row: int, begin: float, colors: dict[str, int]) -> dict
     }
 
 
-def _costs(run: RecordedRun, graph: Graph | None, colors: dict[str, int]) -> tuple[list[dict[str, Any]], str]:
-    """The time of each node over all steps, from the metrics; tokens and padding from the spans."""
-    table = run.metrics
-    names = [name for name in table.column_names if name.startswith("timing/") and name != "timing/step"]
-    if "timing/step" not in table.column_names:
-        return [], "no step is done"
-    total = pc.sum(table["timing/step"]).as_py() or 0.0
+def _costs(run: WatchedRun, colors: dict[str, int], several: bool) -> tuple[list[dict[str, Any]], str]:
+    """The time of each node over all steps, from the metrics; tokens and padding from the spans.
+
+    Args:
+        several: nodes run at several places, so that one path of them decides how long a step takes.
+    """
+    lines = run.training
+    total = sum(line["timing/step"] for line in lines)
+    names = dict.fromkeys(
+        key[7:] for line in lines for key in line if key.startswith("timing/") and key != "timing/step"
+    )
+    seconds = {
+        name: [line[f"timing/{name}"] for line in lines if line.get(f"timing/{name}") is not None] for name in names
+    }
+    sums = {name: sum(values) for name, values in seconds.items()}
+    critical = set(critical_path(Plan(run.graph).network, sums)[0]) if several and run.graph is not None else set()
     loads = _loads(run)
-    seconds = {name[7:]: pc.sum(table[name]).as_py() or 0.0 for name in names}
-    critical: set[str] = set()
-    if graph is not None and len(idle([_span(one) for one in spans_of(run, run.steps[-1])])) > 1:
-        critical = set(critical_path(Plan(graph).network, seconds)[0])
-    measured = (run.description.get("predicted") or {}).get("nodes", {})
     found = []
-    for name in names:
-        node, calls = name[7:], len(table) - table[name].null_count
-        load = loads.get(node, {})
+    for name, values in seconds.items():
+        tokens, padded = loads.get(name, (0, 0))
         found.append(
             {
-                "name": node,
-                "color": colors.get(node),
-                "calls": calls,
-                "total": short(seconds[node]),
-                "mean": short(seconds[node] / calls) if calls else None,
-                "slowest": short(pc.max(table[name]).as_py()),
-                "share": short(seconds[node] / total) if total else 0.0,
-                "tokens_per_second": short(load["tokens"] / seconds[node]) if load.get("tokens") and seconds[node] else None,
-                "padding": short(1.0 - load["tokens"] / load["padded"]) if load.get("padded") else None,
-                "predicted": short(measured.get(node)),
-                "critical": node in critical,
+                "name": name,
+                "color": colors.get(name),
+                "calls": len(values),
+                "total": short(sums[name]),
+                "mean": short(sums[name] / len(values)) if values else None,
+                "slowest": short(max(values, default=None)),
+                "share": short(sums[name] / total) if total else 0.0,
+                "tokens_per_second": short(tokens / sums[name]) if tokens and sums[name] else None,
+                "padding": short(1.0 - tokens / padded) if padded else None,
+                "critical": name in critical,
             }
         )
     found.sort(key=lambda cost: -cost["total"])
-    steps = run.steps
-    return found, f"{len(steps)} steps, {short(total)} s; shares of nodes that run at once add up to more than 100 %"
+    together = "; shares of nodes that run at the same time add up to more than 100 %" if several else ""
+    return found, f"{len(lines)} steps, {short(total)} s{together}"
 
 
-def _loads(run: RecordedRun) -> dict[str, dict[str, float]]:
-    table = run.spans
-    wanted = [name for name in ("tokens", "padded") if name in table.column_names]
-    if not wanted or "kind" not in table.column_names:
-        return {}
-    sums = table.filter(pc.equal(table["kind"], "node")).group_by("name").aggregate([(name, "sum") for name in wanted])
-    return {one["name"]: {name: one[f"{name}_sum"] or 0 for name in wanted} for one in sums.to_pylist()}
+def _loads(run: WatchedRun) -> dict[str, tuple[int, int]]:
+    """Tokens, and positions with padding, by node."""
+    found: dict[str, tuple[int, int]] = {}
+    for span in run.spans():
+        if span["kind"] == "node":
+            tokens, padded = found.get(span["name"], (0, 0))
+            found[span["name"]] = tokens + (span.get("tokens") or 0), padded + (span.get("padded") or 0)
+    return found

@@ -23,6 +23,14 @@ function axis(extra) {
   return { stroke: style("--muted"), font: `11px ${style("--sans")}`, grid, ticks: { show: false }, ...extra };
 }
 
+/** The numbers of an axis, with as many decimals as their distance needs. */
+function ticks(_, values, axis, space, distance) {
+  const most = Math.max(...values.map(Math.abs));
+  if (most >= 1e5 || (most && most < 1e-3)) return values.map((value) => number(value, 2));
+  const decimals = [0, 1, 2, 3, 4, 5, 6].find((n) => Math.abs(distance * 10 ** n - Math.round(distance * 10 ** n)) < 1e-6) ?? 6;
+  return values.map((value) => value.toFixed(decimals).replace("-", "−"));
+}
+
 /**
  * Curves over a shared x. `lines` are {label, values, color, dots}; `marks` are vertical lines {x, kind}.
  * A click calls `onPick` with the nearest x.
@@ -45,8 +53,8 @@ function Curves({ x, lines, marks = [], height = 132, sync = "curves", onPick, o
         cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: false, y: false }, y: false },
         scales: { x: { time: false } },
         axes: [
-          axis({ size: 24, gap: 4, space: 60, values: (_, all) => all.map((one) => number(one, 4)) }),
-          axis({ size: 48, gap: 6, space: 28, values: (_, all) => all.map((one) => number(one)) }),
+          axis({ size: 24, gap: 4, space: 56, values: ticks }),
+          axis({ size: 50, gap: 6, space: 26, values: ticks }),
         ],
         series: [
           {},

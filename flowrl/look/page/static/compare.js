@@ -11,7 +11,7 @@ function Compare({ at, go, run, runs, last }) {
   if (!other) return html`<section class="card pad"><h2>Compare</h2><p class="hint">This page shows one run. Open several: <code>flowrl look RUN RUN</code></p></section>`;
   return html`<section class="card pad comparison">
     <h2>${run.name} against
-      <select aria-label="Other run" value=${other.name} onChange=${(e) => go({ other: e.target.value })}>${others.map((one) => html`<option>${one.name}</option>`)}</select>
+      <select aria-label="Other run" value=${other.name} onChange=${(e) => go({ other: e.target.value })}>${others.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</select>
     </h2>
     ${error && html`<p class="hint">${error}</p>`}
     ${answer && html`

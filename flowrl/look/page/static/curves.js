@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { Curves, SERIES } from "./charts.js";
-import { number, short } from "./format.js";
+import { number } from "./format.js";
 
 const AXES = { steps: null, rows: "total/rows", tokens: "total/tokens", seconds: "total/seconds" };
 
@@ -25,10 +25,10 @@ function CurvesTab({ at, go, run, runs, metrics, graph, step }) {
     ${several && html`<ul class="legend">${shown.map((one, i) => html`<li><span class="stroke" data-series=${i + 1}></span>${one.name}</li>`)}</ul>`}
     <div class="scroll">
       ${groups.map(
-        ([node, keys]) => html`<section class="multiples" key=${node}>
-          <h2><span class="swatch" data-role=${graph?.nodes.find((one) => one.name === node)?.color}></span>${node}</h2>
+        ([title, keys]) => html`<section class="multiples" key=${title}>
+          <h2>${title}</h2>
           <div class="grid">
-            ${keys.map((key) => html`<${Small} key=${key} name=${key} shown=${shown} metrics=${metrics} x=${AXES[x]} step=${step} onPick=${(to) => go({ step: to, row: undefined })} />`)}
+            ${keys.map(({ key, node, color }) => html`<${Small} key=${key} name=${key} node=${node} color=${color} shown=${shown} metrics=${metrics} x=${AXES[x]} step=${step} onPick=${(to) => go({ step: to, row: undefined })} />`)}
           </div>
         </section>`,
       )}
@@ -36,25 +36,26 @@ function CurvesTab({ at, go, run, runs, metrics, graph, step }) {
     </div>`;
 }
 
-/** Keys by node, in the order of the graph; validations first, what no node reports last. */
+/** Keys in sections, in the order of the graph's nodes; with the node that reports each, and its color. */
 function grouped(run, mine, graph, search) {
   if (!mine?.training) return [];
-  const found = new Map();
   const wanted = search.toLowerCase();
-  const add = (node, key) => key.toLowerCase().includes(wanted) && (found.get(node) ?? found.set(node, []).get(node)).push(key);
-  Object.keys(mine.validation.columns).forEach((key) => add(key.split("/")[0], key));
-  for (const node of graph?.nodes ?? []) found.set(node.name, []);
-  const owners = new Map((graph?.nodes ?? []).flatMap((node) => node.metrics.map((key) => [key, node.name])));
+  const nodes = new Map((graph?.nodes ?? []).map((node, i) => [node.name, { ...node, i }]));
+  const owners = new Map([...nodes.values()].flatMap((node) => node.metrics.map((key) => [key, node.name])));
+  const sections = { "Held out": [], Training: [], Seconds: [] };
+  const add = (title, key, node) => key.toLowerCase().includes(wanted) && sections[title].push({ key, node, color: nodes.get(node)?.color });
+  Object.keys(mine.validation.columns).forEach((key) => add("Held out", key));
   for (const key of Object.keys(mine.training.columns)) {
-    if (key.startsWith("total/")) continue;
-    const timed = key.startsWith("timing/") && key.slice(7);
-    add(owners.get(key) ?? (timed && found.has(timed) ? timed : key.split("/")[0]), key);
+    if (key.startsWith("timing/")) add("Seconds", key, key.slice(7));
+    else if (!key.startsWith("total/")) add("Training", key, owners.get(key));
   }
-  return [...found].filter(([, keys]) => keys.length);
+  const order = ({ node }) => nodes.get(node)?.i ?? nodes.size;
+  Object.values(sections).forEach((keys) => keys.sort((a, b) => order(a) - order(b)));
+  return Object.entries(sections).filter(([, keys]) => keys.length);
 }
 
 /** One metric; drawn once it is near the window. */
-function Small({ name, shown, metrics, x, step, onPick }) {
+function Small({ name, node, color, shown, metrics, x, step, onPick }) {
   const box = useRef();
   const [near, setNear] = useState(false);
   const [hovered, setHovered] = useState(null);
@@ -66,7 +67,7 @@ function Small({ name, shown, metrics, x, step, onPick }) {
   const { axis, lines, marks, dots } = useMemo(() => series(name, shown, metrics, x, step), [name, shown.map((one) => one.name).join(), metrics, x, step]);
   const place = hovered ?? lastOf(lines[0]?.values);
   return html`<figure class="card small" ref=${box} data-metric=${name}>
-    <figcaption><span title=${name}>${short(name)}</span><strong>${number(lines[0]?.values[place] ?? null)}</strong></figcaption>
+    <figcaption title=${node ? `${name}, reported by ${node}` : name}><span class="swatch" data-role=${color}></span><span>${name}</span><strong>${number(lines[0]?.values[place] ?? null)}</strong></figcaption>
     ${near && axis.length > 0 ? html`<${Curves} x=${axis} lines=${lines} marks=${marks} onHover=${setHovered} onPick=${(_, i) => onPick(dots[i])} />` : html`<div class="plot"></div>`}
   </figure>`;
 }

@@ -22,6 +22,7 @@ function percent(share) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${(1e6 * value).toFixed(0)} µs`;
   if (value < 1) return `${number(1000 * value, value < 0.01 ? 2 : 3).split(".")[0]} ms`;
   if (value < 60) return `${number(value)} s`;

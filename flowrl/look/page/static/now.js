@@ -55,11 +55,23 @@ function Drawing({ graph, now, chosen, onPick }) {
       if (texts.length > 1) texts[1].textContent = found?.key ? `${short(found.key)} ${number(found.value)}` : found?.rows ? `${number(found.rows)} rows` : "";
       if (texts.length > 2) texts[2].textContent = found?.open && !found.seconds ? "running" : found?.seconds ? `${seconds(found.seconds)} · ${percent(found.share)}` : "";
     }
+    for (const group of box.current.querySelectorAll("g[data-node]")) center(group);
     for (const path of box.current.querySelectorAll("path[data-from]")) {
       path.classList.toggle("near", path.dataset.from === chosen || path.dataset.to === chosen);
     }
   }, [graph.svg, now, chosen]);
   return html`<div class="graph" ref=${box}></div>`;
+}
+
+/** Put the lines that have text in the middle of their box. */
+function center(group) {
+  const texts = [...group.querySelectorAll("text")];
+  const empty = texts.filter((text) => !text.textContent).length;
+  const shown = texts.filter((text) => text.textContent);
+  shown.forEach((text, i) => {
+    const first = Number((texts[0].dataset.y ??= texts[0].getAttribute("y")));
+    text.setAttribute("y", (first + 16 * (i + empty / 2)).toFixed(1));
+  });
 }
 
 /** Add the bar of a box's share, cut to the box's shape, below its texts. */
@@ -178,7 +190,7 @@ function NodeCard({ node, now, graph, mine, place, close }) {
   const out = graph.edges.filter((edge) => edge.from === node.name);
   const carried = (edge) => {
     const from = now?.nodes[edge.from];
-    return [from?.rows && `${number(from.rows)} rows`, from?.bytes && bytes(from.bytes)].filter(Boolean).join(", ");
+    return [edge.rows && from?.rows && `${number(from.rows)} rows`, from?.bytes && bytes(from.bytes)].filter(Boolean).join(", ");
   };
   return html`<section class="card node">
     <h2><span class="swatch" data-role=${node.color}></span>${node.name}<button class="close" aria-label="Close" title="Close (Esc)" onClick=${close}>×</button></h2>

@@ -18,7 +18,7 @@ function Prompts({ at, go, run, last, step }) {
   }, [answer, search, at.kind]);
   if (error) return html`<p class="hint pad">${error}</p>`;
   if (!answer) return html`<p class="hint pad">Loading …</p>`;
-  const chosen = answer.prompts.find((one) => String(one.prompt) === at.prompt);
+  const chosen = answer.prompts.find((one) => String(one.prompt) === at.prompt) ?? shown[0];
   return html`
     <section class="card list">
       <div class="bar">
@@ -28,14 +28,14 @@ function Prompts({ at, go, run, last, step }) {
           ${Object.entries(KINDS).map(([kind, title]) => html`<button aria-pressed=${at.kind === kind} onClick=${() => go({ kind })}>${title} ${answer.counts[kind] ?? 0}</button>`)}
         </div>
         <span class="space"></span>
-        ${answer.sources.length > 1 && html`<label>of <select aria-label="Source" value=${answer.of} onChange=${(e) => go({ of: e.target.value, prompt: undefined })}>${answer.sources.map((name) => html`<option>${name}</option>`)}</select></label>`}
+        ${answer.sources.length > 1 && html`<label>of <select aria-label="Source" value=${answer.of} onChange=${(e) => go({ of: e.target.value, prompt: undefined })}>${answer.sources.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`}
       </div>
       <div class="scroll">
         <table>
           <thead><tr><th class="text">prompt</th><th class="strip">${answer.unit} ${answer.first} to ${answer.last}</th><th class="n">attempts</th><th class="n">first solved</th><th class="n">latest</th></tr></thead>
           <tbody>
             ${shown.slice(0, pages * PAGE).map(
-              (one) => html`<tr key=${one.prompt} class=${String(one.prompt) === at.prompt ? "chosen" : ""} onClick=${() => go({ prompt: one.prompt })}>
+              (one) => html`<tr key=${one.prompt} class=${one === chosen ? "chosen" : ""} onClick=${() => go({ prompt: one.prompt })}>
                 <td class="text"><a href="#" onClick=${(e) => e.preventDefault()}>${line(one.text) || `prompt ${one.prompt}`}</a></td>
                 <td class="strip"><${Strip} one=${one} answer=${answer} step=${step} /></td>
                 <td class="n">${one.attempts}</td><td class="n">${number(one.first)}</td><td class="n">${number(one.latest)}</td>
@@ -48,9 +48,7 @@ function Prompts({ at, go, run, last, step }) {
       </div>
       <p class="hint basis">${answer.basis}</p>
     </section>
-    <section class="card detail">
-      ${chosen ? html`<${Answers} run=${run} chosen=${chosen} of=${answer.of} key=${chosen.prompt} go=${go} />` : html`<p class="hint pad">Choose a prompt to put two of its answers side by side.</p>`}
-    </section>`;
+    <section class="card detail">${chosen && html`<${Answers} run=${run} chosen=${chosen} of=${answer.of} key=${chosen.prompt} />`}</section>`;
 }
 
 /** The mean scores of a prompt where it was sampled, from the first step on the left to the last. */
@@ -63,7 +61,7 @@ function Strip({ one, answer, step }) {
   </svg>`;
 }
 
-function Answers({ run, chosen, of, go }) {
+function Answers({ run, chosen, of }) {
   const { answer, error } = useView("prompt", { run: run.name, prompt: chosen.prompt, of });
   const [sides, setSides] = useState([0, -1]);
   if (error) return html`<p class="hint pad">${error}</p>`;
@@ -71,7 +69,7 @@ function Answers({ run, chosen, of, go }) {
   const { answers } = answer;
   const place = (k) => (sides[k] < 0 ? answers.length + sides[k] : sides[k]);
   return html`<div class="scroll">
-    <div class="about"><h2>prompt ${String(chosen.prompt)}<button class="close" aria-label="Close" title="Close (Esc)" onClick=${() => go({ prompt: undefined })}>×</button></h2></div>
+    <div class="about"><h2>prompt ${String(chosen.prompt)}</h2></div>
     <div class="conversation">
       ${answer.messages.map((message) => html`<article class="turn"><h3>${message.role}</h3><div class="said">${message.text}</div></article>`)}
       ${answer.ground_truth !== null && html`<article class="turn truth"><h3>ground truth</h3><div class="said">${answer.ground_truth}</div></article>`}

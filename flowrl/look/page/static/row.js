@@ -10,15 +10,22 @@ function Row({ run, step, id, at, go }) {
   if (!answer) return html`<p class="hint pad">Loading …</p>`;
   return html`<div class="scroll" aria-busy=${!current}>
     <div class="about">
-      <h2>row <code>${answer.row_id}</code><button class="close" aria-label="Close" title="Close (Esc)" onClick=${() => go({ row: undefined })}>×</button></h2>
-      <dl class="numbers">
-        ${answer.numbers.map(([name, value]) => html`<div><dt>${name}</dt><dd>${typeof value === "number" ? number(value, 4) : String(value)}</dd></div>`)}
-      </dl>
+      <h2>row <code>${answer.row_id}</code></h2>
+      <${Numbers} shown=${answer.numbers.filter(([name]) => MAIN.test(name))} />
+      <details><summary class="hint">all numbers</summary><${Numbers} shown=${answer.numbers.filter(([name]) => !MAIN.test(name))} /></details>
     </div>
     <${Conversation} answer=${answer} color=${at.color} pick=${(color) => go({ color })} />
     ${answer.group.length > 1 && html`<${Siblings} answer=${answer} go=${go} />`}
     <${Why} run=${run} answer=${answer} />
   </div>`;
+}
+
+const MAIN = /^(score|advantage|response_tokens|kl|mismatch|fate|reward\/.*)$/;
+
+function Numbers({ shown }) {
+  return html`<dl class="numbers">
+    ${shown.map(([name, value]) => html`<div><dt>${name.replaceAll("_", " ")}</dt><dd>${typeof value === "number" ? number(value, 4) : String(value)}</dd></div>`)}
+  </dl>`;
 }
 
 function Conversation({ answer, color, pick }) {
@@ -28,7 +35,7 @@ function Conversation({ answer, color, pick }) {
   return html`<div class="conversation">
     ${tokens &&
     html`<div class="bar">
-      <label>color <select aria-label="Color of tokens" value=${by} onChange=${(e) => pick(e.target.value)}>${scales.map((name) => html`<option>${name}</option>`)}</select></label>
+      <label>color <select aria-label="Color of tokens" value=${by} onChange=${(e) => pick(e.target.value)}>${scales.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       <${Scale} column=${tokens.columns[by]} />
     </div>`}
     ${answer.note && html`<p class="hint">${answer.note}</p>`}

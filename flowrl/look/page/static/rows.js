@@ -14,6 +14,7 @@ const COLUMNS = [
   ["kl", "KL", number],
   ["mismatch", "mismatch", number],
 ];
+const MINOR = new Set(["mismatch", "kl", "response_tokens"]);
 const FILTERS = {
   all: () => true,
   best: (data, i, range) => data.score?.[i] === range[1],
@@ -32,12 +33,13 @@ function Rows({ at, go, run, step }) {
   const [by, falling] = [at.by ?? "", at.down === "1"];
   const shown = useMemo(() => answer && arranged(answer, { search, grouped, by, falling, filter: at.only ?? "all" }), [answer, search, grouped, by, falling, at.only]);
   useEffect(() => { setPages(1); }, [step, search, by, falling, at.only]);
-  useRowKeys(shown, answer?.data.row_id, at, go);
+  const chosen = at.row ?? answer?.data.row_id?.[shown?.[0]?.rows[0]];
+  useRowKeys(shown, answer?.data.row_id, chosen, go);
   if (error) return html`<p class="hint pad">${error}</p>`;
   if (!answer) return html`<p class="hint pad">${step ? "Loading …" : "No step is done yet."}</p>`;
   const range = extent(answer.data.score);
   const toggle = (uid) => setOpened((old) => { const next = new Set(old); next.has(uid) ? next.delete(uid) : next.add(uid); return next; });
-  const columns = [...COLUMNS.filter(([key]) => key in answer.data), ...answer.reward.map((key) => [key, key.replace(/^reward\//, ""), number])];
+  const columns = [...COLUMNS.filter(([key]) => key in answer.data && !(grouped && key === "advantage")), ...answer.reward.map((key) => [key, key.replace(/^reward\//, ""), number])];
   const sort = (key) => go({ by: key, down: by === key && !falling ? "1" : undefined });
   const lines = shown.flatMap((group) => [{ group }, ...(!grouped || opened.has(group.uid) ? group.rows.map((i) => ({ row: i })) : [])]).filter((one) => grouped || "row" in one);
   return html`
@@ -61,14 +63,14 @@ function Rows({ at, go, run, step }) {
             <tr>
               <th class="text"><button onClick=${() => go({ by: undefined, down: undefined })}>${grouped ? "prompt" : "response"}</button></th>
               ${grouped && html`<th class="strip">group</th>`}
-              ${columns.map(([key, title]) => html`<th class="n" aria-sort=${by === key ? (falling ? "descending" : "ascending") : "none"}><button onClick=${() => sort(key)}>${title}<span class="arrow">${by === key ? (falling ? "↓" : "↑") : ""}</span></button></th>`)}
+              ${columns.map(([key, title]) => html`<th class=${MINOR.has(key) ? "n minor" : "n"} aria-sort=${by === key ? (falling ? "descending" : "ascending") : "none"}><button onClick=${() => sort(key)}>${title}<span class="arrow">${by === key ? (falling ? "↓" : "↑") : ""}</span></button></th>`)}
             </tr>
           </thead>
           <tbody>
             ${lines.slice(0, pages * PAGE).map((one) =>
               one.group
-                ? html`<${Group} key=${`g${one.group.uid}`} ...${{ group: one.group, answer, columns, range, toggle, at, go }} open=${opened.has(one.group.uid)} />`
-                : html`<${Line} key=${answer.data.row_id?.[one.row] ?? one.row} i=${one.row} ...${{ answer, columns, grouped, at, go }} />`,
+                ? html`<${Group} key=${`g${one.group.uid}`} ...${{ group: one.group, answer, columns, range, toggle, chosen, go }} open=${opened.has(one.group.uid)} />`
+                : html`<${Line} key=${answer.data.row_id?.[one.row] ?? one.row} i=${one.row} ...${{ answer, columns, grouped, chosen, go }} />`,
             )}
           </tbody>
         </table>
@@ -76,36 +78,36 @@ function Rows({ at, go, run, step }) {
       </div>
     </section>
     <section class="card detail">
-      ${at.row ? html`<${Row} run=${run} step=${step} id=${at.row} at=${at} go=${go} />` : html`<p class="hint pad">Choose a row to read it. <kbd>J</kbd> and <kbd>K</kbd> go down and up.</p>`}
+      ${chosen ? html`<${Row} run=${run} step=${step} id=${chosen} at=${at} go=${go} />` : html`<p class="hint pad">No row matches.</p>`}
     </section>`;
 }
 
-function Group({ group, answer, columns, range, open, toggle, at, go }) {
+function Group({ group, answer, columns, range, open, toggle, chosen, go }) {
   const { data } = answer;
   const mean = (key) => average(group.rows.map((i) => data[key]?.[i]));
-  const chosen = group.rows.some((i) => data.row_id?.[i] === at.row);
-  return html`<tr class=${`group${chosen && !open ? " chosen" : ""}`} onClick=${() => toggle(group.uid)}>
+  const within = group.rows.some((i) => data.row_id?.[i] === chosen);
+  return html`<tr class=${`group${within && !open ? " chosen" : ""}`} onClick=${() => toggle(group.uid)}>
     <td class="text"><button aria-expanded=${open} aria-label="Rows of the group"><span class="caret"></span></button>${line(group.prompt) || group.uid}</td>
     <td class="strip">
       ${group.rows.map((i) => html`<button
-        class=${`cell ${shade(data.score?.[i], ...range)}${data.row_id?.[i] === at.row ? " chosen" : ""}`}
+        class=${`cell ${shade(data.score?.[i], ...range)}${data.row_id?.[i] === chosen ? " chosen" : ""}`}
         title=${`score ${number(data.score?.[i])}`} aria-label=${`Row ${data.row_id?.[i]}, score ${number(data.score?.[i])}`}
         onClick=${(e) => { e.stopPropagation(); go({ row: data.row_id?.[i] }); }}></button>`)}
     </td>
-    ${columns.map(([key, , text]) => html`<td class="n">${key === "advantage" ? "" : text(mean(key))}</td>`)}
+    ${columns.map(([key, , text]) => html`<td class=${MINOR.has(key) ? "n minor" : "n"}>${text(mean(key))}</td>`)}
   </tr>`;
 }
 
-function Line({ i, answer, columns, grouped, at, go }) {
+function Line({ i, answer, columns, grouped, chosen, go }) {
   const { data, responses } = answer;
   const id = data.row_id?.[i] ?? String(i);
   const marks = [data.truncated?.[i] && "truncated", data.fate?.[i] && data.fate[i] !== "trained" && `dropped by ${data.fate[i]}`].filter(Boolean);
-  return html`<tr class=${`row${at.row === id ? " chosen" : ""}`} data-row=${id} onClick=${() => go({ row: id })}>
+  return html`<tr class=${`row${chosen === id ? " chosen" : ""}`} data-row=${id} onClick=${() => go({ row: id })}>
     <td class="text" colspan=${grouped ? 2 : 1}>
       <a href="#" onClick=${(e) => e.preventDefault()}>${responses ? line(responses[i]) || "(empty)" : id}</a>
       ${marks.map((mark) => html`<span class="tag">${mark}</span>`)}
     </td>
-    ${columns.map(([key, , text]) => html`<td class="n">${text(data[key]?.[i])}</td>`)}
+    ${columns.map(([key, , text]) => html`<td class=${MINOR.has(key) ? "n minor" : "n"}>${text(data[key]?.[i])}</td>`)}
   </tr>`;
 }
 
@@ -138,13 +140,13 @@ function extent(values) {
 }
 
 /** J and K go from row to row in the order shown. */
-function useRowKeys(shown, rowIds, at, go) {
+function useRowKeys(shown, rowIds, chosen, go) {
   useEffect(() => {
     if (!shown) return undefined;
     const pressed = (event) => {
       if (event.target.closest("input, select, textarea") || !["j", "k"].includes(event.key)) return;
       const ids = shown.flatMap((group) => group.rows.map((i) => rowIds?.[i]));
-      const place = ids.indexOf(at.row);
+      const place = ids.indexOf(chosen);
       const to = event.key === "j" ? Math.min(place + 1, ids.length - 1) : Math.max(place - 1, 0);
       if (ids[to]) go({ row: ids[to] });
     };

@@ -41,7 +41,7 @@ function Time({ at, go, run, step, last }) {
           <tbody>
             ${answer.costs.map(
               (cost) => html`<tr>
-                <td class="text"><span class="swatch" data-role=${cost.color}></span>${cost.name}${cost.critical && html`<span class="tag">critical path</span>`}</td>
+                <td class="text"><div><span class="swatch" data-role=${cost.color}></span>${cost.name}${cost.critical && html`<span class="tag">critical path</span>`}</div></td>
                 <td class="share"><svg viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect class="rest" width="100" height="8" /><rect data-role=${cost.color} width=${(100 * Math.min(1, cost.share)).toFixed(1)} height="8" /><rect class="wasted" x=${(100 * Math.min(1, cost.share) * (1 - (cost.padding ?? 0))).toFixed(1)} width=${(100 * Math.min(1, cost.share) * (cost.padding ?? 0)).toFixed(1)} height="8" /></svg></td>
                 <td class="n">${percent(cost.share)}</td><td class="n">${number(cost.calls)}</td><td class="n">${seconds(cost.mean)}</td><td class="n">${seconds(cost.slowest)}</td><td class="n">${seconds(cost.total)}</td>
                 <td class="n">${number(cost.tokens_per_second)}</td><td class="n">${percent(cost.padding)}</td><td class="n">${seconds(cost.predicted)}</td>
