@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from flowrl.data.proto.dataproto import DataProto
     from flowrl.data.sources.demos import DemoData, PreferenceData
     from flowrl.data.sources.prompts import PromptData
-    from flowrl.data.sources.samplers import ByDifficulty, Replay, Sampler
+    from flowrl.data.sources.samplers import ByDifficulty, ReplaySampler, Sampler
     from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
     from flowrl.files.graph_io import save
-    from flowrl.graph import Graph, algorithm, load
+    from flowrl.graph import Graph, algorithm, load, open
+    from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
     from flowrl.run.prediction.costs import Costs
+    from flowrl.run.recording.recording import Recording
     from flowrl.run.training.job import Job
     from flowrl.run.training.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training.training import Training
@@ -73,7 +75,9 @@ __all__ = [
     "PromptBatch",
     "PromptData",
     "Reads",
-    "Replay",
+    "RecordedRun",
+    "Recording",
+    "ReplaySampler",
     "Reporter",
     "Role",
     "RolloutBatch",
@@ -91,6 +95,7 @@ __all__ = [
     "algorithm",
     "audit",
     "load",
+    "open",
     "operator",
     "save",
 ]
@@ -101,7 +106,7 @@ __getattr__ = lazy(
         "ByDifficulty": "data.sources.samplers",
         "DemoData": "data.sources.demos",
         "PreferenceData": "data.sources.demos",
-        "Replay": "data.sources.samplers",
+        "ReplaySampler": "data.sources.samplers",
         "Sampler": "data.sources.samplers",
         "Source": "data.sources.source",
         "DemoBatch": "records",
@@ -110,6 +115,7 @@ __getattr__ = lazy(
         "AuditTask": "auditing.task",
         "audit": "auditing.audit",
         "Backend": "protocols.backend",
+        "Recording": "run.recording.recording",
         "Reporter": "run.training.report",
         "Spec": "spec",
         "Column": "columns",
@@ -138,6 +144,8 @@ __getattr__ = lazy(
         "Role": "core.operators.roles",
         "Writes": "core.operators.roles",
         "load": "graph",
+        "open": "graph",
+        "RecordedRun": "look.recorded_run",
         "operator": "core.operators.function",
         "save": "files.graph_io",
         "algorithm": "graph",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from flowrl.core.graphs import graph
 from flowrl.core.graphs.algorithm import Algorithm
@@ -22,6 +22,9 @@ from flowrl.run.placement.place import Place
 from flowrl.run.prediction.costs import Costs, refuse_no_costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
+
+if TYPE_CHECKING:
+    from flowrl.look.recorded_run import RecordedRun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,3 +163,22 @@ def load(path: str | Path, *, imports: bool | None = None) -> Graph:
         GraphError: the file is missing, damaged, not a graph, or names code that is not imported.
     """
     return graph_io.load(Graph, path, imports)
+
+
+def open(path: str | Path, *, imports: bool = False) -> RecordedRun:
+    """Open a run folder to look into it; also a run in progress, and one that failed or was killed.
+
+    Reading takes no lock and writes nothing.
+
+    Args:
+        path: the run folder.
+        imports: whether to import the classes and functions that the run's graph names, which runs their modules.
+            Without, those of flowrl, of installed operators, and those that your program has already imported are
+            used, and functions are only named.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    from flowrl.look.recorded_run import open_run  # here: graphs alone need no pyarrow
+
+    return open_run(path, imports, Graph)

@@ -19,7 +19,7 @@ from flowrl.backends import AdamW, TorchRollout
 from flowrl.core.graphs.after import After
 from flowrl.operators.reward.operator import place_scores
 from flowrl.run.training.job import Job
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 from tests.nightly import nightly
 from tests.support.jobs import job_of
 from tests.support.rewards import asked_for

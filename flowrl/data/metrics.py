@@ -84,9 +84,16 @@ class Metrics(Mapping[str, Metric]):
     process the same rows, each rank's engine reports its own part (`parts`).
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None, parts: Mapping[str, Metric] | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric] | None = None,
+        parts: Mapping[str, Metric] | None = None,
+        rows: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         self._metrics: dict[str, Metric] = dict(metrics or {})
         self._parts: dict[str, Metric] = dict(parts or {})
+        of_rows = rows if rows is not None else metrics.rows if isinstance(metrics, Metrics) else {}
+        self._rows: dict[str, dict[str, float]] = {key: dict(values) for key, values in of_rows.items()}
 
     def mean(self, key: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Report ``numerator / denominator``; parts merge as sum of numerators over sum of denominators."""
@@ -108,6 +115,15 @@ class Metrics(Mapping[str, Metric]):
         """Report the scores of groups, by `uid`, so that samplers can learn from them."""
         _add(self._metrics, key, GroupScores(scores={str(uid): tuple(map(float, s)) for uid, s in scores.items()}))
 
+    def row(self, key: str, row_id: str, value: Number) -> None:
+        """Report a number of one row: not a metric, but a column of the run's row summaries."""
+        self._rows.setdefault(key, {})[str(row_id)] = float(value)
+
+    @property
+    def rows(self) -> Mapping[str, Mapping[str, float]]:
+        """The reported numbers of rows, by key and `row_id`."""
+        return self._rows
+
     def scores(self) -> dict[str, tuple[float, ...]]:
         """All reported scores of groups."""
         found = GroupScores()
@@ -121,6 +137,8 @@ class Metrics(Mapping[str, Metric]):
         for key, metric in other.items():
             _add(self._metrics, key, metric)
             _add(self._parts, key, metric)
+        for key, values in other.rows.items() if isinstance(other, Metrics) else ():
+            self._rows.setdefault(key, {}).update(values)
 
     def parts(self) -> Mapping[str, Metric]:
         """Only the merged parts."""
@@ -143,7 +161,7 @@ class Metrics(Mapping[str, Metric]):
         return f"Metrics({self.compute()})"
 
     def __reduce__(self) -> Any:
-        return Metrics, (self._metrics, self._parts)
+        return Metrics, (self._metrics, self._parts, self._rows)
 
 
 def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
@@ -153,7 +171,7 @@ def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
     """
     merged = Metrics(reports[0])
     for report in reports[1:]:
-        merged.merge(report.parts() if replicated else report)
+        merged.merge(Metrics(report.parts(), rows=report.rows) if replicated else report)
     return merged
 
 

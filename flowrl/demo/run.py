@@ -30,8 +30,9 @@ from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.run.training.job import Job
+from flowrl.run.training.loop import Run
 from flowrl.run.training.report import Terminal
-from flowrl.run.training.training import Run, Training
+from flowrl.run.training.training import Training
 from flowrl.run.validation.validation import Validation
 from flowrl.schedules import Constant
 

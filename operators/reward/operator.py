@@ -169,8 +169,10 @@ class Reward(Operator):
                 metrics.mean(f"{self.log}/mean", scored.score)
                 metrics.min(f"{self.log}/min", scored.score)
                 metrics.max(f"{self.log}/max", scored.score)
+                metrics.row(f"{self.log}/score", prompts.row_id[row], scored.score)
                 for key, value in scored.extras.items():
                     metrics.mean(f"{self.log}/{key}", value)
+                    metrics.row(f"{self.log}/{key}", prompts.row_id[row], value)
         if self.on_error != "raise":
             metrics.sum(f"{self.log}/errors", errors)
         return place_scores(scores.to(rollout.response_mask.device), rollout.response_mask)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -25,7 +26,15 @@ from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import TakesModelInputs
-from flowrl.operators.losses.objective import ROW, Aggregation, FirstPass, KLLoss, TokenObjective, check_norm
+from flowrl.operators.losses.objective import (
+    ROW,
+    Aggregation,
+    FirstPass,
+    KLLoss,
+    TokenObjective,
+    check_norm,
+    token_weights,
+)
 from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
@@ -75,6 +84,16 @@ class _Update:
         if self._groups is not None:
             return None
         return rank_rows(mini_batch_rows(len(tokens), self.mini_batch, self.ppo_epochs, key), tokens, ranks)
+
+    def row_weights(self, response_mask: Tensor, key: Key, uid: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """See `flowrl.run.recording.summaries.UpdatesByRows`."""
+        steps, weights = torch.full((len(response_mask),), -1), torch.zeros(len(response_mask))
+        groups = None if self._groups is None else uid
+        mini_batches = mini_batch_rows(len(response_mask), self.mini_batch, self.ppo_epochs, key, groups)
+        for number, rows in enumerate(mini_batches):
+            weights[rows] += token_weights(response_mask[rows], self.aggregation, self.norm).sum(-1)
+            steps[rows] = torch.where(steps[rows] < 0, number, steps[rows])
+        return steps, weights
 
     @property
     def _beyond_rows(self) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 from flowrl.demo import run as demo
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.runs

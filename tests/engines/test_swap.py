@@ -27,7 +27,8 @@ from flowrl.core.operators.references import load_object
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
-from flowrl.run.training.training import Run, Training
+from flowrl.run.training.loop import Run
+from flowrl.run.training.training import Training
 from tests import ROOT
 from tests.engines.vllm.vllm_slot import VLLMSlot
 

@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing"},
+    "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
+    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
@@ -260,9 +261,11 @@ def test_the_public_names_are_these() -> None:
         "DataProto",
         "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Now",
         "Operator",
-        "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "Replay", "Reporter", "Role",
+        "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
+        "Recording", "ReplaySampler", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Training",
-        "Validation", "When", "Writes", "algorithm", "audit", "load", "operator", "save",
+        "Validation", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
+        "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
 

@@ -13,9 +13,9 @@ from flowrl.graph import Graph
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 
-TIMES = ("timing/", "throughput/")
+TIMES = ("time", "timing/", "throughput/", "total/seconds")
 
 
 def train(job: Any, data: str, folder: Path, reporters: Any = (), **settings: Any) -> Run:

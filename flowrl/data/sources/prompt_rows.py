@@ -138,8 +138,8 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]
 
 
 def _read_parquet(path: Path, selected: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa  # type: ignore[import-untyped]  # here: slow to import, and only parquet needs it
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa  # here: slow to import, and only parquet needs it
+    import pyarrow.parquet as pq
 
     row = 0
     try:

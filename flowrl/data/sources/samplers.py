@@ -254,7 +254,7 @@ class _Posterior(Order):
         self._calls, self.heard = found["asked"], found["heard"]
 
 
-class Replay(Sampler):
+class ReplaySampler(Sampler):
     """Every epoch in a new random order, plus replays of hard prompts.
 
     A prompt whose mean score is between `above` and `below` enters a first-in-first-out queue. At most `share` of each
@@ -277,9 +277,9 @@ class Replay(Sampler):
 
 
 class _ReplayOrder(Order):
-    """The order of `Replay`: epochs, and a queue of rows."""
+    """The order of `ReplaySampler`: epochs, and a queue of rows."""
 
-    def __init__(self, sampler: Replay, rows: int, key: Key) -> None:
+    def __init__(self, sampler: ReplaySampler, rows: int, key: Key) -> None:
         self._sampler, self._rows = sampler, rows
         self._epochs = Epochs(rows, key)
         self._queue: list[int] = []
@@ -306,10 +306,10 @@ class _ReplayOrder(Order):
         return {"rows": self._rows, "heard": self.heard, "fresh": epochs, "waiting": list(self._queue), "known": known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        found = _checked(position, self.position, self._rows, "Replay")
+        found = _checked(position, self.position, self._rows, "ReplaySampler")
         counted = all(is_count(times) for times in found["known"].values())
         if not _is_list_of_rows(found["waiting"], self._rows) or not counted:
-            _refuse_position(position, self._rows, "Replay")
+            _refuse_position(position, self._rows, "ReplaySampler")
         self._epochs.seek(found["fresh"])
         self._queue, self.heard = list(found["waiting"]), found["heard"]
         self._replays = {int(row): times for row, times in found["known"].items()}

@@ -12,19 +12,17 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
-from flowrl.data.metrics import Metrics
 from flowrl.data.now import ONLY, Collected, Now, Round
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
-from flowrl.run.engine.not_finite import NotFiniteOutputs
-from flowrl.run.engine.result import StepResult, merge_metrics
+from flowrl.run.engine.open_step import OpenStep
+from flowrl.run.engine.result import StepResult, merge_metrics, reporting_nodes
 from flowrl.run.engine.runner import Lengths, OutputHandle, Runner, Task, TaskResult, code_and_facts
 from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
 
@@ -33,46 +31,6 @@ Batches = DataProto | Mapping[str, DataProto]
 Draw = Callable[[int], Batches]
 OnNode = Callable[[str], None]
 RequestedOutputs = Callable[[int], Mapping[str, Collection[str] | None]]
-
-
-@dataclass
-class _Step:
-    """A step in flight.
-
-    Args:
-        batches: for each round, the batch of each input.
-        waits: by node that has not started, how many dependencies are not done.
-        readers: by node, how many readers have not read it.
-        earlier_rounds: for each finished round, outputs of nodes for the result.
-        metrics, seconds: of the nodes that have run, over all rounds.
-        finished: the nodes that are done, or do not run in this step.
-        sampled: by node, the outputs that a restart of the step keeps.
-        not_finite: the outputs with NaN or infinity, which an error names.
-    """
-
-    batches: list[Mapping[str, DataProto]]
-    round: Round = ONLY
-    waits: dict[str, int] = field(default_factory=dict)
-    readers: dict[str, int] = field(default_factory=dict)
-    outputs: dict[str, Mapping[str, OutputHandle]] = field(default_factory=dict)
-    earlier_rounds: list[Mapping[str, Mapping[str, OutputHandle]]] = field(default_factory=list)
-    lengths: dict[str, Lengths] = field(default_factory=dict)
-    metrics: dict[str, Metrics] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    finished: set[str] = field(default_factory=set)
-    round_results: list[TaskResult] = field(default_factory=list)
-    sampled: dict[str, NodeOutputs] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    filled: int | None = None
-    not_finite: NotFiniteOutputs = field(default_factory=NotFiniteOutputs)
-
-    def report(self, done: TaskResult) -> None:
-        """Add the metrics and duration of an instance."""
-        name = done.task.node.name
-        merged = Metrics(self.metrics.get(name))
-        merged.merge(done.metrics)
-        self.metrics[name] = merged
-        self.seconds[name] = self.seconds.get(name, 0.0) + done.seconds
 
 
 class InFlightSteps:
@@ -109,7 +67,7 @@ class InFlightSteps:
         self._sampling_nodes = ahead_of(infos, region) if lag else frozenset()
         self.state = dict(state)
         self._committed = dict(state)  # of the steps that are closed
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, OpenStep] = {}
         self._ready: list[tuple[int, int]] = []  # a heap of (step, position)
         self._done: set[tuple[int, str]] = set()
         self._busy: set[int] = set()
@@ -123,7 +81,9 @@ class InFlightSteps:
         """Start a step from a snapshot."""
         parts = snapshot.sampled, snapshot.metrics, snapshot.seconds, snapshot.state
         sampled, metrics, seconds, state = map(dict, parts)
-        self._steps[step] = _Step(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
+        one = OpenStep(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
+        one.rounds, one.earlier_rounds = snapshot.rounds, [*snapshot.rounds[:-1]]
+        self._steps[step] = one
         self._begin(step)
 
     @property
@@ -199,6 +159,8 @@ class InFlightSteps:
             if info.is_input:
                 self._put(one, info)
                 self._free(step, info)
+        if one.rounds:
+            one.outputs |= one.rounds[-1]
         for name in (name for name in self.infos if name in complete):
             self._mark_read(step, one, self.infos[name])
             if name in one.sampled:
@@ -206,19 +168,20 @@ class InFlightSteps:
                 self._free(step, self.infos[name])
         one.finished |= complete
 
-    def _snapshot(self, one: _Step, sampled: Mapping[str, NodeOutputs]) -> StepSnapshot:
+    def _snapshot(self, one: OpenStep, sampled: Mapping[str, NodeOutputs]) -> StepSnapshot:
         complete = self._complete_by(sampled)
         metrics = {name: metrics for name, metrics in one.metrics.items() if name in complete}
         seconds = {name: s for name, s in one.seconds.items() if name in complete}
         state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in complete}
-        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state)
+        rounds = one.rounds if self._region.collector in sampled else ()
+        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state, rounds)
 
     def _complete_by(self, sampled: Mapping[str, NodeOutputs]) -> set[str]:
         """The nodes of a step, without inputs, that need not run again with these samples."""
         inside = self._region.nodes if self._region.collector in sampled else ()
         return {*sampled, *(name for name in inside if not self.infos[name].is_input)}
 
-    def _put(self, one: _Step, info: NodeInfo) -> None:
+    def _put(self, one: OpenStep, info: NodeInfo) -> None:
         """Put in the columns of an input from the current round's batch."""
         batch = one.batches[one.round.number][info.node.name]
         given = {column: batch.columns[column] for column in info.columns}
@@ -314,16 +277,28 @@ class InFlightSteps:
         self._enter(step, one, info, outputs)
         if name in self._sampling_nodes:
             one.sampled[name] = NodeOutputs(self._runner.secure(info.node, outputs.outputs), outputs.lengths)
+            if name == self._region.collector:
+                one.rounds = [self._secured(part) for part in (*one.earlier_rounds, self._of_round(step, one))]
         self._end(step, info)
 
-    def _enter(self, step: int, one: _Step, info: NodeInfo, outputs: NodeOutputs) -> None:
+    def _of_round(self, step: int, one: OpenStep) -> Mapping[str, Mapping[str, OutputHandle]]:
+        """The outputs of the current round that the result includes."""
+        some = {name for name, columns in self._requested(step).items() if columns is not None}
+        return {name: one.outputs[name] for name in some & self._region.nodes if name in one.outputs}
+
+    def _secured(self, part: Mapping[str, Mapping[str, OutputHandle]]) -> Mapping[str, Mapping[str, OutputHandle]]:
+        """Outputs of a round that survive a restart of the processes that wrote them, without the collector's own."""
+        others = {name: outputs for name, outputs in part.items() if name != self._region.collector}
+        return {name: self._runner.secure(self.infos[name].node, outputs) for name, outputs in others.items()}
+
+    def _enter(self, step: int, one: OpenStep, info: NodeInfo, outputs: NodeOutputs) -> None:
         """Enter the outputs of a node, for its readers."""
         if outputs.lengths is not None and info.written is not None:
             one.lengths[info.written] = outputs.lengths
         if info.readers or info.node.name in self._requested(step):
             one.outputs[info.node.name] = outputs.outputs
 
-    def _mark_read(self, step: int, one: _Step, info: NodeInfo) -> None:
+    def _mark_read(self, step: int, one: OpenStep, info: NodeInfo) -> None:
         """An instance has read its inputs, or does not run in this step: release those that it was the last to read."""
         for source in info.node.sources:
             one.readers[source] -= 1
@@ -363,7 +338,7 @@ class InFlightSteps:
         assert self._region.collector is not None
         return cast(Gate, self.infos[self._region.collector].node.in_step(self._schedule_step(step)).operator)
 
-    def _finish_round(self, step: int, one: _Step, done: TaskResult) -> TaskResult | None:
+    def _finish_round(self, step: int, one: OpenStep, done: TaskResult) -> TaskResult | None:
         """The collector's result over all rounds of the step; None if another round, or a repetition, has started."""
         if done.task.now.round.sizes or not isinstance(done.outputs.get("collected"), Collected):
             return done  # it has repeated groups; or nothing was computed, as on a virtual clock
@@ -387,7 +362,7 @@ class InFlightSteps:
         self._start(self.infos[gate.name], step, inputs, collected.lengths, Round(len(one.round_results), 0, sizes))
         return None
 
-    def _join_rounds(self, one: _Step, sizes: tuple[int, ...]) -> TaskResult:
+    def _join_rounds(self, one: OpenStep, sizes: tuple[int, ...]) -> TaskResult:
         """The collector's results of all rounds, joined into one."""
         parts = [part for part in one.round_results if part.outputs["collected"].sizes]
         if len(parts) == 1:
@@ -402,10 +377,9 @@ class InFlightSteps:
             not_finite=tuple(dict.fromkeys(name for part in parts for name in part.not_finite)),
         )
 
-    def _start_round(self, step: int, one: _Step, missing: int) -> None:
+    def _start_round(self, step: int, one: OpenStep, missing: int) -> None:
         """Start another round on so many further prompts; a restarted step has sampled them already."""
-        some = {name for name, columns in self._requested(step).items() if columns is not None}
-        one.earlier_rounds.append({name: one.outputs[name] for name in some & self._region.nodes})
+        one.earlier_rounds.append(self._of_round(step, one))
         one.round = Round(len(one.round_results), missing)
         if len(one.batches) == one.round.number:
             one.batches.append(self._more(missing))
@@ -422,19 +396,23 @@ class InFlightSteps:
             if not one.waits[name]:
                 heapq.heappush(self._ready, (step, info.position))
 
-    def _result(self, step: int, one: _Step) -> StepResult:
+    def _result(self, step: int, one: OpenStep) -> StepResult:
         columns: dict[str, DataProto] = {}
         values: dict[str, dict[str, Any]] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
         requested = self._requested(step)
         for name in (name for name in self.infos if name in requested and name in one.outputs):
             info, outputs, some = self.infos[name], one.outputs[name], requested[name]
             parts = [*(earlier[name] for earlier in one.earlier_rounds if name in earlier), outputs]
             fetched = [self._fetched(info, part, info.columns if some is None else some) for part in parts]
             columns[name] = fetched[0] if len(fetched) == 1 else DataProto.concat(fetched)
+            if len(fetched) > 1:
+                sizes[name] = tuple(map(len, fetched))
             values[name] = {output: value for output, value in outputs.items() if output not in info.columns}
         ordered = {name: one.metrics[name] for name in self.infos if name in one.metrics}
         scores = {name: found for name, metrics in ordered.items() if (found := metrics.scores())}
-        return StepResult(columns, values, merge_metrics(ordered), one.seconds, scores, one.filled)
+        merged, reported_by = merge_metrics(ordered), reporting_nodes(ordered)
+        return StepResult(columns, values, merged, one.seconds, scores, one.filled, reported_by, sizes)
 
     def _fetched(self, info: NodeInfo, outputs: Mapping[str, OutputHandle], names: Iterable[str]) -> DataProto:
         """Some columns of a node's outputs."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from flowrl.data.metrics import Metric, Metrics
+from flowrl.data.metrics import Metrics
 from flowrl.data.proto.dataproto import DataProto
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class StepResult:
         metrics: all reported metrics; a key that two nodes report is prefixed with the node.
         scores: by node that reported scores of groups, the scores by `uid`, over all rounds.
         filled: with a lag, how many batches were sampled but not yet trained on when training on this one started.
+        reported_by: by metric, the node that reported it.
+        round_sizes: by returned node that ran in several rounds, the rows of each round.
     """
 
     columns: Mapping[str, DataProto]
@@ -28,6 +32,8 @@ class StepResult:
     seconds: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     filled: int | None = None
+    reported_by: Mapping[str, str] = field(default_factory=dict)
+    round_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def under(self, names: Mapping[str, str]) -> StepResult:
         """The same result with columns of some nodes added under other names (``{name: node}``)."""
@@ -52,9 +58,19 @@ class StepResult:
 
 def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
     """The metrics of all nodes; a key that two nodes report is prefixed with the node."""
-    merged: dict[str, Metric] = {}
-    times = Counter(key for metrics in reported.values() for key in metrics)
-    for node, metrics in reported.items():
-        for key, metric in metrics.items():
-            merged[f"{node}/{key}" if times[key] > 1 else key] = metric
-    return Metrics(merged)
+    return Metrics(_by_key(reported), rows=_by_key({node: metrics.rows for node, metrics in reported.items()}))
+
+
+def reporting_nodes(reported: Mapping[str, Metrics]) -> dict[str, str]:
+    """By key of `merge_metrics`, the node that reports it."""
+    return _by_key({node: dict.fromkeys(metrics, node) for node, metrics in reported.items()})
+
+
+def _by_key(reported: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """The values of all nodes; a key of two nodes is prefixed with the node."""
+    times = Counter(key for values in reported.values() for key in values)
+    return {
+        f"{node}/{key}" if times[key] > 1 else key: value
+        for node, values in reported.items()
+        for key, value in values.items()
+    }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class StepSnapshot:
     Args:
         batches: for each round, the batch of each input.
         sampled: by node, its samples, which are not recomputed.
+        rounds: for each round of a region that need not run again, its outputs for the result, by node.
     """
 
     batches: list[Mapping[str, DataProto]]
@@ -46,6 +47,7 @@ class StepSnapshot:
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
+    rounds: Sequence[Mapping[str, Mapping[str, OutputHandle]]] = ()
 
 
 def save_snapshots(
@@ -61,9 +63,15 @@ def save_snapshots(
             info = infos[name]
             columns = {column: runner.fetch(info.node, column, node.outputs[column]) for column in info.columns}
             DataProto(columns).save(_node(place, name))
+        for number, nodes in enumerate(one.rounds):
+            for name, outputs in nodes.items():
+                some = {c: runner.fetch(infos[name].node, c, outputs[c]) for c in infos[name].columns if c in outputs}
+                DataProto(some).save(_round(place, number, name))
         metrics = {name: {key: asdict(metric) for key, metric in found.items()} for name, found in one.metrics.items()}
         inputs = [[*batches] for batches in one.batches]
         written = {"lag": lag, "inputs": inputs, "nodes": [*one.sampled], "metrics": metrics, "seconds": one.seconds}
+        written["rounds"] = [[*nodes] for nodes in one.rounds]
+        written["rows"] = {name: found.rows for name, found in one.metrics.items()}
         (place / REPORTS).write_text(json.dumps(written), encoding="utf-8")
 
 
@@ -96,14 +104,27 @@ def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner
         for name in saved["nodes"]:
             columns = DataProto.load(_node(place, name)).columns
             sampled[name] = NodeOutputs(runner.put(infos[name].node, columns), lengths_of(columns))
-        metrics = {name: Metrics({k: _metric(m) for k, m in found.items()}) for name, found in saved["metrics"].items()}
-        snapshots[int(place.name)] = StepSnapshot(batches, sampled, metrics, saved["seconds"])
+        rounds = [
+            {name: runner.put(infos[name].node, DataProto.load(_round(place, number, name)).columns) for name in names}
+            for number, names in enumerate(saved.get("rounds", ()))
+        ]
+        rows = saved.get("rows", {})
+        metrics = {
+            name: Metrics({k: _metric(m) for k, m in found.items()}, rows=rows.get(name))
+            for name, found in saved["metrics"].items()
+        }
+        snapshots[int(place.name)] = StepSnapshot(batches, sampled, metrics, saved["seconds"], rounds=rounds)
     return snapshots
 
 
 def _input(place: Path, number: int, name: str) -> Path:
     """The folder of an input's batch in a round."""
     return place / "inputs" / str(number) / quote(name, safe="")
+
+
+def _round(place: Path, number: int, name: str) -> Path:
+    """The folder of a node's columns in a round."""
+    return place / "rounds" / str(number) / quote(name, safe="")
 
 
 def _node(place: Path, name: str) -> Path:

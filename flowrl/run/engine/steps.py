@@ -94,14 +94,17 @@ class Steps:
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
             more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
-            tell: further columns that the result of a step includes, those of all rounds.
+            tell: further columns that the result of a step includes, those of all rounds, by their names in the graph
+                before fusing.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
+        @functools.lru_cache(maxsize=lag + 1)
         def requested(step: int) -> Mapping[str, Collection[str] | None]:
-            edges = [edge for edge in tell(step) if edge.node not in returned]
-            some = {edge.node: [other.output for other in edges if other.node == edge.node] for edge in edges}
-            return {**dict.fromkeys(returned), **some}
+            some: dict[str, list[str]] = {}
+            for node, output in tell(step):
+                some.setdefault(self._fused.get(node, node), []).append(output)
+            return {**some, **dict.fromkeys(returned)}
 
         infos, region = self._known_nodes(lag), Region.of(self.plan)
         inputs = self.plan.graph.inputs
@@ -124,7 +127,8 @@ class Steps:
             result = self._protected(functools.partial(self._finish, in_flight, step), in_flight)
             in_flight.close(step)
             self.state = in_flight.snapshot_state
-            yield result.under({name: self._fused[name] for name in return_nodes if name in self._fused})
+            named = {*return_nodes, *(edge.node for edge in tell(step))}
+            yield result.under({name: self._fused[name] for name in self._fused if name in named})
 
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
         """The nodes for a lag; raises `GraphError` if it would deadlock."""

@@ -22,7 +22,7 @@ from flowrl.data.proto.column_math import size
 from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 
-Kind = Literal["node", "transfer", "wait", "environment"]
+Kind = Literal["node", "transfer", "wait", "environment", "record"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # written if known
 
 
@@ -33,7 +33,7 @@ class Span:
     Args:
         name: of a node, or of a transfer or wait for one.
         place: where it ran.
-        kind: ``"environment"`` is a node's wait for something outside its place.
+        kind: ``"environment"`` is a node's wait for something outside its place, ``"record"`` the writing of a step.
         padded: tokens if every row were as long as the longest.
         lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
     """
@@ -230,7 +230,7 @@ def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tup
 
 def idle(spans: Iterable[Span]) -> dict[str, float]:
     """The share of time, from the first start to the last end of any place, in which each place only waited."""
-    spans = sorted((span for span in spans if span.kind != "environment"), key=lambda span: span.start)
+    spans = sorted((span for span in spans if span.kind not in ("environment", "record")), key=lambda span: span.start)
     if not spans:
         return {}
     total = max(span.end for span in spans) - spans[0].start

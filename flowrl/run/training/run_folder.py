@@ -20,7 +20,9 @@ from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
 
-LINES = ("metrics.jsonl", "predictions.jsonl", "rollouts.jsonl")
+LINES = ("metrics.jsonl", "predictions.jsonl", "rollouts.jsonl", "state.jsonl", "alarms.jsonl")
+SPANS = "spans.jsonl"
+RECORDED = ("rows", "texts", "columns")
 TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 Lines = list[Mapping[str, float]]
@@ -30,15 +32,16 @@ Resume = bool | Literal["or-start"]
 class RunFolder:
     """The folder of a run.
 
-    It holds ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, ``rollouts.jsonl``, ``trace.json``, the
-    checkpoints and the trained weights.
+    It holds ``run.json`` (what ran), lines of each step (`LINES`), ``spans.jsonl``, ``trace.json``, the recorded rows
+    (`RECORDED`), the checkpoints and the trained weights.
 
     Args:
-        before: status and identity in the ``run.json`` that was already there; None if there was none.
+        before: the ``run.json`` that was already there; None if there was none.
     """
 
     def __init__(self, path: Path, before: Mapping[str, Any] | None = None, lock: FolderLock | None = None) -> None:
         self.path, self.before, self._lock = path, before, lock
+        self._description: dict[str, Any] = {}
 
     @staticmethod
     def create(folder: str | None, name: str, resume: Resume, exports: Iterable[str] = ()) -> RunFolder:
@@ -96,8 +99,9 @@ class RunFolder:
         return failed and not any("timing/step" in record for _, record in self._read("metrics.jsonl"))
 
     def describe(self, described: Mapping[str, Any]) -> None:
-        """Write ``run.json`` atomically."""
-        text = json.dumps(jsonable(described), indent=2).encode() + b"\n"
+        """Add to ``run.json``, which is written atomically."""
+        self._description |= described
+        text = json.dumps(jsonable(self._description), indent=2).encode() + b"\n"
         try:
             write(self.path / "run.json", text)
         except StorageError:
@@ -177,12 +181,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _described(path: Path) -> Mapping[str, Any] | None:
-    """Status and identity in ``run.json``; None if there is none."""
+    """The content of ``run.json``, with status and identity; None if there is none."""
     if not (path / "run.json").exists():
         return None
     try:
         described = parse_json((path / "run.json").read_bytes())
-        return {"status": str(described["status"]), "identity": dict(described.get("identity", {}))}
+        return {**described, "status": str(described["status"]), "identity": dict(described.get("identity", {}))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
             f"{path / 'run.json'} was not written by a run, or is damaged. Choose another folder "
@@ -207,7 +211,8 @@ def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
     """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
     may a checkpoint, which a run reads, or replaces as a link."""
     inside = folder.resolve()
-    written = [*(folder / name for name in (LOCK, "run.json", *LINES, TRACE, CHECKPOINTS))]
+    written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, CHECKPOINTS))]
+    written += [path for name in RECORDED for path in (folder / name, *(folder / name).rglob("*"))]
     for role in exports:
         written += [folder / role, *(folder / role).rglob("*")]
     for path in filter(Path.is_symlink, written):

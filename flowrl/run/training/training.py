@@ -7,10 +7,9 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -18,31 +17,25 @@ from pydantic import Field, field_validator, model_validator
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
-from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import writing
-from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
-from flowrl.errors import DataError, StorageError
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
 from flowrl.protocols.protocols import Trainer
-from flowrl.run.engine.in_flight import Batches
-from flowrl.run.engine.result import StepResult
-from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.timeline import Summary, Timeline, idle
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
+from flowrl.run.recording.recording import Recording
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
+from flowrl.run.training.loop import Loop, Run, noting
+from flowrl.run.training.provenance import provenance
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
-from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
-from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
-from flowrl.run.training.run_folder import CHECKPOINTS, TRACE, Resume, RunFolder, jsonable
-from flowrl.run.training.signals import Ending, ended_in_order
+from flowrl.run.training.resume import find
+from flowrl.run.training.rollout_log import refuse_partial_rollouts
+from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder
+from flowrl.run.training.signals import ended_in_order
 from flowrl.run.training.sources import (
     Data,
-    Sources,
     by_input,
     refuse_no_feedback,
     refuse_no_source,
@@ -50,21 +43,10 @@ from flowrl.run.training.sources import (
     refuse_unfit_data,
 )
 from flowrl.run.validation.held_out import held_out, with_engines
-from flowrl.run.validation.validating import Validating
 from flowrl.run.validation.validation import Validation
 from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A finished run: its folder, the metrics of every step and validation, and the live engines."""
-
-    folder: Path
-    metrics: Sequence[Mapping[str, float]]
-    validations: Sequence[Mapping[str, float]]
-    engines: Mapping[str, Any]
 
 
 class Training(Spec):
@@ -87,6 +69,7 @@ class Training(Spec):
             ``"or-start"`` starts the run if there is none, for jobs that are restarted; True refuses that.
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
+        recording: what the run writes of its rows besides their summaries.
         costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
             the measured seconds. None predicts nothing.
 
@@ -110,6 +93,7 @@ class Training(Spec):
     max_checkpoints: int = Field(default=3, ge=1)
     resume: Resume = False
     rollouts_every: int | None = Field(default=None, ge=1)
+    recording: Recording = Recording()
     costs: str | None = None
 
     @field_validator("job", mode="before")
@@ -221,17 +205,18 @@ class Training(Spec):
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], backends_of(self.job.graph), self.steps)
             try:
-                folder.describe({"status": "running", **described})
+                folder.describe({"status": "running", **provenance(folder.before, found), **described})
                 with self.whole.open(self.seed) as opened:
                     steps = opened.fork(Plan(self.job.runs), self.seed)
-                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"], ending).run(found)
+                    run = Loop(self, steps, folder, checkpoints, reporters, described["identity"], ending).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
-                folder.describe({"status": "finished", **described})
+                folder.describe({"status": "finished", "ended": time.time(), **described})
             except BaseException as error:
                 status = "failed" if isinstance(error, Exception) else "interrupted"
-                with _noting(error):
-                    folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
+                with noting(error):
+                    text = f"{type(error).__name__}: {error}"
+                    folder.describe({"status": status, "ended": time.time(), "error": text, **described})
                 raise
         return run
 
@@ -261,187 +246,3 @@ class Training(Spec):
             "versions": {"python": platform.python_version(), **versions},
             "threads": torch.get_num_threads(),
         }
-
-
-class _Loop:
-    """The state of a run in progress."""
-
-    def __init__(
-        self,
-        training: Training,
-        steps: Steps,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        reporters: Sequence[Reporter],
-        identity: Mapping[str, Any],
-        ending: Ending,
-    ) -> None:
-        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
-        tokenizer = steps.tokenizer()
-        graph, region = training.job.graph, steps.plan.region
-        again = [name for name in graph.inputs if name in region]
-        self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
-        self.sources.warn_of_few(training.prompts)
-        self.logged_columns = logged_columns(graph)
-        self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
-        self.last = training.steps  # or an earlier one, if a validation reaches its goal
-        self.content = {**self.sources.digests, **self.validations.digests}
-        self.metrics: list[Mapping[str, float]] = []
-        self.validated: list[Mapping[str, float]] = []
-        self.seconds: list[Mapping[str, float]] = []
-        self.makespans: list[float] = []
-        self.summary: Summary | None = None
-        self.started = 0.0
-        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
-
-    def run(self, found: Found | None) -> Run:
-        """Run all steps, or those after the checkpoint."""
-        done = 0 if found is None else int(found[1]["step"])
-        try:
-            with ExitStack() as ends:
-                for reporter in self.reporters:
-                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
-                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
-                self._begin(found)
-                with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
-                    self._go(range(done, self.last))
-                if self.makespans:
-                    summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
-        except BaseException as error:
-            with _noting(error):
-                self._trace()
-            raise
-        self._trace()
-        if self.training.save_model:
-            for role in self.training.policies:
-                with writing(self.folder.path / role):
-                    self.steps.save_pretrained(role, self.folder.path / role)
-        return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
-
-    def _begin(self, found: Found | None) -> None:
-        """Restore engines, state, data and the lines of the folder, or start from step 0."""
-        if found is None:
-            if self.folder.before is not None:
-                self.folder.rewind(-1)  # lines of an earlier start without a checkpoint
-            self.steps.sync()
-            self._validate(0)
-            return
-        path, state = found
-        warn_of_changed_prompts(path, state["content"], self.content)
-        self.steps.state.update(state["state"])
-        self.sources.seek(state["data"])
-        self.heard = {int(step): heard for step, heard in state["heard"].items()}
-        self.steps.load(path, self.training.job.graph.lag.versions)
-        self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
-        if self.validations.reached(self.validated):
-            self.last = state["step"]
-
-    def _checkpoint(self, step: int) -> None:
-        every = self.training.checkpoint_every
-        if every is None or (step % every and step != self.last and self.ending.received is None):
-            return
-        self.steps.still()
-        state = {
-            "data": self.sources.position,
-            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
-            "state": self.steps.state,
-            "content": self.content,
-            "made_with": jsonable(self.identity),
-            "bindings": backends_of(self.training.job.graph),
-            "lines": self.folder.marks(),
-        }
-        self.checkpoints.save(step, state, self._write)
-
-    def _write(self, checkpoint: Path) -> None:
-        """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
-        self.steps.save(checkpoint)
-        for role in self.training.policies:
-            self.steps.save_pretrained(role, checkpoint / role / "huggingface")
-
-    def _timeline(self) -> Timeline:
-        """All spans since this start; those of validations prefixed with their names."""
-        timeline = Timeline()
-        timeline.spans += [*self.steps.timeline.spans, *self.validations.spans]
-        return timeline
-
-    def _trace(self) -> None:
-        timeline = self._timeline()
-        timeline.spans[:0] = self.before.spans
-        timeline.save(self.folder.path / TRACE)
-
-    def _go(self, steps: range) -> None:
-        """Run steps, each with the validations and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
-        for step in steps:
-            self.started = time.perf_counter()
-            result = next(results)
-            self._enter(step, result, time.perf_counter() - self.started)
-            if self._columns_due(step):
-                rows = [{"step": step + 1, **row} for row in rollout_records(self.logged_columns, result.columns)]
-                self.folder.append("rollouts.jsonl", rows)
-            self._validate(step + 1)
-            self._checkpoint(step + 1)
-            if step + 1 == self.last:
-                break
-            self.ending.end_after(step + 1, self.folder.path)
-
-    def _draw(self, step: int) -> Batches:
-        self.heard[step] = self.sources.heard
-        batches = self.sources.next(self.training.prompts)
-        self.started = time.perf_counter()  # reading data does not count as part of the step
-        return batches
-
-    def _enter(self, step: int, result: StepResult, seconds: float) -> None:
-        metrics = {"step": step + 1, **result.metrics.compute(), **self.heard.pop(step), **result.timing(seconds)}
-        self.sources.learn(step + 1, result.scores)
-        if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
-            check_json(self.steps.state, f"the state after step {step + 1}")
-        self.metrics.append(metrics)
-        self.seconds.append(result.seconds)
-        self.makespans.append(seconds)
-        self.folder.append("metrics.jsonl", [metrics])
-        for reporter in self.reporters:
-            reporter.step(step + 1, metrics)
-
-    def _validate(self, step: int) -> None:
-        for validated in self.validations.due(step, step == self.last, self._report_node):
-            self.validated.append(validated.metrics)
-            self.folder.append("metrics.jsonl", [validated.metrics])
-            self.folder.append("predictions.jsonl", validated.predictions)
-            for reporter in self.reporters:
-                reporter.validation(step, validated.metrics)
-            if validated.reached:
-                self.last = step
-
-    def _columns_due(self, step: int) -> Collection[Edge]:
-        """The columns to log in a step."""
-        every = self.training.rollouts_every
-        return self.logged_columns.values() if every is not None and (step + 1) % every == 0 else ()
-
-    def _report_node(self, name: str) -> None:
-        for reporter in self.reporters:
-            reporter.node(name)
-
-
-def _traced(path: Path) -> Timeline:
-    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
-    if not path.exists():
-        return Timeline()
-    try:
-        return Timeline.load(path)
-    except DataError as error:
-        logger.warning("%s The trace of this run starts over.", error)
-        return Timeline()
-
-
-@contextmanager
-def _noting(error: BaseException) -> Iterator[None]:
-    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
-    try:
-        yield
-    except StorageError as other:
-        error.add_note(str(other))

@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
-from flowrl.data.sources.samplers import ByDifficulty, InOrder, Order, Replay, Sampler, Shuffled
+from flowrl.data.sources.samplers import ByDifficulty, InOrder, Order, ReplaySampler, Sampler, Shuffled
 from flowrl.errors import DataError, ParameterError
 from tests.nightly import examples
 from tests.support.errors import raises
 
-SAMPLERS = [Shuffled(), InOrder(), ByDifficulty(), ByDifficulty(0.2, decay=0.9, best=2.0), Replay(), Replay(0.5, 0.9)]
+SAMPLERS = [
+    Shuffled(),
+    InOrder(),
+    ByDifficulty(),
+    ByDifficulty(0.2, decay=0.9, best=2.0),
+    ReplaySampler(),
+    ReplaySampler(0.5, 0.9),
+]
 every = pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
 
 
@@ -158,7 +165,7 @@ def test_scores_outside_worst_and_best_are_clamped() -> None:
 
 
 def test_replay_resamples_hard_rows() -> None:
-    order = start(Replay(share=0.5, below=0.5, above=0.0), 20)
+    order = start(ReplaySampler(share=0.5, below=0.5, above=0.0), 20)
     first = [one.row for one in order.next(4)]
     assert len(set(first)) == 4
     hard, hopeless, easy, other = first
@@ -178,7 +185,7 @@ def test_replay_resamples_hard_rows() -> None:
         (lambda: ByDifficulty(1.5), "target"),
         (lambda: ByDifficulty(decay=0.0), "decay"),
         (lambda: ByDifficulty(worst=1.0, best=1.0), "worst < best"),
-        (lambda: Replay(share=1.0), "share"),
+        (lambda: ReplaySampler(share=1.0), "share"),
     ],
 )
 def test_invalid_parameters_are_refused(make: Callable[[], Any], message: str) -> None:

@@ -22,7 +22,7 @@ from flowrl.operators import Filter, OldLogProb, Ranked
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 from flowrl.sync.digest import weights_digest
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper

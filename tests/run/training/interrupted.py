@@ -15,7 +15,7 @@ from flowrl.backends import AdamW
 from flowrl.operators import KLShape
 from flowrl.operators.kl import AdaptiveKL
 from flowrl.run.training.job import Job
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 from flowrl.schedules import Cosine
 from tests.support.jobs import job_of
 from tests.support.rewards import digits

@@ -28,7 +28,7 @@ from flowrl.operators import Repeat
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.training.checkpoint import MANIFEST
-from flowrl.run.training.training import Run
+from flowrl.run.training.loop import Run
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
 from tests.nightly import nightly

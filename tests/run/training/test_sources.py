@@ -17,7 +17,7 @@ from flowrl import (
     PreferenceData,
     PromptBatch,
     PromptData,
-    Replay,
+    ReplaySampler,
     Training,
     Validation,
     algorithm,
@@ -192,7 +192,9 @@ def test_feedback_must_score_the_rows_of_the_source(tiny: str, tmp_path: Path) -
     sources = data(tmp_path, sampler=ByDifficulty())
     Training(with_feedback, sources, steps=1, prompts=1)
     with raises("run.no-feedback", input="demos"):
-        Training(with_feedback, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
+        Training(
+            with_feedback, {**sources, "demos": DemoData("demos.jsonl", sampler=ReplaySampler())}, steps=1, prompts=1
+        )
 
 
 def test_a_missing_file_of_any_source_is_refused(tiny: str, tmp_path: Path) -> None:
@@ -250,9 +252,9 @@ def learning(tiny: str, gate: bool = False) -> Job:
     ("sampler", "gate"),
     [
         (ByDifficulty(0.3), False),
-        (Replay(share=0.5, below=0.4), True),
+        (ReplaySampler(share=0.5, below=0.4), True),
         nightly(ByDifficulty(0.3), True),
-        nightly(Replay(share=0.5, below=0.4), False),
+        nightly(ReplaySampler(share=0.5, below=0.4), False),
     ],
     ids=repr,
 )

@@ -197,7 +197,7 @@ def test_the_trace_has_every_call_and_marks_validations(tiny: str, prompts_file:
     nodes = [name for name in job.graph.nodes if name != "batch"]
     # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
     heldout = {f"heldout/{name}": 9 for name in ("repeat", "generate", "reward")}
-    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **heldout}  # one sync before the first step
+    assert found == {**dict.fromkeys([*nodes, "record"], 3), "sync": 4, **heldout}  # one sync before the first step
     (_, summary) = reporter.calls[-1]
     assert [total.name for total in summary.totals] == nodes
     for total in summary.totals:

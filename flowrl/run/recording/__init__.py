@@ -1,0 +1,1 @@
+"""What a run records of its rows: summaries, texts and columns."""

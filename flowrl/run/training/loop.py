@@ -1,0 +1,284 @@
+"""`Loop`: a run in progress: steps, validations, checkpoints, and what each of them writes to the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from flowrl.core.operators.symbols import Edge
+from flowrl.data.files import writing
+from flowrl.data.proto.formats import check_json
+from flowrl.errors import DataError, StorageError
+from flowrl.run.engine.in_flight import Batches
+from flowrl.run.engine.result import StepResult
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.recording.recorder import Recorder
+from flowrl.run.recording.span_log import SpanLog
+from flowrl.run.training.checkpoint import Checkpoints
+from flowrl.run.training.identity import backends_of
+from flowrl.run.training.report import Reporter
+from flowrl.run.training.resume import Found, warn_of_changed_prompts
+from flowrl.run.training.rollout_log import logged_columns, rollout_records
+from flowrl.run.training.run_folder import TRACE, RunFolder, jsonable
+from flowrl.run.training.signals import Ending
+from flowrl.run.training.sources import Sources
+from flowrl.run.validation.held_out import held_out
+from flowrl.run.validation.validating import Validating
+
+if TYPE_CHECKING:
+    from flowrl.run.training.training import Training
+
+logger = logging.getLogger(__name__)
+
+MAX_CELL = 1 << 16
+"""Bytes of a state cell, as JSON, above which ``state.jsonl`` has its digest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run: its folder, the metrics of every step and validation, and the live engines."""
+
+    folder: Path
+    metrics: Sequence[Mapping[str, float]]
+    validations: Sequence[Mapping[str, float]]
+    engines: Mapping[str, Any]
+
+
+class Loop:
+    """The state of a run in progress."""
+
+    def __init__(
+        self,
+        training: Training,
+        steps: Steps,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        reporters: Sequence[Reporter],
+        identity: Mapping[str, Any],
+        ending: Ending,
+    ) -> None:
+        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
+        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
+        tokenizer = steps.tokenizer()
+        graph, region = training.job.graph, steps.plan.region
+        again = [name for name in graph.inputs if name in region]
+        self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
+        self.sources.warn_of_few(training.prompts)
+        self.logged_columns = logged_columns(graph)
+        self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.last = training.steps  # or an earlier one, if a validation reaches its goal
+        self.content = {**self.sources.digests, **self.validations.digests}
+        self.metrics: list[Mapping[str, float]] = []
+        self.validated: list[Mapping[str, float]] = []
+        self.seconds: list[Mapping[str, float]] = []
+        self.makespans: list[float] = []
+        self.summary: Summary | None = None
+        self.started = 0.0
+        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
+        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
+        self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
+        self.spans = SpanLog(folder)
+        self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
+        self.reported_by: dict[str, str] = {}
+
+    def run(self, found: Found | None) -> Run:
+        """Run all steps, or those after the checkpoint."""
+        done = 0 if found is None else int(found[1]["step"])
+        try:
+            with ExitStack() as ends:
+                for reporter in self.reporters:
+                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
+                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+                self._begin(found)
+                with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
+                    self._go(range(done, self.last))
+                if self.makespans:
+                    summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
+                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+        except BaseException as error:
+            with noting(error):
+                self._trace()
+            raise
+        finally:
+            self.folder.describe({"recorded": self.recorder.describe(len(self.metrics))})
+        self._trace()
+        if self.training.save_model:
+            for role in self.training.policies:
+                with writing(self.folder.path / role):
+                    self.steps.save_pretrained(role, self.folder.path / role)
+        return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
+
+    def _begin(self, found: Found | None) -> None:
+        """Restore engines, state, data and the lines of the folder, or start from step 0."""
+        if found is None:
+            if self.folder.before is not None:
+                self.folder.rewind(-1)  # lines of an earlier start without a checkpoint
+                self.recorder.rewind(0)
+            self.steps.sync()
+            self._validate(0)
+            return
+        path, state = found
+        warn_of_changed_prompts(path, state["content"], self.content)
+        self.steps.state.update(state["state"])
+        self.sources.seek(state["data"])
+        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.steps.load(path, self.training.job.graph.lag.versions)
+        self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
+        self.recorder.rewind(state["step"])
+        self.totals |= {key: self.metrics[-1][key] for key in self.totals if self.metrics and key in self.metrics[-1]}
+        if self.validations.reached(self.validated):
+            self.last = state["step"]
+
+    def _checkpoint(self, step: int) -> None:
+        if not self._has_checkpoint(step) and (self.training.checkpoint_every is None or not self.ending.received):
+            return
+        self.steps.still()
+        state = {
+            "data": self.sources.position,
+            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
+            "state": self.steps.state,
+            "content": self.content,
+            "made_with": jsonable(self.identity),
+            "bindings": backends_of(self.training.job.graph),
+            "lines": self.folder.marks(),
+        }
+        self.checkpoints.save(step, state, self._write)
+
+    def _has_checkpoint(self, step: int) -> bool:
+        """Whether there is a checkpoint after a step, counted from 1."""
+        every = self.training.checkpoint_every
+        return every is not None and (step % every == 0 or step == self.last)
+
+    def _write(self, checkpoint: Path) -> None:
+        """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
+        self.steps.save(checkpoint)
+        for role in self.training.policies:
+            self.steps.save_pretrained(role, checkpoint / role / "huggingface")
+
+    def _timeline(self) -> Timeline:
+        """All spans since this start; those of validations prefixed with their names."""
+        timeline = Timeline()
+        timeline.spans += [*self.steps.timeline.spans, *self.validations.spans]
+        return timeline
+
+    def _trace(self) -> None:
+        timeline = self._timeline()
+        timeline.spans[:0] = self.before.spans
+        timeline.save(self.folder.path / TRACE)
+
+    def _go(self, steps: range) -> None:
+        """Run steps, each with the validations and the checkpoint that are due after it."""
+        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        for step in steps:
+            cells = jsonable(self.steps.state)
+            self.started = time.perf_counter()
+            result = next(results)
+            self._enter(step, result, time.perf_counter() - self.started)
+            self.folder.append("state.jsonl", [{"step": step + 1, "state": _short(cells)}])
+            if self._logged(step):
+                rows = [{"step": step + 1, **row} for row in rollout_records(self.logged_columns, result.columns)]
+                self.folder.append("rollouts.jsonl", rows)
+            self._validate(step + 1)
+            self._checkpoint(step + 1)
+            if step + 1 == self.last:
+                break
+            self.ending.end_after(step + 1, self.folder.path)
+
+    def _draw(self, step: int) -> Batches:
+        self.heard[step] = self.sources.heard
+        batches = self.sources.next(self.training.prompts)
+        self.started = time.perf_counter()  # reading data does not count as part of the step
+        return batches
+
+    def _enter(self, step: int, result: StepResult, seconds: float) -> None:
+        """Write what a step leaves: its rows first, so that every step with metrics has them."""
+        began = time.time()
+        self.recorder.record(step, result)
+        self.steps.timeline.add("record", "this process", began, time.time(), kind="record")
+        recording = {"timing/record": time.time() - began}
+        computed = result.metrics.compute()
+        self.totals["total/seconds"] += seconds
+        self.totals["total/rows"] += self.recorder.rows
+        self.totals["total/tokens"] += computed.get("response_length/total", 0.0)
+        of_run = {"time": time.time(), **self.totals}
+        timing = {**result.timing(seconds), **recording}
+        metrics = {"step": step + 1, **computed, **self.heard.pop(step), **timing, **of_run}
+        self.sources.learn(step + 1, result.scores)
+        if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
+            check_json(self.steps.state, f"the state after step {step + 1}")
+        self.metrics.append(metrics)
+        self.seconds.append(result.seconds)
+        self.makespans.append(seconds)
+        self.folder.append("metrics.jsonl", [metrics])
+        if result.reported_by.keys() - self.reported_by.keys():
+            self.reported_by |= result.reported_by
+            self.folder.describe({"metrics": self.reported_by})
+        self.spans.write("steps", self.steps.timeline.spans)
+        for reporter in self.reporters:
+            reporter.step(step + 1, metrics)
+
+    def _validate(self, step: int) -> None:
+        for validated in self.validations.due(step, step == self.last, self._report_node):
+            self.validated.append(validated.metrics)
+            self.folder.append("metrics.jsonl", [validated.metrics])
+            self.folder.append("predictions.jsonl", validated.predictions)
+            for reporter in self.reporters:
+                reporter.validation(step, validated.metrics)
+            if validated.reached:
+                self.last = step
+        self.spans.write("validations", self.validations.spans)
+
+    def _columns_due(self, step: int) -> Collection[Edge]:
+        """The columns that are written of a step."""
+        return {*self.recorder.edges(step), *(self.logged_columns.values() if self._logged(step) else ())}
+
+    def _logged(self, step: int) -> bool:
+        """Whether the rows of a step go to ``rollouts.jsonl``."""
+        every = self.training.rollouts_every
+        return every is not None and (step + 1) % every == 0
+
+    def _report_node(self, name: str) -> None:
+        self.spans.write("steps", self.steps.timeline.spans)
+        self.spans.open(name)
+        for reporter in self.reporters:
+            reporter.node(name)
+
+
+def _short(cells: Any) -> Any:
+    """State cells for ``state.jsonl``: large ones by digest."""
+    texts = {name: json.dumps(value) for name, value in cells.items()}
+    large = {name for name, text in texts.items() if len(text) > MAX_CELL}
+    return {
+        name: {"digest": xxhash.xxh3_128_hexdigest(texts[name].encode())} if name in large else value
+        for name, value in cells.items()
+    }
+
+
+def _traced(path: Path) -> Timeline:
+    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
+    if not path.exists():
+        return Timeline()
+    try:
+        return Timeline.load(path)
+    except DataError as error:
+        logger.warning("%s The trace of this run starts over.", error)
+        return Timeline()
+
+
+@contextmanager
+def noting(error: BaseException) -> Iterator[None]:
+    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
+    try:
+        yield
+    except StorageError as other:
+        error.add_note(str(other))
