@@ -73,7 +73,7 @@ _VIEWS: dict[str, Callable[[WatchedRun, Asked], Any]] = {
     "metrics": lambda run, asked: metrics(run, int(asked.get("after", 0)), _number(asked, "start")),
     "now": lambda run, asked: now(run, _number(asked, "step")),
     "rows": lambda run, asked: rows(run.rows(int(asked["step"]))),
-    "row": lambda run, asked: row(run.rows(int(asked["step"])), asked["row"]),
+    "row": lambda run, asked: row(run, int(asked["step"]), asked["row"]),
     "prompts": lambda run, asked: prompts(run, asked.get("of")),
     "prompt": lambda run, asked: prompt(run, asked["prompt"], asked["of"]),
     "time": lambda run, asked: times(run, int(asked["step"])),

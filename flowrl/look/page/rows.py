@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from flowrl.errors import FlowrlError
+from flowrl.errors import DataError
 from flowrl.look.page.plain import as_text, content, messages_of, prompt_text, short, shortened
-from flowrl.look.page.watched import StepRows
-from flowrl.look.recorded_run import RecordedRun
+from flowrl.look.page.tokens import row_tokens
+from flowrl.look.page.watched import StepRows, WatchedRun
 
 CHARACTERS = 1_000_000
 """The most characters of responses in one answer; longer ones are cut alike."""
@@ -28,6 +28,7 @@ TABLE = (
     "data_source",
 )
 """Columns of the table."""
+NO_TEXTS = "The texts of this step were not recorded. Record them with Training(recording=Recording(texts=1))."
 
 
 def rows(of: StepRows) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def rows(of: StepRows) -> dict[str, Any]:
         "groups": list(groups.values()),
         "responses": [text and text[:limit] for text in said] if texts else None,
         "clipped": limit if any(len(text or "") > limit for text in said) else None,
-        "note": None if texts else "The texts of this step were not recorded: Training(recording=Recording(texts=1)).",
+        "note": None if texts else NO_TEXTS,
     }
 
 
@@ -59,13 +60,18 @@ def _known(table: pa.Table, name: str) -> bool:
     return name in table.column_names and table[name].null_count < len(table)
 
 
-def row(of: StepRows, row_id: str) -> dict[str, Any]:
+def row(run: WatchedRun, step: int, row_id: str) -> dict[str, Any]:
     """One row: its numbers, its conversation, its tokens if columns were recorded, and the rows of its group."""
-    run, step, texts = of.run, of.step, of.texts
+    of = run.rows(step)
+    texts = of.texts
     if row_id not in of.rows:
         raise LookupError(f"Step {step} has no row {row_id}.")
     found, text = of.rows[row_id], texts.get(row_id, {})
-    tokens, note = _tokens(run, step, row_id)
+    tokens, note = None, None
+    try:
+        tokens = row_tokens(of, run.graph, row_id, run.decode) if run.graph is not None else None
+    except DataError as error:
+        note = str(error)
     group = [one for one in of.rows.values() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]
     address = f"{step}[{row_id}]"
     skipped = {"row_id", "step", "row", "uid"}
@@ -76,7 +82,7 @@ def row(of: StepRows, row_id: str) -> dict[str, Any]:
         "numbers": [[name, short(value)] for name, value in found.items() if value is not None and name not in skipped],
         "messages": _conversation(text, tokens),
         "tokens": tokens,
-        "note": note if text else "The text of this row was not recorded: Training(recording=Recording(texts=1)).",
+        "note": note if text or tokens else NO_TEXTS,
         "ground_truth": as_text(text["ground_truth"]) if text.get("ground_truth") is not None else None,
         "group": [
             {
@@ -94,7 +100,9 @@ def row(of: StepRows, row_id: str) -> dict[str, Any]:
 def _conversation(text: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The prompt's messages and the response; of an episode, its turns."""
     if episode := text.get("episode"):
-        return [_turn(message) for message in episode["messages"]]
+        turns = [_turn(message) for message in episode["messages"]]
+        own = {"role": "all tokens of the row", "sampled": True, "tokens": [0, len(tokens["text"])]} if tokens else None
+        return [*turns, own] if own else turns
     found = messages_of(text.get("prompt"))
     if tokens is not None or text.get("response") is not None:
         said = {"role": "assistant", "text": text.get("response"), "sampled": True}
@@ -111,12 +119,3 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
         cut = ", truncated" if sampled.get("cut") else ""
         found["about"] = f"turn {sampled['turn'] + 1}, {sampled['tokens']} tokens{reward}{cut}"
     return found
-
-
-def _tokens(run: RecordedRun, step: int, row_id: str) -> tuple[dict[str, Any] | None, str | None]:
-    """The tokens of a row with their columns; or why there are none."""
-    try:
-        found = run.tokens(f"{step}[{row_id}]")
-    except (FlowrlError, LookupError) as error:
-        return None, str(error)
-    return found, None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from flowrl.core.graphs.graph import Graph
+from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import parse_json
 from flowrl.errors import DataError, FlowrlError
 from flowrl.look.recorded_run import RecordedRun
@@ -66,6 +68,13 @@ class StepRows:
 
     def __init__(self, run: RecordedRun, step: int) -> None:
         self.run, self.step = run, step
+        self._columns: dict[Edge, Any] | None = None
+
+    def columns(self, edges: Sequence[Edge]) -> dict[Edge, Any]:
+        """These columns, as far as they were recorded; the first call decides which."""
+        if self._columns is None:
+            self._columns = dict(self.run.columns(self.step, edges))
+        return self._columns
 
     @cached_property
     def table(self) -> pa.Table:
@@ -130,6 +139,20 @@ class WatchedRun:
         except (FlowrlError, LookupError):
             return None
 
+    @cached_property
+    def decode(self) -> Callable[[Sequence[int]], str] | None:
+        """The text of tokens by the tokenizer of the run's models, read without the models' library if possible."""
+        backends = [one for one in ((self.description.get("graph") or {}).get("bindings") or {}).values() if one]
+        folders = [Path(str(one["model"])) for one in backends if one.get("model")]
+        files = [*(folder / "tokenizer.json" for folder in folders), *self.path.glob("*/tokenizer.json")]
+        if found := next((file for file in files if file.is_file()), None):
+            tokenizer = Tokenizer.from_file(str(found))
+            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+        try:
+            return None if (other := self.run.tokenizer) is None else other.shown
+        except FlowrlError:
+            return None
+
     @property
     def reporters(self) -> Mapping[str, str]:
         """The node that reports a metric, by its key."""
@@ -172,10 +195,11 @@ class WatchedRun:
 
     @property
     def open_nodes(self) -> list[str]:
-        """The nodes that have started and not ended."""
+        """The nodes that have started and not ended; a validation lasts until a node starts."""
         found: dict[str, None] = {}
         for record in self._spans.records()[-1000:]:
             if record.get("open") is not None:
+                found = {name: None for name in found if self.graph is None or name in self.graph.nodes}
                 found[str(record["open"])] = None
             else:
                 found.pop(str(record.get("name")), None)
