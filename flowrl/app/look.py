@@ -92,6 +92,7 @@ def _serve(api: Api, port: int, out: Console) -> None:
     from flowrl.look.page.server import HOST, Server
 
     server = Server(api, port)
+    api.warm_up()
     out.print(f"{', '.join(api.named)}: {server.address}", markup=False)
     out.print(
         f"Only this machine reaches it. Over ssh, forward the port: ssh -L {server.port}:{HOST}:{server.port} HOST. "

@@ -39,6 +39,12 @@ class Api:
             return [_head(run) for run in self.named.values()]
         return _VIEWS[view](self.named[asked["run"]], asked)
 
+    def warm_up(self) -> None:
+        """Read what the first answers need, so that the page opens at once."""
+        for run in self.named.values():
+            _ = run.graph, run.decode
+            now(run)
+
 
 def _head(run: WatchedRun) -> dict[str, Any]:
     """What the page's head shows of a run."""

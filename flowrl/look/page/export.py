@@ -18,12 +18,14 @@ from typing import Any
 from flowrl.errors import FlowrlError
 from flowrl.look.page.api import Api
 from flowrl.look.page.plain import dumps
+from flowrl.look.page.prompts import TRAINING
 from flowrl.look.page.server import STATIC, files
 
 BUDGET = 20_000_000
 """The most bytes of a file."""
-STEPS, ROWS, PROMPTS = 40, 32, 200
-"""The most steps of a run with rows and times, rows of a step with their tokens, and prompts with their answers."""
+STEPS, ROWS, PROMPTS, TRAINED = 40, 32, 200, 20
+"""The most steps of a run with rows and times, rows of a step with their tokens, held-out prompts with their answers,
+and prompts of the training."""
 MODULE = re.compile(r'(?<=from ")\./(?=[\w/-]+\.js")')
 Asked = dict[str, Any]
 
@@ -136,7 +138,7 @@ def _prompts(api: Api, name: str) -> Iterator[tuple[str, Asked, Any]]:
         at = {"run": name, "of": source}
         for view, asked, answer in _asked(api, [("prompts", at)]):
             yield view, asked, answer
-            chosen = [one["prompt"] for one in answer["prompts"][:PROMPTS]]
+            chosen = [one["prompt"] for one in answer["prompts"][: TRAINED if source == TRAINING else PROMPTS]]
             yield from _asked(api, [("prompt", {**at, "prompt": prompt}) for prompt in chosen])
 
 

@@ -12,7 +12,7 @@ from flowrl.draw.picture import Picture, format_value, picture
 from flowrl.draw.svg import draw
 from flowrl.spec import shown
 
-PREFERRED = ("reward/mean", "kl/ref", "/entropy", "response_length/mean", "/vf_loss", "loss", "/mean", "")
+PREFERRED = ("reward/mean", "/entropy", "kl/ref", "response_length/mean", "/vf_loss", "loss", "/mean", "/version", "")
 """Ends of the keys of a node's number on the drawing, the first that it has."""
 
 _ROOM = ("0" * 22, "000 ms · 00 %")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import pyarrow.compute as pc
+
 from flowrl.look.page.plain import as_text, messages_of, prompt_text, short
 from flowrl.look.page.watched import Record, StepRows, WatchedRun
 
@@ -22,7 +24,7 @@ def prompts(run: WatchedRun, of: str | None = None) -> dict[str, Any]:
     Args:
         of: `TRAINING` or the name of a validation. By default the first validation, which asks the same prompts again.
     """
-    held = run.run.predictions
+    held = run.predictions
     names = list(dict.fromkeys(str(one["validation"]) for one in held if "validation" in one))
     of = of or (names or [TRAINING])[0]
     attempts, texts = _trained(run) if of == TRAINING else _held_out(held, of)
@@ -74,7 +76,7 @@ def _prompt(prompt: Any, scores: Mapping[int, float], bar: float, texts: Mapping
 
 def _trained(run: WatchedRun) -> tuple[dict[Any, dict[int, float]], dict[Any, str]]:
     """Mean scores by prompt and step, and the prompts' texts as far as they were recorded."""
-    table = run.run.rows()
+    table = run.all_rows
     if not {"prompt", "score"} <= {*table.column_names}:
         return {}, {}
     key = "prompt" if table["prompt"].null_count < len(table) else "uid"
@@ -140,18 +142,19 @@ def prompt(run: WatchedRun, prompt: str, of: str) -> dict[str, Any]:
 
 
 def _predicted(run: WatchedRun, prompt: str, of: str) -> list[Record]:
-    return [one for one in run.run.predictions if one.get("validation") == of and one["uid"] == prompt]
+    return [one for one in run.predictions if one.get("validation") == of and one["uid"] == prompt]
 
 
 def _answers_trained(run: WatchedRun, prompt: str) -> list[Record]:
-    table = run.run.rows(prompt=int(prompt)) if prompt.isdigit() else run.run.rows()
-    found = [one for one in table.to_pylist() if prompt.isdigit() or one["uid"] == prompt]
+    table = run.all_rows
+    mine = pc.equal(table["prompt"], int(prompt)) if prompt.isdigit() else pc.equal(table["uid"], prompt)
+    found = _spread(table.filter(mine).to_pylist())
     by_step = {step: run.run.texts(step) for step in dict.fromkeys(one["step"] for one in found)}
     texts = [by_step[one["step"]].get(one["row_id"], {"prompt": None}) for one in found]
     return [{**one, **text} for one, text in zip(found, texts, strict=True)]
 
 
-def _spread(answers: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _spread(answers: list[Record]) -> list[Record]:
     """At most `_ANSWERS`, the first and the last among them."""
     if len(answers) <= _ANSWERS:
         return answers

@@ -34,7 +34,7 @@ NO_TEXTS = "The texts of this step were not recorded. Record them with Training(
 def rows(of: StepRows) -> dict[str, Any]:
     """All rows of a step: their numbers in columns, groups of one prompt, and responses."""
     step, table, texts = of.step, of.table, of.texts
-    reward = [name for name in table.column_names if name.startswith("reward/")]
+    reward = [name for name in table.column_names if name.startswith("reward/") and not _same(table, name, "score")]
     data = {name: shortened(table[name].to_pylist()) for name in (*TABLE, *reward) if _known(table, name)}
     ids = list(of.rows)
     said = [texts.get(row, {}).get("response") for row in ids]
@@ -54,6 +54,10 @@ def rows(of: StepRows) -> dict[str, Any]:
         "clipped": limit if any(len(text or "") > limit for text in said) else None,
         "note": None if texts else NO_TEXTS,
     }
+
+
+def _same(table: pa.Table, one: str, other: str) -> bool:
+    return other in table.column_names and bool(table[one].equals(table[other]))
 
 
 def _known(table: pa.Table, name: str) -> bool:

@@ -107,7 +107,7 @@ def _costs(run: WatchedRun, colors: dict[str, int], several: bool) -> tuple[list
         )
     found.sort(key=lambda cost: -cost["total"])
     together = "; shares of nodes that run at the same time add up to more than 100 %" if several else ""
-    return found, f"{len(lines)} steps, {short(total)} s{together}"
+    return found, f"{len(lines)} steps, {total:.4g} s{together}"
 
 
 def _loads(run: WatchedRun) -> dict[str, tuple[int, int]]:

@@ -102,6 +102,8 @@ class WatchedRun:
     def __init__(self, name: str, run: RecordedRun) -> None:
         self.name, self.run, self.path = name, run, run.path
         self.lines, self._spans = Growing(run.path / "metrics.jsonl"), Growing(run.path / "spans.jsonl")
+        self._predictions = Growing(run.path / "predictions.jsonl")
+        self._all_rows: tuple[tuple[int, int], pa.Table] | None = None
         self._by_step: dict[int, list[Record]] = {}
         self._counted = 0, 0
         self._recent: dict[tuple[int, int], StepRows] = {}
@@ -173,6 +175,21 @@ class WatchedRun:
     def steps(self) -> list[int]:
         """The steps that are done, counted from 1."""
         return [line["step"] for line in self.training]
+
+    @property
+    def predictions(self) -> list[Record]:
+        """The rows of validations."""
+        return self._predictions.records()
+
+    @property
+    def all_rows(self) -> pa.Table:
+        """Which prompts all rows are of, and their scores."""
+        at = self.lines.generation, len(self.lines.records())
+        if self._all_rows is None or self._all_rows[0] != at:
+            table = self.run.rows()
+            wanted = [name for name in ("prompt", "uid", "step", "row_id", "score") if name in table.column_names]
+            self._all_rows = at, table.select(wanted)
+        return self._all_rows[1]
 
     @property
     def alarms(self) -> list[Record]:

@@ -37,11 +37,10 @@ function App() {
   useEffect(() => { document.title = run ? `${run.name} · flowrl` : "flowrl"; }, [run?.name]);
   if (!run) return html`<main class="empty"><p>${failure ?? "Loading …"}</p></main>`;
   const tab = at.tab in TABS ? at.tab : "now";
-  const shared = { at, go, run, runs, metrics, graph: graph.answer, step, steps, last, following: !at.step };
+  const shared = { at, go, run, runs, metrics, graph: graph.answer, failure: graph.error, step, steps, last, following: !at.step };
   return html`
     <${Header} ...${shared} tab=${tab} move=${move} />
     ${(failure || !live) && html`<p class="notice" role="status">${failure ? `No answer: ${failure}` : inside.note}</p>`}
-    ${graph.error && html`<p class="notice" role="status">${graph.error}</p>`}
     <main class=${`tab-${tab}`}><${TABS[tab]} ...${shared} key=${run.name} /></main>`;
 }
 

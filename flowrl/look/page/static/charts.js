@@ -23,6 +23,13 @@ function axis(extra) {
   return { stroke: style("--muted"), font: `11px ${style("--sans")}`, grid, ticks: { show: false }, ...extra };
 }
 
+/** The ends of a vertical axis; constant values are in its middle. */
+function room(low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
+  return uPlot.rangeNum(low, high, 0.08, true);
+}
+
 /** The numbers of an axis, with as many decimals as their distance needs. */
 function ticks(_, values, axis, space, distance) {
   const most = Math.max(...values.map(Math.abs));
@@ -51,7 +58,7 @@ function Curves({ x, lines, marks = [], height = 132, sync = "curves", onPick, o
         legend: { show: false },
         padding: [6, 8, 0, 0],
         cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: false, y: false }, y: false },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => room(low, high) } },
         axes: [
           axis({ size: 24, gap: 4, space: 56, values: ticks }),
           axis({ size: 50, gap: 6, space: 26, values: ticks }),

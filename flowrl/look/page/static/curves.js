@@ -3,6 +3,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { Curves, SERIES } from "./charts.js";
 import { number } from "./format.js";
+import { headlines } from "./now.js";
 
 const AXES = { steps: null, rows: "total/rows", tokens: "total/tokens", seconds: "total/seconds" };
 
@@ -42,8 +43,9 @@ function grouped(run, mine, graph, search) {
   const wanted = search.toLowerCase();
   const nodes = new Map((graph?.nodes ?? []).map((node, i) => [node.name, { ...node, i }]));
   const owners = new Map([...nodes.values()].flatMap((node) => node.metrics.map((key) => [key, node.name])));
-  const sections = { "Held out": [], Training: [], Seconds: [] };
-  const add = (title, key, node) => key.toLowerCase().includes(wanted) && sections[title].push({ key, node, color: nodes.get(node)?.color });
+  const sections = { Main: [], "Held out": [], Training: [], Seconds: [] };
+  const main = headlines(mine).map(({ key }) => key);
+  const add = (title, key, node) => key.toLowerCase().includes(wanted) && sections[main.includes(key) ? "Main" : title].push({ key, node, color: nodes.get(node)?.color });
   Object.keys(mine.validation.columns).forEach((key) => add("Held out", key));
   for (const key of Object.keys(mine.training.columns)) {
     if (key.startsWith("timing/")) add("Seconds", key, key.slice(7));
@@ -51,6 +53,7 @@ function grouped(run, mine, graph, search) {
   }
   const order = ({ node }) => nodes.get(node)?.i ?? nodes.size;
   Object.values(sections).forEach((keys) => keys.sort((a, b) => order(a) - order(b)));
+  sections.Main.sort((a, b) => main.indexOf(a.key) - main.indexOf(b.key));
   return Object.entries(sections).filter(([, keys]) => keys.length);
 }
 

@@ -7,7 +7,7 @@ import { bytes, line, number, percent, seconds, short } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function Now({ at, go, run, metrics, graph, step, steps, last, following }) {
+function Now({ at, go, run, metrics, graph, failure, step, steps, last, following }) {
   const [tick, setTick] = useState(0);
   usePoll(() => setTick((n) => n + 1), run.status === "running" && following);
   const { answer: now } = useView(last || run.status === "running" ? "now" : null, { run: run.name, step: following ? undefined : step }, tick + last);
@@ -17,7 +17,7 @@ function Now({ at, go, run, metrics, graph, step, steps, last, following }) {
     <section class="card drawing">
       ${graph?.svg
         ? html`<${Drawing} graph=${graph} now=${now} chosen=${at.node} onPick=${(name) => go({ node: name === at.node ? undefined : name })} />`
-        : html`<p class="hint">No graph can be drawn from this folder.</p>`}
+        : failure && html`<p class="hint">${failure}</p>`}
     </section>
     <aside>
       ${node
@@ -133,14 +133,16 @@ function Headlines({ run, mine, place }) {
   </section>`;
 }
 
+/** The metrics that tell most, of training and held out (`at`). */
 function headlines(mine) {
   if (!mine?.training) return [];
-  const held = Object.keys(mine.validation.columns).filter((key) => /reward\/mean$|loss$/.test(key)).slice(0, 1);
-  const wanted = ["reward/mean", "kl/ref", "actor/entropy", "response_length/mean", "actor/grad_norm", "sft/loss", "dpo/loss"];
-  const trained = wanted.filter((key) => key in mine.training.columns);
-  const first = trained.slice(0, 1).map((key) => ({ key, values: mine.training.columns[key] }));
-  const rest = trained.slice(1).map((key) => ({ key, values: mine.training.columns[key] }));
-  return [...first, ...held.map((key) => ({ key, values: mine.validation.columns[key], at: true })), ...rest];
+  const held = Object.keys(mine.validation.columns).filter((key) => /reward\/mean$|\/loss$/.test(key)).slice(0, 1);
+  const wanted = ["reward/mean", "kl/ref", "actor/entropy", "response_length/mean", "actor/grad_norm"];
+  const known = Object.keys(mine.training.columns);
+  const losses = known.filter((key) => /\/loss$|_loss$/.test(key) && !key.includes("kl"));
+  const trained = [...wanted.filter((key) => known.includes(key)), ...losses].slice(0, 5);
+  const shown = (key) => ({ key, values: mine.training.columns[key] });
+  return [...trained.slice(0, 1).map(shown), ...held.map((key) => ({ key, values: mine.validation.columns[key], at: true })), ...trained.slice(1).map(shown)];
 }
 
 function Alarms({ run, now }) {
@@ -204,4 +206,4 @@ function NodeCard({ node, now, graph, mine, place, close }) {
   </section>`;
 }
 
-export { Now };
+export { Now, headlines };

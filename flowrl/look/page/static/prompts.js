@@ -23,12 +23,11 @@ function Prompts({ at, go, run, last, step }) {
     <section class="card list">
       <div class="bar">
         <input type="search" placeholder="Search prompts" aria-label="Search prompts" title="Search (/)" value=${search} onInput=${(e) => setSearch(e.target.value)} />
+        ${answer.sources.length > 1 && html`<label>of <select aria-label="Source" value=${answer.of} onChange=${(e) => go({ of: e.target.value, prompt: undefined })}>${answer.sources.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`}
         <div class="choice" role="group" aria-label="Which prompts">
           <button aria-pressed=${!at.kind} onClick=${() => go({ kind: undefined })}>all ${answer.prompts.length}</button>
           ${Object.entries(KINDS).map(([kind, title]) => html`<button aria-pressed=${at.kind === kind} onClick=${() => go({ kind })}>${title} ${answer.counts[kind] ?? 0}</button>`)}
         </div>
-        <span class="space"></span>
-        ${answer.sources.length > 1 && html`<label>of <select aria-label="Source" value=${answer.of} onChange=${(e) => go({ of: e.target.value, prompt: undefined })}>${answer.sources.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`}
       </div>
       <div class="scroll">
         <table>

@@ -31,7 +31,7 @@ function Numbers({ shown }) {
 function Conversation({ answer, color, pick }) {
   const { tokens, messages } = answer;
   const scales = tokens ? Object.keys(tokens.columns) : [];
-  const by = scales.includes(color) ? color : scales[0];
+  const by = scales.includes(color) ? color : scales.find((name) => varies(tokens.columns[name])) ?? scales[0];
   return html`<div class="conversation">
     ${tokens &&
     html`<div class="bar">
@@ -49,6 +49,11 @@ function Conversation({ answer, color, pick }) {
     )}
     ${answer.ground_truth !== null && html`<article class="turn truth"><h3>ground truth</h3><div class="said">${answer.ground_truth}</div></article>`}
   </div>`;
+}
+
+function varies({ values }) {
+  const known = values.filter((value) => value !== null);
+  return known.some((value) => value !== 0) && known.length > 0;
 }
 
 /** The largest size on either side of zero, or the ends of a scale without a middle. */
@@ -72,6 +77,7 @@ function tint(value, scale, [low, high]) {
 function Scale({ column }) {
   const ends = limits(column);
   if (!Number.isFinite(ends[0])) return null;
+  if (ends[0] === ends[1] || !varies(column)) return html`<span class="scale">${number(column.values.find((value) => value !== null))} everywhere</span>`;
   const steps = column.scale === "sides" ? [-4, -3, -2, -1, 0, 1, 2, 3, 4].map((n) => (n > 0 ? `up${n}` : n < 0 ? `down${-n}` : "")) : ["s0", "s1", "s2", "s3", "s4"];
   const text = column.scale === "sides" ? signed : number;
   return html`<span class="scale"><span class="n">${text(ends[0])}</span>${steps.map((name) => html`<i class=${name}></i>`)}<span class="n">${text(ends[1])}</span></span>`;
