@@ -260,9 +260,12 @@ class RecordedRun:
             )
         found = self.columns(place.step, [place.edge])
         if place.edge not in found:
-            there = sorted(map(str, self.columns(place.step)))
+            there = list(self.columns(place.step))
+            own = [edge.output for edge in there if edge.node == place.node]
+            nodes = sorted({edge.node for edge in there})
+            near = offer(place.column, own, f"{place.node} has") if own else offer(place.node, nodes, "it has")
             raise DataError(
-                f"{place.edge} is not among the recorded columns of step {place.step}; {offer(str(place.edge), there)}",
+                f"{place.edge} is not recorded in step {place.step} of {self.path}: {near}",
                 code="look.not-recorded",
                 path=self.path,
                 step=place.step,

@@ -5,15 +5,24 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from flowrl import PromptData, Training
+from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
 from flowrl.demo.task import write_dataset
+from flowrl.graphs import grpo
 from tests import ROOT
 from tests.support.models import tiny_folder
 
 
 def set_up_desk(folder: Path) -> Path:
-    """Fill a new folder: ``model``, ``train.jsonl``, ``heldout.jsonl`` and ``my_reward.py``; returns it."""
+    """Fill a new folder: ``model``, ``train.jsonl``, ``heldout.jsonl``, ``my_reward.py`` and ``runs/first``, a run of
+    three steps; returns it."""
     shutil.copytree(tiny_folder(folder / "build"), folder / "model")
     for path in write_dataset(folder):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
     shutil.copy(ROOT / "examples" / "reward.py", folder / "my_reward.py")
+    job = grpo(f"{folder / 'my_reward.py'}:score", n=4, max_new_tokens=8).bind(
+        actor=TorchTrainer(str(folder / "model")), rollout=TorchRollout(), ref=TorchScorer(str(folder / "model"))
+    )
+    data = PromptData(str(folder / "train.jsonl"))
+    Training(job, data, steps=3, prompts=4, folder=str(folder / "runs" / "first"), save_model=False).run()
     return folder

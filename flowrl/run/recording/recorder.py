@@ -76,6 +76,8 @@ class Recorder:
             StorageError: a file cannot be written, and the recording is `strict`.
         """
         table: pa.Table | None = None
+        if self.stopped:
+            return table
         columns = {e: result.columns[e.node].columns[e.output] for e in self.edges(step) if self._ran(e, result)}
         with self._reported():
             table = self._summaries.table(step, columns, result.metrics.rows, result.round_sizes)
@@ -120,8 +122,6 @@ class Recorder:
     @contextmanager
     def _reported(self) -> Iterator[None]:
         """A write error stops the recording, not the run, unless it is strict."""
-        if self.stopped is not None:
-            return
         try:
             yield
         except StorageError as error:

@@ -237,7 +237,8 @@ class _View:
         if rows is None or len(rows) != len(column):
             return None
         # what a gate collects in rounds may have another width than the rows of all rounds
-        return _scattered(column if column.ndim == 1 else _fitted(column, self.width), rows, self.rows)
+        of_tokens = self.graph.types[edge].axes[1:2] and self.graph.types[edge].axes[1].startswith("response@")
+        return _scattered(_fitted(column, self.width) if of_tokens else column, rows, self.rows)
 
     def names(self) -> dict[str, Any]:
         """Ids, group, source, and the position of the prompt in its source."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.columns import PAD_SIDE, ColumnType
-from flowrl.data.files import replaced
+from flowrl.data.files import replaced, writing
 from flowrl.data.proto.column_math import Objects, objects
 from flowrl.errors import DataError
 
@@ -151,7 +151,8 @@ def _write(path: Path, table: pa.Table, tensors: Mapping[str, Tensor]) -> None:
     floats = [leaf(name) for name, column in tensors.items() if column.dtype in _FLOATS]
     others = [leaf(name) for name, column in tensors.items() if column.dtype not in _FLOATS | {torch.bool}]
     others += [name for name in table.column_names if name and name not in tensors]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as draft:
         pq.write_table(
             table,
