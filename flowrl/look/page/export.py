@@ -155,7 +155,7 @@ def _note(
         of = [(view, asked) for view, asked, _ in answers if asked.get("run") == name]
         shown, all_rows = len({a["step"] for v, a in of if v == "rows"}), sum(v == "row" for v, _ in of)
         had = (
-            f"rows of {shown} of {len(run.steps)} steps, {all_rows} of them with their tokens"
+            f"rows of {shown} of {len(run.steps)} steps, {all_rows} of them in full"
             if rows
             else "no prompts or responses"
         )

@@ -108,6 +108,7 @@ def bound(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port))
+        found.listen()  # who opens the printed address at once waits for the first answer
     except OSError as error:
         found.close()
         raise ParameterError(

@@ -15,11 +15,12 @@ from tokenizers import Tokenizer
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import parse_json
-from flowrl.errors import DataError, FlowrlError
+from flowrl.errors import DataError, FlowrlError, ParameterError
 from flowrl.look.recorded_run import RecordedRun
 from flowrl.run.engine.timeline import Timeline
 
 Record = dict[str, Any]
+_SHOWN = ("*.json", "*.jsonl", "rows", "texts", "columns")
 _RECENT = 4
 """Steps whose rows stay in memory."""
 
@@ -250,13 +251,34 @@ class WatchedRun:
         return found
 
 
+def _refuse_links(folder: Path) -> None:
+    """Refuse links that would show what is outside of the folder. The folder may itself be a link, and so may a
+    checkpoint, which the page does not read."""
+    inside = folder.resolve()
+    for path in (found for part in _SHOWN for pattern in (part, f"{part}/**/*") for found in folder.glob(pattern)):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise ParameterError(
+                f"{path} is a link to {path.readlink()}, which is outside of the run's folder; the page shows the folder "
+                f"only. Replace the link by a copy, or remove it.",
+                code="run.link",
+                path=path,
+                target=path.readlink(),
+            )
+
+
 def _is_sound(span: Mapping[str, Any]) -> bool:
     texts = all(isinstance(span.get(name), str) for name in ("name", "place", "kind"))
     return texts and all(isinstance(span.get(name), int | float) for name in ("start", "end"))
 
 
 def watched(runs: Sequence[RecordedRun]) -> dict[str, WatchedRun]:
-    """Runs by their names; those of one name by their paths."""
+    """Runs by their names; those of one name by their paths.
+
+    Raises:
+        ParameterError: a file of a run is a link to a place outside of its folder.
+    """
+    for run in runs:
+        _refuse_links(run.path)
     names = [run.name for run in runs]
     called = {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
     return {name: WatchedRun(name, run) for name, run in called.items()}
