@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.errors import DataError
+from flowrl.look.page.comparisons import comparison
 from flowrl.look.page.descriptions import description
 from flowrl.look.page.graphs import graph_view
 from flowrl.look.page.metrics import metrics
@@ -37,6 +38,8 @@ class Api:
         """
         if view == "runs":
             return [_head(run) for run in self.named.values()]
+        if view == "compare":
+            return comparison(self.named[asked["run"]], self.named[asked["other"]])
         return _VIEWS[view](self.named[asked["run"]], asked)
 
     def warm_up(self) -> None:

@@ -70,9 +70,9 @@ def _answers(api: Api, rows: bool, steps: dict[str, list[int]]) -> Iterator[tupl
     for name, step in _in_turn({name: [(name, step) for step in steps[name]] for name in names}):
         at = {"run": name, "step": step}
         yield from _asked(api, [("now", at), ("time", at)], rows)
-        if rows:
-            yield from _asked(api, [("rows", at)])
-            yield from _asked(api, [("row", {**at, "row": row}) for row in _rows(api, at)])
+        for view, asked, table in _asked(api, [("rows", at)]) if rows else ():
+            yield view, asked, table
+            yield from _asked(api, [("row", {**at, "row": row}) for row in _rows(api, at, table)])
     for name in names if rows else ():
         yield from _prompts(api, name)
 
@@ -113,9 +113,8 @@ def _in_turn(lists: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
         yield from (items[i] for items in lists.values() if i < len(items))
 
 
-def _rows(api: Api, at: Asked) -> list[str]:
+def _rows(api: Api, at: Asked, answer: Any) -> list[str]:
     """Rows of a step: those of alarms, the best and the worst, the largest advantages and KL, and some at random."""
-    answer = api.answer("rows", {name: str(value) for name, value in at.items()})
     ids: list[str] = answer["data"].get("row_id", [])
     alarmed = [
         row for alarm in api.named[at["run"]].alarms if alarm.get("step") == at["step"] for row in alarm.get("rows", ())

@@ -258,8 +258,8 @@ def _refuse_links(folder: Path) -> None:
     for path in (found for part in _SHOWN for pattern in (part, f"{part}/**/*") for found in folder.glob(pattern)):
         if path.is_symlink() and not path.resolve().is_relative_to(inside):
             raise ParameterError(
-                f"{path} is a link to {path.readlink()}, which is outside of the run's folder; the page shows the folder "
-                f"only. Replace the link by a copy, or remove it.",
+                f"{path} is a link to {path.readlink()}, which is outside of the run's folder; the page shows only the "
+                f"folder. Replace the link by a copy, or remove it.",
                 code="run.link",
                 path=path,
                 target=path.readlink(),

@@ -74,7 +74,9 @@ def opened(browser: Any, address: str, **settings: Any) -> Iterator[Any]:
     context, heard = browser.new_context(**given), Heard()
     own = address.partition("?")[0]
     page = context.new_page()
-    page.on("console", lambda message: heard.errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on(
+        "console", lambda message: heard.errors.append(message.text) if message.type in ("error", "warning") else None
+    )
     page.on("pageerror", lambda error: heard.errors.append(str(error)))
     page.on("request", lambda request: heard.requests.append(request.url))
     try:

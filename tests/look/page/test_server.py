@@ -21,7 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
 
 
-def get(server: Server, path: str, headers: Mapping[str, str] = {}, method: str = "GET") -> tuple[HTTPResponse, bytes]:  # noqa: B006
+def get(server: Server, path: str, headers: Mapping[str, str] = {}, method: str = "GET") -> tuple[HTTPResponse, bytes]:
     connection = HTTPConnection(HOST, server.port, timeout=30)
     connection.request(method, path, headers={"Host": f"{HOST}:{server.port}", **headers})
     response = connection.getresponse()

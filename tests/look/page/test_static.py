@@ -35,7 +35,9 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_text() -> 
         text = path.read_text()
         if not name.startswith("vendor/"):
             assert not re.search(r"https?://(?!www\.w3\.org/)", text), name
-            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|dangerously", text), name
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|dangerously", text), (
+                name
+            )
             assert not re.search(r"@import|@font-face|url\((?!#)", text.replace("url(#${id})", "")), name
     assert "script>" not in re.sub(r'<script [^>]*src="[\w/.]+"></script>', "", (STATIC / "index.html").read_text())
 

@@ -8,7 +8,7 @@ function Compare({ at, go, run, runs, last }) {
   const others = runs.filter((one) => one !== run);
   const other = others.find((one) => one.name === at.other) ?? others[0];
   const { answer, error } = useView(other && "compare", { run: run.name, other: other?.name }, last);
-  if (!other) return html`<section class="card pad"><h2>Compare</h2><p class="hint">This page shows one run. Open several: <code>flowrl look RUN RUN</code></p></section>`;
+  if (!other) return html`<section class="card pad comparison"><h2>Compare</h2><p class="hint">This page shows one run. Open several: <code>flowrl look RUN RUN</code></p></section>`;
   return html`<section class="card pad comparison">
     <h2>${run.name} against
       <select aria-label="Other run" value=${other.name} onChange=${(e) => go({ other: e.target.value })}>${others.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</select>
