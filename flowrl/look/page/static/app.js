@@ -41,7 +41,7 @@ function App() {
   return html`
     <${Header} ...${shared} tab=${tab} move=${move} />
     ${(failure || !live) && html`<p class="notice" role="status">${failure ? `No answer: ${failure}` : inside.note}</p>`}
-    <main class=${`tab-${tab}`}><${TABS[tab]} ...${shared} key=${run.name} /></main>`;
+    <main class=${`tab-${tab}`} data-step=${step}><${TABS[tab]} ...${shared} key=${run.name} /></main>`;
 }
 
 function Header({ at, go, run, runs, tab, step, steps, last, move }) {

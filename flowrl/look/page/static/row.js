@@ -8,7 +8,7 @@ function Row({ run, step, id, at, go }) {
   const { answer, error, current } = useView("row", { run: run.name, step, row: id });
   if (error) return html`<p class="hint pad">${error}</p>`;
   if (!answer) return html`<p class="hint pad">Loading …</p>`;
-  return html`<div class="scroll" aria-busy=${!current}>
+  return html`<div class="scroll" aria-busy=${current ? "false" : "true"}>
     <div class="about">
       <h2>row <code>${answer.row_id}</code></h2>
       <${Numbers} shown=${answer.numbers.filter(([name]) => MAIN.test(name))} />

@@ -43,7 +43,7 @@ function Rows({ at, go, run, step }) {
   const sort = (key) => go({ by: key, down: by === key && !falling ? "1" : undefined });
   const lines = shown.flatMap((group) => [{ group }, ...(!grouped || opened.has(group.uid) ? group.rows.map((i) => ({ row: i })) : [])]).filter((one) => grouped || "row" in one);
   return html`
-    <section class="card list" aria-busy=${!current}>
+    <section class="card list" aria-busy=${current ? "false" : "true"}>
       <div class="bar">
         <input type="search" placeholder="Search prompts and responses" aria-label="Search rows" title=${answer.clipped ? `Searches the first ${answer.clipped} characters of a response (/)` : "Search (/)"} value=${search} onInput=${(e) => setSearch(e.target.value)} />
         <select aria-label="Filter" value=${at.only ?? "all"} onChange=${(e) => go({ only: e.target.value === "all" ? undefined : e.target.value })}>
