@@ -242,7 +242,7 @@ class RequestEngine(RolloutEngine):
         try:
             with self._alone:
                 for name, i in names.items():
-                    self._submit(Request(name, prompts[i][mask[i]].tolist(), sampling, key.answer(row_ids[i])))
+                    self._submit(Request(name, prompts[i][mask[i]].tolist(), sampling, key.response(row_ids[i])))
             missing = len(names)
             while missing:
                 for name in self._next():
@@ -388,7 +388,7 @@ class StopRule:
         self.stop = sampling.stop
         self._tokenizer = tokenizer
 
-    def watch(self) -> StopDetector:
+    def detector(self) -> StopDetector:
         """The detector of stop strings for one response."""
         return StopDetector(self._tokenizer, self.stop)
 
@@ -397,8 +397,8 @@ class StopRule:
         length = next((i + 1 for i, token in enumerate(ids) if token in self.token_ids), None)
         text = self._tokenizer.text(ids[:length]) if self.stop else ""
         if any(string in text for string in self.stop):
-            watch = self.watch()
-            length = next((i + 1 for i, token in enumerate(ids[:length]) if watch.completes(token)), length)
+            detector = self.detector()
+            length = next((i + 1 for i, token in enumerate(ids[:length]) if detector.completes(token)), length)
         return length
 
 

@@ -135,7 +135,7 @@ def by_requests(engine: Any) -> Answer:
         answered = [list[int]() for _ in prompts]
 
         def ask(i: int) -> None:
-            draws = key.answer(str(i), turns[i])
+            draws = key.response(str(i), turns[i])
             engine.submit(Request(str(i), contexts[i], sampling, draws, retain_cache=turns[i] + 1 < TURNS))
 
         for i in range(len(prompts)):

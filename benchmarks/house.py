@@ -29,7 +29,7 @@ from harness import table
 ROOMS = ("flowrl", "operators", "graphs", "backends")
 PROMPTS, GROUP, TOKENS = 2, 4, 4
 AIMS = {
-    "graph.bind enters": "2",
+    "graph.bind enters": "3",
     "graph.mermaid enters": "15",
     "a local step enters in the machine": "9",
     "a Ray step enters in the driver": "20",

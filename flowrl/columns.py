@@ -34,7 +34,7 @@ class Column:
     """The annotation of a column, in addition to dtype and axes.
 
     Raises:
-        DefinitionError: a name that is no identifier, no kind, or a pad that is no number.
+        DefinitionError: the name is not an identifier, the kind is empty, or the pad is not a number.
 
     Args:
         name: the column's name in a `DataProto`.
@@ -299,12 +299,12 @@ PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "vers
 TokenVersion = Annotated[Int64[Tensor, "batch response"], Column("token_version", "version of a token", pad=-1)]
 """Which version of the policy sampled a token; -1 if none did."""
 
-Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
+Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of turns")]
 """The number of responses of the policy in an episode."""
 TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
 """The turn of a token in its episode, from 0; -1 if the policy did not sample it."""
 
-Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
+RowMask = Annotated[Bool[Tensor, "batch"], Column("row_mask", "row mask", pad=False)]
 """Whether a row passes a `Filter` or a `Collect`."""
 
 Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from flowrl.core.graphs import graph
 from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.draw import mermaid
+from flowrl.draw.notebook import svg_bundle
 from flowrl.edits import diff
 from flowrl.edits import edit as edits
 from flowrl.edits.diff import Diff
@@ -135,8 +136,7 @@ class Graph(graph.Graph):
         return graph_io.fingerprint(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Jupyter draws the Mermaid block of Markdown by itself."""
-        return {"text/plain": repr(self), "text/markdown": f"```mermaid\n{self.mermaid()}\n```"}
+        return svg_bundle(self, repr(self))
 
 
 def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:

@@ -78,7 +78,7 @@ class PreferenceBatch(NamedTuple):
     token_level_scores: c.TokenLevelScores
 
     @staticmethod
-    def rows_of_draw() -> int:
+    def rows_per_item() -> int:
         """How many rows a draw has."""
         return 2
 
@@ -158,7 +158,7 @@ class Receipt(NamedTuple):
     transport: str
 
 
-def rows_of_draw(record: type) -> int:
-    """How many rows a draw from a source of this record has: its own `rows_of_draw`, or 1."""
-    rows: int = getattr(record, "rows_of_draw", lambda: 1)()
+def rows_per_item(record: type) -> int:
+    """How many rows a draw from a source of this record has: its own `rows_per_item`, or 1."""
+    rows: int = getattr(record, "rows_per_item", lambda: 1)()
     return rows

@@ -1,4 +1,4 @@
-"""Columns: what an annotation says, and which may stand where."""
+"""Columns: their annotations, and which ports accept which columns."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_annotations_are_checked_by_jaxtyping_too() -> None:
     assert not isinstance(torch.zeros(2), array)
 
 
-def test_only_a_score_may_stand_for_another_kind() -> None:
-    """Every pair of columns: kinds, dtypes and axes must agree, but for a score where a reward is wanted."""
+def test_only_a_score_is_accepted_as_another_kind() -> None:
+    """Every pair of columns: kinds, dtypes and axes must match, except that a reward port accepts a score."""
     accepted = {
         (a, b)
         for a, wanted in DEFINED.items()
@@ -73,7 +73,7 @@ def test_only_a_score_may_stand_for_another_kind() -> None:
     assert accepted == {("TokenLevelRewards", "TokenLevelScores")}
 
 
-def test_pads_are_neutral() -> None:
+def test_pad_values_of_columns_are_neutral() -> None:
     for value in DEFINED.values():
         column = parse(value)
         assert column is not None
@@ -97,7 +97,7 @@ def test_other_annotations_are_not_columns(annotation: Any) -> None:
         (Shaped[np.ndarray, "batch"], ("object", ("batch",))),
     ],
 )
-def test_an_annotation_of_ones_own_is_a_column(array: Any, expected: tuple[str, tuple[str, ...]]) -> None:
+def test_a_custom_annotation_is_a_column(array: Any, expected: tuple[str, tuple[str, ...]]) -> None:
     column = parse(Annotated[array, "a note", Column("mine", "kind", 0)])
     assert column == ColumnType("mine", "kind", *expected)
 
@@ -122,7 +122,7 @@ def test_invalid_annotations_are_refused(array: Any, facts: dict[str, str]) -> N
         parse(Annotated[array, Column("mine", "kind")])
 
 
-def test_one_name_has_one_definition() -> None:
+def test_redefining_a_column_is_refused() -> None:
     mine = ColumnType("column_of_this_test", "kind", "float32", ("batch",))
     assert register(mine) is register(ColumnType("column_of_this_test", "kind", "float32", ("batch",)))
     assert lookup("column_of_this_test") is mine

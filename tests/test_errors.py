@@ -1,4 +1,4 @@
-"""The errors of flowrl: what they derive from, how they travel, and what they offer instead of a name."""
+"""Errors of flowrl: base classes, pickling, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_message_code_and_facts_survive_pickling(cls: type[FlowrlError]) -> None
     assert there.facts == {"node": "gae", "port": "values", "row": 3}
 
 
-def test_the_code_follows_the_message() -> None:
+def test_the_text_of_an_error_ends_with_its_code() -> None:
     assert str(FlowrlError("gae.values is missing.", code="graph.unwired-port")) == (
         "gae.values is missing. [graph.unwired-port]"
     )
@@ -35,14 +35,14 @@ def test_facts_are_plain_values() -> None:
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not FlowrlError])
-def test_every_error_refines_a_builtin(cls: type[FlowrlError]) -> None:
+def test_every_error_derives_from_a_builtin_exception(cls: type[FlowrlError]) -> None:
     assert any(
         base.__module__ in ("builtins", "dataclasses") and base not in (object, Exception, BaseException)
         for base in cls.__mro__
     )
 
 
-def test_a_missing_column_is_caught_as_a_key_and_as_an_attribute() -> None:
+def test_a_missing_column_is_a_key_error_and_an_attribute_error() -> None:
     for builtin in (KeyError, AttributeError):
         with pytest.raises(builtin):
             raise ColumnNotFoundError("no column 'value'.")
@@ -50,7 +50,7 @@ def test_a_missing_column_is_caught_as_a_key_and_as_an_attribute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "said"),
+    ("name", "known", "message"),
     [
         ("gea", ["reward", "gae"], "it has reward, gae; did you mean 'gae'?"),
         ("sampler", ["reward", "gae"], "it has reward, gae."),
@@ -58,7 +58,5 @@ def test_a_missing_column_is_caught_as_a_key_and_as_an_attribute() -> None:
         (3, ["gae"], "it has gae."),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_known_ones_and_the_nearest(
-    name: object, known: list[str], said: str
-) -> None:
-    assert offer(name, known) == said
+def test_offers_list_known_names_and_the_nearest(name: object, known: list[str], message: str) -> None:
+    assert offer(name, known) == message

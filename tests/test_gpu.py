@@ -1,7 +1,7 @@
-"""Engines on a CUDA device against the same engines on the CPU: what they compute, what they release, and by turns.
+"""Engines on a CUDA device against the same engines on the CPU: results, freed memory, and turns.
 
-Every test has two cases: ``cuda``, which is skipped where there is none, and ``cpu``, which runs the same lines on any
-machine, so that they are known to work before a GPU is at hand.
+Every test has two cases: ``cuda``, which is skipped without a GPU, and ``cpu``, which runs the same lines on any
+machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PROMPTS = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device that is held against the CPU, with float32 products in float32 and not TF32."""
+    """The device to compare with the CPU, with float32 products in float32 and not TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield request.param
@@ -125,7 +125,7 @@ def change(engine: Any, act: Callable[[], object]) -> Tensor:
     return torch.cat([(tensor - before[name]).double().cpu().flatten() for name, tensor in engine.weights()])
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
@@ -133,7 +133,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
-def test_log_probs_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
+def test_log_probs_match_the_cpu(device: str, folder: Any, kind: str) -> None:
     batch = ragged(ROWS)
     truth = TorchScorer(folder(kind), device="cpu").build(ALONE).log_probs(batch)
     for engine in (TorchScorer(folder(kind), device=device).build(ALONE), trainer(folder(kind), device)):
@@ -145,26 +145,26 @@ def test_log_probs_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
-def test_the_gradient_is_that_of_the_cpu(device: str, folder: Any, kind: str, checkpointing: bool) -> None:
+def test_gradients_match_the_cpu(device: str, folder: Any, kind: str, checkpointing: bool) -> None:
     alone = trainer(folder(kind), "cpu")
     engine = trainer(folder(kind), device, gradient_checkpointing=checkpointing)
     logs: list[dict[str, float]] = []
     truth = change(alone, lambda: logs.append(train(alone)))
     found = change(engine, lambda: logs.append(train(engine)))
-    assert truth.norm() > 0.1 and apart(found, truth) < 1e-4
+    assert truth.norm() > 0.1 and relative_error(found, truth) < 1e-4
     assert logs[1] == pytest.approx(logs[0], rel=1e-4, abs=1e-5)
     assert 0.05 < logs[0]["actor/pg_clipfrac"] < 0.95
 
 
-def test_mini_batches_with_adamw_end_where_those_of_the_cpu_do(device: str, folder: Any) -> None:
+def test_adamw_steps_over_mini_batches_match_the_cpu(device: str, folder: Any) -> None:
     settings = {"optimizer": AdamW(lr=0.002, eps=1e-5), "grad_clip": 1.0}
     engines = [trainer(folder("llama"), where, **settings) for where in ("cpu", device)]
     steps = ([4], [0, 1, 2, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
     truth, found = (change(engine, lambda engine=engine: train(engine, *steps)) for engine in engines)
-    assert apart(found, truth) < 1e-3
+    assert relative_error(found, truth) < 1e-3
 
 
-def test_values_and_the_critics_gradient_are_those_of_the_cpu(device: str, folder: Any) -> None:
+def test_values_and_gradients_of_the_critic_match_the_cpu(device: str, folder: Any) -> None:
     batch, loss = value_batch(), TokenObjective(ValueClip(0.2))
     found = []
     for where in ("cpu", device):
@@ -179,34 +179,36 @@ def test_values_and_the_critics_gradient_are_those_of_the_cpu(device: str, folde
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: str) -> None:
+def test_bfloat16_matches_float32_up_to_rounding(device: str, folder: Any, kind: str) -> None:
     exact, engine = trainer(folder(kind), "cpu"), trainer(folder(kind), device, dtype="bfloat16")
     batch = ragged(ROWS)
     truth, found = exact.log_probs(batch), engine.log_probs(batch)
-    assert found.dtype == torch.float32 and 0 < apart(found, truth) < 0.02
+    assert found.dtype == torch.float32 and 0 < relative_error(found, truth) < 0.02
     scorer = TorchScorer(folder(kind), dtype="bfloat16", max_tokens=40, device=device).build(ALONE)
     torch.testing.assert_close(scorer.log_probs(batch), found, atol=1e-6, rtol=0)
-    assert apart(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
+    assert relative_error(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
-def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder: Any, kind: str, dtype: str) -> None:
+def test_the_first_forward_of_an_update_is_bit_equal_to_scoring(
+    device: str, folder: Any, kind: str, dtype: str
+) -> None:
     """By which a plan takes the old log-probs from there; see `flowrl.core.graphs.fusing`."""
     engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
     assert TorchTrainer(folder(kind)).why_not_fusable is None
     assert (engine._scorer.unpacked is None) == (kind != "gemma2")  # rows are packed where they are on a CPU
     batch = policy_batch()
-    scored, said = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
-    objective = FirstPass(Reinforce(), old_log_probs=said)
+    scored, log_probs = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
+    objective = FirstPass(Reinforce(), old_log_probs=log_probs)
     rows = record({**batch._asdict(), ROW: torch.arange(ROWS)})
     engine.update(rows, minis(batch, objective, ALL), objective)
-    assert torch.equal(said, scored)
+    assert torch.equal(log_probs, scored)
 
 
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
-def test_greedy_answers_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
+def test_greedy_responses_match_the_cpu(device: str, folder: Any, kind: str) -> None:
     answers = []
     for where in ("cpu", device):
         actor = trainer(folder(kind), where)
@@ -250,7 +252,7 @@ def empty(device: str, folder: Any) -> int:
     return allocated(device)
 
 
-def test_sleep_releases_the_device_and_wake_brings_back_every_bit(device: str, folder: Any, empty: int) -> None:
+def test_sleep_frees_device_memory_and_wake_restores_every_bit(device: str, folder: Any, empty: int) -> None:
     engine = trained(folder("llama"), device)
     before, log_probs = state(engine), engine.log_probs(ragged(ROWS))
     sizes = sum(tensor.nbytes for tensor in before.values())
@@ -267,11 +269,11 @@ def test_sleep_releases_the_device_and_wake_brings_back_every_bit(device: str, f
         torch.testing.assert_close(engine.log_probs(ragged(ROWS)), log_probs, atol=1e-6, rtol=0)
     twin = trained(folder("llama"), device)
     found, truth = (change(one, lambda one=one: train(one)) for one in (engine, twin))
-    assert apart(found, truth) < 1e-5  # the optimizer goes on from its own state
+    assert relative_error(found, truth) < 1e-5  # the optimizer goes on from its own state
 
 
 @pytest.mark.parametrize("backend", [TorchScorer, TorchRollout, TorchCritic])
-def test_other_engines_sleep_too(device: str, folder: Any, backend: Any, empty: int) -> None:
+def test_sleep_frees_device_memory_of_other_engines(device: str, folder: Any, backend: Any, empty: int) -> None:
     engine = backend(folder("qwen2"), device=device).build(ALONE)
     gc.collect()
     held = allocated(device) - empty
@@ -306,7 +308,7 @@ def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_a_sharded_trainer_of_one_rank_is_a_whole_one(
+def test_a_sharded_trainer_with_one_rank_matches_an_unsharded_one(
     device: str, folder: Any, sharding: None, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"optimizer": SGD(lr=0.1, momentum=0.9), "grad_clip": 1.0}
@@ -316,20 +318,20 @@ def test_a_sharded_trainer_of_one_rank_is_a_whole_one(
     batch = ragged(ROWS)
     torch.testing.assert_close(engine.log_probs(batch), alone.log_probs(batch), atol=1e-4, rtol=1e-5)
     found, truth = (change(one, lambda one=one: train(one, ALL, [1, 2, 3])) for one in (engine, alone))
-    assert apart(found, truth) < 1e-4
+    assert relative_error(found, truth) < 1e-4
     engine.sleep()
     engine.wake()
     engine.save_checkpoint(str(tmp_path / "saved"))
     alone.load_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(tensor.cpu(), weights(alone)[name]) for name, tensor in engine.weights())
     found, truth = (change(one, lambda one=one: train(one)) for one in (engine, alone))
-    assert apart(found, truth) < 1e-4
+    assert relative_error(found, truth) < 1e-4
 
 
-def test_a_sharded_bfloat16_trainer_and_critic_run(device: str, folder: Any, sharding: None) -> None:
+def test_a_sharded_bfloat16_trainer_and_critic_score_and_train(device: str, folder: Any, sharding: None) -> None:
     engine = trainer(folder("llama"), device, dtype="bfloat16", gradient_checkpointing=True)
     truth = TorchScorer(folder("llama"), device=device).build(ALONE).log_probs(ragged(ROWS))
-    assert 0 < apart(engine.log_probs(ragged(ROWS)), truth) < 0.02
+    assert 0 < relative_error(engine.log_probs(ragged(ROWS)), truth) < 0.02
     assert torch.isfinite(change(engine, lambda: train(engine))).all()
     critic, batch, loss = (
         TorchCritic(folder("llama"), device=device).build(ALONE),
@@ -357,7 +359,7 @@ def flat(executor: Steps) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_steps_are_those_of_the_cpu(device: str, folder: Any, algorithm: str) -> None:
+def test_steps_of_algorithms_match_the_cpu(device: str, folder: Any, algorithm: str) -> None:
     found = []
     for where in ("cpu", device):
         executor = walk(job_of(algorithm, folder("llama"), where, TorchRollout()))
@@ -368,11 +370,11 @@ def test_steps_are_those_of_the_cpu(device: str, folder: Any, algorithm: str) ->
     (tokens, expected, moved), (sampled, metrics, shift) = found
     assert torch.equal(sampled, tokens)
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    assert moved.norm() > 0 and apart(shift, moved) < 1e-3
+    assert moved.norm() > 0 and relative_error(shift, moved) < 1e-3
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algorithm: str) -> None:
+def test_engines_that_take_turns_match_engines_always_awake(device: str, folder: Any, algorithm: str) -> None:
     """Colocated actor, reference, critic and rollout, of which only those that a node uses are on the device."""
     found = []
     for turns in (False, True):
@@ -391,10 +393,10 @@ def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algo
     (expected, truth), (logs, after) = found
     for log, wanted in zip(logs, expected, strict=True):
         assert log == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    assert apart(after, truth) < 1e-6
+    assert relative_error(after, truth) < 1e-6
 
 
-def test_forks_of_the_server_of_hosts_compute_on_the_device(device: str) -> None:
+def test_forks_of_the_host_server_compute_on_the_device(device: str) -> None:
     """Two at a time, which they could not if it had initialized CUDA: its imports must not."""
     server = start_fork_server({"actor": TorchTrainer("any"), "critic": TorchCritic("any")})
     assert server is not None

@@ -1,7 +1,7 @@
-"""The real thing learns: PPO and GRPO teach a tiny random model, in seconds, what only the reward tells it.
+"""PPO and GRPO train a tiny random model in seconds to solve a task that only the reward defines.
 
-The task cannot be solved without reading the prompt: half of the prompts want digits, half letters, so whoever pairs
-answers with the scores of other rows gets no further than about a half.
+The task cannot be solved without reading the prompt: half of the prompts ask for digits, half for letters, so training
+that pairs responses with the scores of other rows reaches about a half at most.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALGORITHMS = ["grpo", "ppo"]
 
 
 class ShuffleScores(Operator):
-    """Gives every answer the score of another one, drawn at random: nothing is left to learn."""
+    """Gives each response the score of a random other one, so there is nothing to learn."""
 
     def __call__(
         self, token_level_scores: c.TokenLevelScores, response_mask: c.ResponseMask, key: Key = INJECTED
@@ -76,7 +76,7 @@ def rewards(run: Run) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", [0, nightly(1)])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_reward_rises(tiny: str, task: str, tmp_path: Path, name: str, seed: int) -> None:
+def test_ppo_and_grpo_raise_the_reward(tiny: str, task: str, tmp_path: Path, name: str, seed: int) -> None:
     run = train(job(name, tiny), task, tmp_path, steps=30, seed=seed)
     first, last = rewards(run)
     assert first < 0.45
@@ -85,14 +85,14 @@ def test_the_reward_rises(tiny: str, task: str, tmp_path: Path, name: str, seed:
 
 
 @pytest.mark.parametrize("name", ["grpo", nightly("ppo")])
-def test_nothing_is_learnt_from_shuffled_scores(tiny: str, task: str, tmp_path: Path, name: str) -> None:
+def test_nothing_is_learned_from_shuffled_scores(tiny: str, task: str, tmp_path: Path, name: str) -> None:
     shuffled = job(name, tiny).edit(insert={"shuffle_scores": After("reward", ShuffleScores())})
     first, last = rewards(train(shuffled, task, tmp_path, steps=30, seed=0))
     assert first < 0.45
     assert last < 0.5
 
 
-def test_an_engine_with_weights_of_its_own_learns_as_well(tiny: str, task: str, tmp_path: Path) -> None:
+def test_training_learns_with_an_engine_that_copies_weights(tiny: str, task: str, tmp_path: Path) -> None:
     copied = job("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
     run = train(copied, task, tmp_path, steps=30, seed=0)
     assert rewards(run)[1] > 0.85
@@ -100,7 +100,9 @@ def test_an_engine_with_weights_of_its_own_learns_as_well(tiny: str, task: str, 
 
 
 @pytest.mark.parametrize("name", [nightly("grpo"), "ppo"])
-def test_several_epochs_meet_the_clip_and_learn(tiny: str, task: str, tmp_path: Path, name: str) -> None:
+def test_training_learns_with_several_epochs_and_some_clipped_tokens(
+    tiny: str, task: str, tmp_path: Path, name: str
+) -> None:
     run = train(job(name, tiny, ppo_epochs=3), task, tmp_path, steps=25, seed=0)
     assert rewards(run)[1] > 0.75
     assert max(metrics["actor/pg_clipfrac"] for metrics in run.metrics) > 0.01

@@ -1,7 +1,7 @@
-"""On-policy is enforced: what was sampled by other weights than those that are trained is refused, whoever is to blame.
+"""On-policy training is enforced: rows sampled by other weights than those in training are refused.
 
-Every fault here is planted: stale rows, mixed versions, an engine that was never synced, one that lies about its
-version, one whose load keeps the old weights.
+The planted faults: stale rows, mixed versions, an engine that was never synced, a receipt with a wrong version, and a
+load that keeps the old weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def trained(folder: str, updates: int) -> Any:
 
 
 def update(actor: Any, version: Any, ahead: int = 0, metrics: Metrics | None = None) -> Any:
-    """One update on made-up rows that bear `version`, where generation may be `ahead`."""
+    """One update on rows of `version`, with a lag of `ahead`."""
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     rollout = rollout._replace(policy_version=torch.as_tensor(version).expand(4).contiguous())
     zeros = torch.zeros(rollout.response_mask.shape)
@@ -58,7 +58,7 @@ def update(actor: Any, version: Any, ahead: int = 0, metrics: Metrics | None = N
 
 
 def update_of_tokens(actor: Any, versions: list[list[int]], ahead: int, metrics: Metrics | None = None) -> Any:
-    """One update on made-up rows whose tokens bear these `versions`."""
+    """One update on rows whose tokens have these `versions`."""
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     zeros, found = torch.zeros(rollout.response_mask.shape), torch.tensor(versions)
     rollout = rollout._replace(policy_version=found.amin(1), token_version=found)
@@ -72,9 +72,9 @@ def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) 
 
 
 def ages(metrics: Metrics) -> tuple[float, float]:
-    """The mean and the largest age that updates have told."""
-    told = metrics.compute()
-    return told["queue/age_mean"], told["queue/age_max"]
+    """The mean and the largest age that updates have reported."""
+    reported = metrics.compute()
+    return reported["queue/age_mean"], reported["queue/age_max"]
 
 
 def executor_of(job: Job) -> Steps:
@@ -88,7 +88,7 @@ def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:
 # ---- rows
 
 
-def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: str) -> None:
+def test_rows_of_an_older_version_are_refused_and_no_weight_changes(tiny: str) -> None:
     actor = trained(tiny, 1)
     before = weights_of(actor)
     with raises("update.stale-rows", node="update_actor", row=0, expected=1, found=0):
@@ -96,7 +96,7 @@ def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: s
     assert_untouched(actor, before, version=1)
 
 
-def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> None:
+def test_rows_of_mixed_versions_are_refused_naming_the_first_stale_row(tiny: str) -> None:
     actor = trained(tiny, 1)
     before = weights_of(actor)
     with raises("update.stale-rows", row=1, expected=1, found=0):
@@ -104,12 +104,12 @@ def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> N
     assert_untouched(actor, before, version=1)
 
 
-def test_rows_from_the_future_are_refused_too(tiny: str) -> None:
+def test_rows_of_a_newer_version_are_refused(tiny: str) -> None:
     with raises("update.stale-rows", expected=0, found=7):
         update(trainer(tiny), 7)
 
 
-def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> None:
+def test_with_a_lag_rows_may_be_at_most_that_many_versions_old(tiny: str) -> None:
     actor, metrics = trained(tiny, 2), Metrics()
     before = weights_of(actor)
     with raises("update.stale-rows", row=2, expected=2, found=0) as error:
@@ -122,7 +122,7 @@ def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> N
         update(actor, [3, 3, 3, 4], ahead=2)
 
 
-def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> None:
+def test_with_spans_the_age_limit_applies_to_each_token(tiny: str) -> None:
     actor, metrics = trained(tiny, 3), Metrics()
     before = weights_of(actor)
     with raises("update.stale-rows", row=1, expected=3, found=4):
@@ -134,7 +134,7 @@ def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> 
     assert ages(metrics) == (pytest.approx(7 / 7), 2)
 
 
-def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> None:
+def test_mini_batches_and_epochs_of_a_step_count_as_one_version(tiny: str) -> None:
     actor = trainer(tiny)
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     zeros = torch.zeros(rollout.response_mask.shape)
@@ -145,7 +145,7 @@ def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> 
 # ---- receipts
 
 
-def test_a_sync_copies_the_weights_and_says_what_it_moved(tiny: str) -> None:
+def test_a_sync_copies_the_weights_and_reports_bytes_and_transport(tiny: str) -> None:
     actor, rollout = trainer(tiny), engine(tiny)
     updated = update(actor, 0)
     receipt = Sync(actor=actor, rollout=rollout)(updated)
@@ -173,7 +173,7 @@ def test_a_copying_engine_that_missed_a_sync_is_refused_at_the_update(tiny: str)
     assert UpdateActor(actor=actor)(out, out.rollout_log_probs, zeros + 1, key=KEY).version == 2
 
 
-def test_a_sharing_engine_that_missed_a_sync_does_not_generate(tiny: str) -> None:
+def test_an_engine_with_shared_weights_refuses_to_generate_without_a_sync(tiny: str) -> None:
     job = job_of("grpo", tiny)
     engines = job.build()
     engines["rollout"].sync(engines["actor"])
@@ -182,14 +182,14 @@ def test_a_sharing_engine_that_missed_a_sync_does_not_generate(tiny: str) -> Non
         Generate(max_new_tokens=2, rollout=engines["rollout"])(PROMPTS, key=KEY)
 
 
-def test_an_alias_moves_no_byte(tiny: str) -> None:
+def test_a_sync_of_shared_weights_moves_no_bytes(tiny: str) -> None:
     engines = job_of("grpo", tiny).build()
     receipt = Sync(actor=engines["actor"], rollout=engines["rollout"])(Updated(0))
     assert (receipt.bytes, receipt.transport) == (0, "alias")
     assert engines["rollout"].model is engines["actor"].model
 
 
-def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
+def test_sync_refuses_an_outdated_update(tiny: str) -> None:
     actor, rollout = trainer(tiny), engine(tiny)
     stale = Updated(0)
     update(actor, 0)
@@ -198,7 +198,7 @@ def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
 
 
 def test_sync_refuses_an_engine_that_returns_no_receipt(tiny: str) -> None:
-    """A backend of one's own may forget the return, which was an AttributeError of None."""
+    """A custom backend may omit the return value, which was an AttributeError of None."""
 
     class Forgetful(TorchRolloutEngine):
         def sync(self, trainer: Any) -> Any:
@@ -211,12 +211,12 @@ def test_sync_refuses_an_engine_that_returns_no_receipt(tiny: str) -> None:
     assert "Forgetful returned a NoneType" in error.value.message
 
 
-@pytest.mark.parametrize("said", ["receipt", "engine"])
-def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) -> None:
+@pytest.mark.parametrize("lying_side", ["receipt", "engine"])
+def test_a_receipt_with_a_wrong_version_is_refused(tiny: str, lying_side: str) -> None:
     class Liar(TorchRolloutEngine):
         def sync(self, source: Trainer) -> Receipt:
             receipt = super().sync(source)
-            if said == "engine":
+            if lying_side == "engine":
                 self._receipt = receipt._replace(version=receipt.version - 1)
                 return receipt
             return receipt._replace(version=receipt.version + 1)
@@ -228,7 +228,7 @@ def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) 
         Sync(actor=actor, rollout=liar)(updated)
 
 
-def test_an_engine_that_lies_about_its_rows_is_refused_at_the_update(tiny: str) -> None:
+def test_rows_with_a_wrong_version_are_refused_by_the_update(tiny: str) -> None:
     class Liar(TorchRolloutEngine):
         def _require_receipt(self) -> Receipt:
             return super()._require_receipt()._replace(version=5)
@@ -241,7 +241,7 @@ def test_an_engine_that_lies_about_its_rows_is_refused_at_the_update(tiny: str) 
         UpdateActor(actor=actor)(out, out.rollout_log_probs, out.rollout_log_probs, key=KEY)
 
 
-def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tiny: str) -> None:
+def test_an_engine_that_ignores_synced_weights_is_detected_by_their_digest(tiny: str) -> None:
     class Idle(TorchRolloutEngine):
         def _load(self, received: dict[str, torch.Tensor]) -> None:
             """Takes the weights, and does nothing with them."""
@@ -260,7 +260,7 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
 # ---- in a graph
 
 
-def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, prompts_file: str) -> None:
+def test_a_step_on_a_never_synced_engine_is_refused(tiny: str, prompts_file: str) -> None:
     executor = executor_of(job_of("grpo", tiny))
     batch = batches(prompts_file, executor.runner.engines)
     with pytest.raises(NodeError, match=r"generate failed in step 1: SyncError: .*no receipt.*Sync") as raised:
@@ -269,9 +269,7 @@ def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, pr
 
 
 @pytest.mark.parametrize("own_weights", [False, True])
-def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
-    tiny: str, prompts_file: str, own_weights: bool
-) -> None:
+def test_after_an_initial_sync_steps_run_in_sequence(tiny: str, prompts_file: str, own_weights: bool) -> None:
     job = job_of("grpo", tiny)
     if own_weights:
         job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
@@ -286,8 +284,8 @@ def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
         assert (moved > 0) == own_weights
 
 
-def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_file: str) -> None:
-    """The engine keeps its old weights behind a new receipt; what it holds, and what its rows bear, gives it away."""
+def test_stale_rows_behind_a_new_receipt_stop_a_step_before_training(tiny: str, prompts_file: str) -> None:
+    """The engine keeps its old weights but returns a new receipt; its digest and the versions of its rows reveal it."""
 
     class Forgetful(TorchRolloutEngine):
         def sync(self, source: Trainer) -> Receipt:
@@ -310,7 +308,7 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
 
 
 class Recording(TorchRollout):
-    """A backend whose engine notes the order in which it is synced and asked."""
+    """A backend whose engine records the order of its syncs and calls."""
 
     def build(self, context: BuildContext) -> RecordingEngine:
         built = super().build(context)
@@ -329,7 +327,7 @@ class RecordingEngine(TorchRolloutEngine):
         return super().generate(*args, **kwargs)
 
 
-def test_eager_code_starts_in_sync_as_well(tiny: str) -> None:
+def test_engines_of_eager_code_are_synced_first(tiny: str) -> None:
     backend = Recording(tiny, device="cpu")
     job = job_of("grpo", tiny).edit(bind={"rollout": backend})
     with job.eager():
@@ -337,7 +335,7 @@ def test_eager_code_starts_in_sync_as_well(tiny: str) -> None:
     assert RecordingEngine.log == ["sync", "generate"]
 
 
-def test_a_graph_of_rows_taken_by_hand_is_fed_as_it_is(tiny: str) -> None:
+def test_step_accepts_a_batch_built_by_hand(tiny: str) -> None:
     executor = executor_of(job_of("grpo", tiny, max_new_tokens=2))
     executor.sync()
     result = executor.step(proto(PROMPTS), 0)

@@ -1,4 +1,4 @@
-"""Numbers over time: what they are in each step, where they may stand, and what they are held against."""
+"""Schedules: their values in each step, the parameters that accept them, and the checks of all steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sine(Schedule):
         return self.size * math.sin(step / 50)
 
 
-def test_shapes_go_where_they_are_said_to_go() -> None:
+def test_values_of_schedules_equal_worked_examples() -> None:
     line = Linear(0.1, 0.01, steps=100)
     assert [line.at(step) for step in (0, 50, 100, 1000)] == pytest.approx([0.1, 0.055, 0.01, 0.01], abs=1e-15)
     assert (line.at(0), line.at(100)) == (0.1, 0.01)
@@ -63,7 +63,7 @@ def test_shapes_go_where_they_are_said_to_go() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.floats(0, 1), st.integers(0, 80))
-def test_a_factor_of_a_learning_rate_is_the_usual_formula_to_the_bit(
+def test_learning_rate_factors_are_bit_equal_to_the_usual_formula(
     steps: int, warmup: int, least: float, step: int
 ) -> None:
     """Warm-up times (least + (1 - least) * what is left), as trainers have always computed it."""
@@ -77,7 +77,7 @@ def test_a_factor_of_a_learning_rate_is_the_usual_formula_to_the_bit(
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9), st.integers(1, 60))
-def test_both_ends_are_exact(start: float, end: float, steps: int) -> None:
+def test_linear_and_cosine_hit_both_ends_exactly_and_stay_between(start: float, end: float, steps: int) -> None:
     for schedule in (Linear(start, end, steps=steps), Cosine(start, end, steps=steps)):
         assert (schedule.at(0), schedule.at(steps)) == (start, end)
         least, most = min(start, end), max(start, end)
@@ -86,7 +86,7 @@ def test_both_ends_are_exact(start: float, end: float, steps: int) -> None:
     assert Linear(start, start, steps=steps).at(steps // 2) == start
 
 
-def test_an_operator_has_plain_numbers_in_each_step() -> None:
+def test_in_step_replaces_schedules_by_numbers() -> None:
     shaped = KLShape(coef=Linear(0.1, 0.01, steps=100)).named("shaped")
     assert shaped.in_step(50) == KLShape(coef=shaped.in_step(50).coef) and shaped.in_step(50).name == "shaped"
     assert shaped.in_step(50).coef == pytest.approx(0.055) and shaped.in_step(100).coef == 0.01
@@ -98,7 +98,7 @@ def test_an_operator_has_plain_numbers_in_each_step() -> None:
     assert [rising.in_step(step).max_new_tokens for step in range(4)] == [1, 1, 2, 2]
 
 
-def test_specs_within_an_operator_change_too() -> None:
+def test_in_step_replaces_schedules_of_nested_specs() -> None:
     update = UpdateActor(PPOClip(Linear(0.2, 0.1, steps=10)), kl=KLLoss("k3", Cosine(0.01, 0.002, steps=10)))
     assert set(schedules(update)) == {"loss.clip_low", "kl.coef"}
     assert update.in_step(5).loss.clip_low == pytest.approx(0.15)
@@ -109,7 +109,7 @@ def test_specs_within_an_operator_change_too() -> None:
     assert in_step(update, 3).loss.clip_low == pytest.approx(0.17)
 
 
-def test_specs_in_a_tuple_change_too() -> None:
+def test_in_step_replaces_schedules_of_specs_in_tuples() -> None:
     class Many(Operator):
         terms: tuple[KLLoss, ...]
 
@@ -121,7 +121,7 @@ def test_specs_in_a_tuple_change_too() -> None:
     assert (plain := Many((KLLoss("k1", 0.1),))).in_step(2) is plain
 
 
-def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
+def test_custom_operators_and_schedules_work_without_extra_code() -> None:
     class Shrink(Operator):
         by: float = Field(0.5, gt=0)
 
@@ -174,24 +174,26 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
         (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), "invalid", {"spec": "TorchTrainer"}),
     ],
 )
-def test_a_schedule_is_checked_in_all_its_steps(make: Callable[[], Any], code: str, facts: dict[str, Any]) -> None:
+def test_a_schedule_with_an_invalid_value_in_any_step_is_refused(
+    make: Callable[[], Any], code: str, facts: dict[str, Any]
+) -> None:
     with raises(f"parameter.{code}", **facts):
         make()
 
 
-def test_parameters_that_must_fit_each_other_are_checked_in_all_steps() -> None:
+def test_constraints_between_parameters_are_checked_in_all_steps() -> None:
     with raises("correction.invalid-settings", low=3.0, high=2.0, step=4) as error:
         RolloutCorrection("token", "mask", low=Linear(0.5, 3.0, steps=4), high=2.0)
     assert "That is step 5, in which low is 3, by Linear" in error.value.message
 
 
-def test_an_error_of_a_schedule_names_the_step_and_its_number() -> None:
+def test_an_error_of_a_schedule_names_step_and_value() -> None:
     with pytest.raises(ParameterError, match=r"That is step 11, in which coef is -0\.1, by Linear"):
         KLShape(coef=Linear(0.1, -0.1, steps=10))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "0.1", True, torch.tensor(0.1)])
-def test_a_schedule_gives_finite_numbers(value: Any) -> None:
+def test_a_schedule_with_a_non_finite_value_is_refused(value: Any) -> None:
     class Odd(Schedule):
         def at(self, step: int) -> Any:
             return value if step == 7 else 0.5
@@ -200,7 +202,7 @@ def test_a_schedule_gives_finite_numbers(value: Any) -> None:
         GAE(lam=Odd())
 
 
-def test_what_comes_after_the_steps_that_were_looked_at_is_checked_when_it_comes() -> None:
+def test_values_of_later_steps_are_checked_in_their_step() -> None:
     class Late(Schedule):
         def at(self, step: int) -> float:
             return 0.5 if step < 20_000 else 1.5
@@ -215,7 +217,7 @@ def test_learning_rates_take_any_schedule() -> None:
     assert TorchTrainer("m", schedule=Halving(1.0)).schedule.at(10) == 0.5
 
 
-def test_graphs_show_them_and_go_through_files() -> None:
+def test_diffs_and_files_contain_schedules() -> None:
     graph = ppo("tests.support.kernel:exact")
     falling = graph.edit(set={"kl_shape.coef": Linear(0.1, 0.01, steps=100)})
     assert str(graph.diff(falling)).splitlines()[1:] == [
@@ -233,7 +235,7 @@ def test_graphs_show_them_and_go_through_files() -> None:
     assert flowrl.Graph.from_dict(other.to_dict())["kl_shape"].operator.in_step(10).coef == 0.05
 
 
-def test_rules_see_every_step() -> None:
+def test_rules_check_every_value_of_a_schedule() -> None:
     cooling = grpo(exact).edit(set={"generate.temperature": Linear(1.0, 0.0, steps=3)})
     assert [finding.rule for finding in cooling.check()] == ["FR007"]
     fading = ppo(exact).edit(
@@ -244,12 +246,12 @@ def test_rules_see_every_step() -> None:
 
 
 @pytest.mark.parametrize("path", ["repeat.n", "update_actor.mini_batch"])
-def test_what_the_graph_is_checked_by_does_not_change(path: str) -> None:
+def test_parameters_that_define_row_counts_cannot_be_scheduled(path: str) -> None:
     with raises("operator.invalid-attribute", where=path.partition(".")[0]):
         ppo(exact).edit(set={path: Linear(1, 8, steps=4)})
 
 
-def test_what_an_operator_says_of_itself_is_asked_with_numbers() -> None:
+def test_properties_of_operators_are_evaluated_with_numbers() -> None:
     """A property that compares the parameter would otherwise meet a schedule there."""
 
     class Picky(Operator):

@@ -141,18 +141,18 @@ class IncomingWeights:
                         version=self.version,
                     )
                 if place is None:
-                    raise self._misfit(f"{name} is unknown, or arrived twice", [name])
-                raise self._misfit(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}", [name])
+                    raise self._mismatch(f"{name} is unknown, or arrived twice", [name])
+                raise self._mismatch(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}", [name])
             if wrong := dtype_mismatch(tensor.dtype, self._dtype if place.is_floating_point() else place.dtype):
-                raise self._misfit(f"{name} {wrong}", [name])
+                raise self._mismatch(f"{name} {wrong}", [name])
             del due[name]
             self._digests[name] = digest
             self.nbytes += tensor.nbytes
             yield name, tensor.detach()
         if due:
-            raise self._misfit(f"{', '.join(sorted(due)[:5])} did not arrive ({len(due)} in all)", sorted(due))
+            raise self._mismatch(f"{', '.join(sorted(due)[:5])} did not arrive ({len(due)} in all)", sorted(due))
 
-    def _misfit(self, fault: str, names: Sequence[str]) -> SyncError:
+    def _mismatch(self, fault: str, names: Sequence[str]) -> SyncError:
         return SyncError(
             f"The weights of version {self.version} are not those of {self._folder!r}: {fault}; expected all weights "
             f"of one architecture, each once, in the precision of training. Call engine.sync(trainer) with a trainer "

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import errors
-from flowrl.backends.hosted import keeper
-from flowrl.backends.hosted.keeper import end_group, members, note, shared_memory
+from flowrl.backends.hosted import reaper
+from flowrl.backends.hosted.reaper import end_group, members, note, shared_memory
 from flowrl.errors import EngineError
 
 GRACE = 20.0
@@ -148,12 +148,12 @@ def _end(
     while members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     folder.cleanup()
-    os.close(life)  # the keeper has nothing left to do
+    os.close(life)  # the reaper has nothing left to do
 
 
 def run(main: str, requests: int, replies: int, life: int) -> None:
-    """The main function of the process: starts a keeper, and runs `main`."""
-    keeper.launch(life, Path(os.environ["TMPDIR"]), os.getpid())
+    """The main function of the process: starts a reaper, and runs `main`."""
+    reaper.launch(life, Path(os.environ["TMPDIR"]), os.getpid())
     os.close(life)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)

@@ -54,17 +54,17 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Row:
-    """A response in the scheduler; `watch`, the detector of stop strings, has read `seen` tokens."""
+    """A response in the scheduler; `detector` of stop strings has read `seen` tokens."""
 
     request: ResponseRequest
-    watch: StopDetector
+    detector: StopDetector
     seen: int = 0
     stopped: Tokens | None = None
     has_token: bool = False
 
 
 class RequestPool:
-    """All requests; runs on the event loop of SGLang's tokenizer manager, which advances only while `some` or `settled`
+    """All requests; runs on the event loop of SGLang's tokenizer manager, which advances only while `some` or `drain`
     run. Its scheduler, another process, always runs."""
 
     def __init__(self, manager: Any, tokenizer: ChatTokenizer) -> None:
@@ -107,7 +107,7 @@ class RequestPool:
         """Requests in flight of which no token has arrived, though the scheduler may have sampled one."""
         return [name for name, rid in self._in_flight.items() if not self._rows[rid].has_token]
 
-    async def settled(self) -> None:
+    async def drain(self) -> None:
         """Wait until all dropped requests have left the scheduler and no longer use weights and caches."""
         while self._rows.keys() - self._in_flight.values():
             await self._changed.wait()
@@ -156,7 +156,7 @@ class RequestPool:
         if row.request.stop and row.stopped is None:
             new = output["output_ids"][row.seen :]
             row.seen += len(new)
-            if any(row.watch.completes(token) for token in new):
+            if any(row.detector.completes(token) for token in new):
                 # If it then has to wait for room, its last output has only the versions.
                 row.stopped = Tokens.of(output, row.request.support)
                 self._manager.abort_request(rid)

@@ -81,7 +81,7 @@ class Server:
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._wait(self.requests.settled())
+        self._wait(self.requests.drain())
         if caches is not None:
             mode: Any = "retract" if caches == "recompute" else "in_place"
             self._wait(self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode)))
@@ -117,7 +117,7 @@ class Server:
 
     def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
         """Replace the adapter by one from safetensors."""
-        self._wait(self.requests.settled())
+        self._wait(self.requests.drain())
         tensors = load(body)
         self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         while self.adapter:
@@ -144,7 +144,7 @@ class Server:
 
     def sleep(self, body: bytes) -> None:
         """Release the device's memory."""
-        self._wait(self.requests.settled())
+        self._wait(self.requests.drain())
         self.engine.release_memory_occupation()
 
     def wake(self, body: bytes) -> None:
@@ -193,4 +193,4 @@ def main(requests: Connection, replies: Connection) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         serve(requests, replies)
-    signal.pause()  # the parent has ended; SGLang's own shutdown would interfere with the keeper
+    signal.pause()  # the parent has ended; SGLang's own shutdown would interfere with the reaper

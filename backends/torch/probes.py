@@ -70,7 +70,7 @@ def known(model: nn.Module, inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None, folder: str, bound: float) -> None:
+def select_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None, folder: str, bound: float) -> None:
     """Set the attention of `lm` to an implementation that computes what its architecture defines.
 
     Fused attention ignores arguments that it does not have, such as the soft cap of Gemma 2, which may show only once

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from flowrl.backends.hosted import keeper
+from flowrl.backends.hosted import reaper
 from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout, RawResponse, ending_on_error
 from flowrl.backends.hosted.spec import EngineSpec
@@ -269,7 +269,7 @@ class VLLMEngine(HostedRollout):
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         scores: list[float] = []
-        for row, answer in zip(probe.rows, probe.answers, strict=True):
+        for row, response in zip(probe.rows, probe.responses, strict=True):
             # One by one: on a CPU an adapter of the output embedding does not reach the prompts of several requests.
             self._add(PROBE, row, parameters)
             probed: list[Any] = []
@@ -279,7 +279,7 @@ class VLLMEngine(HostedRollout):
                         self._ended[output.request_id] = _response(output)
                     elif output.finished:
                         probed = output.prompt_logprobs[-probe.width :]
-            scores += [position[token].logprob for token, position in zip(answer, probed, strict=True)]
+            scores += [position[token].logprob for token, position in zip(response, probed, strict=True)]
         return scores
 
     def _dtype(self) -> torch.dtype:
@@ -339,16 +339,16 @@ class VLLMEngine(HostedRollout):
             with environment(spec.tensor_parallel):
                 llm = vllm.LLM(**arguments_of(spec, spec.kv_cache_bytes, self._seed) | dict(spec.engine_args))
             shared_memory: set[str] = set()
-            keepers: list[int] = []
+            reapers: list[int] = []
             workers: list[Any] = []
-            self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, keepers)
+            self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, reapers)
             if spec.tensor_parallel > 1:
                 from flowrl.backends.vllm import worker as vllm_worker
 
                 with ending_on_error(self._end):
                     workers.extend(worker.proc for worker in llm.llm_engine.model_executor.workers)
                     shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
-                    keepers.append(keeper.start_keeper(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
+                    reapers.append(reaper.start_reaper(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
                     self._sender = vllm_worker.Sender(llm)
         except Exception as error:
             raise BindError(
@@ -376,7 +376,7 @@ def _response(request: Any) -> RawResponse:
     )
 
 
-def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[int]) -> None:
+def _end(core: Any, workers: list[Any], shared_memory: set[str], reapers: list[int]) -> None:
     """End vLLM's processes, and remove the shared memory of its workers."""
     try:
         core.shutdown()
@@ -385,7 +385,7 @@ def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[i
         for worker in workers:  # if one died, vLLM ends the others in a thread, without waiting
             worker.kill()
             worker.join()
-        for life in keepers:
+        for life in reapers:
             os.close(life)
         for name in shared_memory:
             with suppress(FileNotFoundError):

@@ -40,18 +40,18 @@ def add_to(app: typer.Typer, out: Console) -> None:
         critic: Annotated[str, typer.Option(help="Values of critics: exact or zero.")] = "exact",
         limit: Annotated[int, typer.Option(help="Most possible runs to enumerate; sample if there are more.")] = 3000,
         samples: Annotated[int, typer.Option(help="Number of sampled runs.")] = 1000,
-        shelf: Annotated[bool, typer.Option("--shelf", help="Audit all built-in algorithms; print a table.")] = False,
+        every: Annotated[bool, typer.Option("--all", help="Audit all built-in algorithms; print a table.")] = False,
         imports: Annotated[bool, typer.Option("--import", help="Import the code that the graph names.")] = False,
     ) -> None:
         """Compare the expected update of a graph with the gradient of its objective."""
         from flowrl.auditing.audit import audit
         from flowrl.auditing.task import AuditTask
 
-        if shelf == (target is not None):
+        if every == (target is not None):
             raise ParameterError(
-                "flowrl audit got both or neither of a graph and --shelf (all algorithms). Pass one of the two.",
+                "flowrl audit got both or neither of a graph and --all (all built-in algorithms). Pass one of the two.",
                 code="cli.bad-option",
-                option="--shelf",
+                option="--all",
             )
         if target is None:
             for line in table():
@@ -67,7 +67,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
 def table() -> Iterator[str]:
     """The table of all algorithms in Markdown, line by line as it is computed."""
-    from flowrl.app.shelf import names
+    from flowrl.app.algorithms import names
 
     yield f"| {' | '.join(_HEADINGS)} |"
     yield f"|{'---|' * len(_HEADINGS)}"
@@ -77,12 +77,12 @@ def table() -> Iterator[str]:
 
 def row(name: str) -> str:
     """The line of one algorithm: exact with one prompt and three responses if possible, else sampled."""
-    from flowrl.app import shelf
+    from flowrl.app import algorithms
     from flowrl.auditing.audit import audit
     from flowrl.auditing.task import AuditTask
 
     try:
-        graph = shelf.graph(name)
+        graph = algorithms.graph(name)
         try:
             found, n = audit(graph, AuditTask(prompts=1), n=3, samples=400), 3
         except FlowrlError:

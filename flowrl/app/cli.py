@@ -298,7 +298,7 @@ def run(
 @app.command("list")
 def list_() -> None:
     """List the built-in algorithms with their papers and changes. Their names are targets."""
-    from flowrl.app.shelf import listed
+    from flowrl.app.algorithms import listed
 
     _print_table(("algorithm", "summary", "edit of", "changes"), listed())
 

@@ -2,7 +2,7 @@
 
 A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function without arguments
 that returns one; a graph file (``.yaml``, ``.json``); or the name of an algorithm of `flowrl.graphs`, which
-`flowrl.app.shelf` makes.
+`flowrl.app.algorithms` makes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def refuse_namesakes(first: str, second: str) -> None:
 
 def _by_name(name: str) -> Any:
     """The graph of the algorithm with this name."""
-    from flowrl.app.shelf import graph, names
+    from flowrl.app.algorithms import graph, names
 
     if name in names():
         return graph(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.auditing.causes import Explanation
 from flowrl.auditing.fitting import fitted
-from flowrl.auditing.gradient_error import Interval, Judged, judge, radius_of
+from flowrl.auditing.gradient_error import GradientComparison, Interval, compare_gradients, radius_of
 from flowrl.auditing.objective import stated
 from flowrl.auditing.record import Audit
 from flowrl.auditing.task import AuditTask
@@ -65,8 +65,8 @@ def audit(
     trial, runs = audited(fitting, task)
     true = {name: gradient(part, trial.now) for name, part in trial.truth.parts(trial.now).items()}
     both = torch.stack([*true.values()]).sum(0)
-    whole = _judged(runs, runs.whole, both, task)
-    parts = {name: _judged(runs, runs.parts[name], target, task) for name, target in true.items()}
+    whole = _compared(runs, runs.whole, both, task)
+    parts = {name: _compared(runs, runs.parts[name], target, task) for name, target in true.items()}
     biased = explain and parts["loss"].biased
     explanation = Explanation(trial, runs, audited, lambda runs, each: _radius(runs, each, task))
     causes = explanation.causes() if biased else ()
@@ -108,8 +108,8 @@ def _radius(runs: Runs, each: Tensor, task: AuditTask) -> float:
     return 0.0 if runs.exact else radius_of(each, task.seed)
 
 
-def _judged(runs: Runs, each: Tensor, true: Tensor, task: AuditTask) -> Judged:
-    return judge(runs.mean(each), true, _radius(runs, each, task))
+def _compared(runs: Runs, each: Tensor, true: Tensor, task: AuditTask) -> GradientComparison:
+    return compare_gradients(runs.mean(each), true, _radius(runs, each, task))
 
 
 def _limits(graph: Graph, task: AuditTask) -> Iterator[str]:
@@ -129,19 +129,19 @@ def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
     """The cosines of a KL term in the loss with the negative gradients of divergences."""
     terms = [one for one in trial.stated.kl if one.in_loss]
     return {
-        name: _judged(runs, runs.parts["kl"], -gradient(divergence, trial.now), trial.task).cosine
+        name: _compared(runs, runs.parts["kl"], -gradient(divergence, trial.now), trial.task).cosine
         for name, divergence in (trial.truth.divergences(terms[0].role).items() if terms else ())
     }
 
 
-def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: Judged) -> float:
+def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: GradientComparison) -> float:
     """The cosine of the loss's bias with the gradient of the expected length."""
     bias = runs.mean(runs.parts["loss"]) - loss.scale.value * true
     length = gradient(trial.truth.length, trial.now)
     return float((bias * length).sum() / (bias.norm() * length.norm()))
 
 
-def _variance(trial: Trial, runs: Runs, whole: Judged) -> float | None:
+def _variance(trial: Trial, runs: Runs, whole: GradientComparison) -> float | None:
     """The total variance of the update at the scale of the true gradient, in units of plain REINFORCE's."""
     if whole.follows_nothing:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.auditing.gradient_error import EXACT, Interval, judge
+from flowrl.auditing.gradient_error import EXACT, Interval, compare_gradients
 from flowrl.auditing.objective import StatedObjective, behind_gates, without_gates
 from flowrl.auditing.record import Cause
 from flowrl.auditing.task import AuditTask
@@ -154,7 +154,7 @@ class Explanation:
 
     def _bias(self, trial: Trial, runs: Runs, each: Tensor) -> Interval:
         true = gradient(trial.truth.parts(trial.now)["loss"], trial.now)
-        return judge(runs.mean(each), true, self._radius(runs, each)).bias
+        return compare_gradients(runs.mean(each), true, self._radius(runs, each)).bias
 
     def _remaining(self, without: Sequence[Without]) -> Interval | None:
         """The bias without some causes; None, and a note, if the graph cannot run without them."""
@@ -186,7 +186,7 @@ class Explanation:
                 along, of_kl = torch.linalg.lstsq(directions, mean.flatten()).solution.tolist()
                 if along <= 0 or abs(weight := of_kl / along) < EXACT:
                     continue
-                judged = judge(mean, true + weight * towards, self._radius(self._runs, each))
+                judged = compare_gradients(mean, true + weight * towards, self._radius(self._runs, each))
                 if not judged.biased:
                     yield f"unstated {weight:.3g} · {name}", judged.bias
                     return

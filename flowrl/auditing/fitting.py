@@ -46,7 +46,7 @@ def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTa
         fitting = edit(fitting, set=changed)
     if fitting.lag.versions:
         fitting = edit(fitting, lag=0)
-        notes.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
+        notes.append("It is run on-policy; set AuditTask(mismatch=...) for an engine that lags.")
     return _in_one_batch(fitting, task, notes), task, notes
 
 

@@ -34,7 +34,7 @@ def _short(x: float) -> str:
 
 
 @dataclass(frozen=True)
-class Judged:
+class GradientComparison:
     """The comparison of an expected gradient with a true one.
 
     Args:
@@ -82,7 +82,7 @@ def percent(x: Interval) -> str:
     return f"{value} %" if x.low == x.high else f"{value} % [{low}, {high}]"
 
 
-def judge(expected: Tensor, true: Tensor, radius: float = 0.0) -> Judged:
+def compare_gradients(expected: Tensor, true: Tensor, radius: float = 0.0) -> GradientComparison:
     """Compare `expected` with `true`, of one shape; `radius` bounds the error of `expected`."""
     length, unit = float(true.norm()), float(expected.norm())
     along = float((expected * true).sum()) / length**2 if length else 0.0
@@ -92,7 +92,7 @@ def judge(expected: Tensor, true: Tensor, radius: float = 0.0) -> Judged:
     low, high = max(0.0, angle - turn), min(math.pi, angle + turn)
     of_error, error = radius / length if length else math.inf, float((expected - true).norm()) / (length or 1.0)
     size = unit / length if length else math.inf
-    return Judged(
+    return GradientComparison(
         scale=_around(along, of_error),
         cosine=Interval(math.cos(angle), math.cos(high), math.cos(low)),
         bias=_tangents(angle, low, high),

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from flowrl.auditing.gradient_error import EXACT, Interval, Judged, percent
+from flowrl.auditing.gradient_error import EXACT, GradientComparison, Interval, percent
 from flowrl.auditing.task import AuditTask
 
 
@@ -63,8 +63,8 @@ class Audit:
     rows: int
     expected: Tensor
     true: Tensor
-    whole: Judged
-    parts: Mapping[str, Judged]
+    whole: GradientComparison
+    parts: Mapping[str, GradientComparison]
     kl_follows: Mapping[str, Interval]
     causes: tuple[Cause, ...]
     lengthens: float | None
@@ -98,7 +98,7 @@ class Audit:
         if self.lengthens is not None and abs(self.lengthens) > 0.1:
             way = "longer" if self.lengthens > 0 else "shorter"
             found.append(
-                f"this bias makes answers {way} (cosine with the gradient of the length: {self.lengthens:.2f})"
+                f"this bias makes responses {way} (cosine with the gradient of the length: {self.lengthens:.2f})"
             )
         if self.kl_follows:
             cosines = ", ".join(f"{name} {cosine}" for name, cosine in self.kl_follows.items())
@@ -111,7 +111,7 @@ class Audit:
         return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _follows(kl: Judged, cosines: Mapping[str, Interval]) -> str:
+def _follows(kl: GradientComparison, cosines: Mapping[str, Interval]) -> str:
     """The target that a KL term follows, if any."""
     if kl.follows_nothing:
         return "follows nothing"

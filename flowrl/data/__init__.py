@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flowrl.data.metrics import Metrics
     from flowrl.data.proto.column_math import Objects, objects
     from flowrl.data.proto.dataproto import DataProto
-    from flowrl.data.sources.samplers import Drawn, Order, Sampler
+    from flowrl.data.sources.samplers import Order, SampledRow, Sampler
     from flowrl.data.sources.source import Source, Stream
     from flowrl.data.text.tokenizer import ChatTokenizer
     from flowrl.data.text.transcript import Transcript
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ChatTokenizer",
     "DataProto",
-    "Drawn",
     "Key",
     "Metrics",
     "Objects",
     "Order",
+    "SampledRow",
     "Sampler",
     "Source",
     "Stream",
@@ -36,7 +36,7 @@ __getattr__ = lazy(
     {
         "ChatTokenizer": "text.tokenizer",
         "DataProto": "proto.dataproto",
-        "Drawn": "sources.samplers",
+        "SampledRow": "sources.samplers",
         "Key": "keys",
         "Metrics": "metrics",
         "Objects": "proto.column_math",

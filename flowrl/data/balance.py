@@ -23,11 +23,11 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
     return rank_of
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """The rows of one of several ranks.
 
     Args:
-        rank, ranks: which of how many.
+        rank, ranks: the number of this rank, and how many ranks there are.
         rows: int64, ascending, its rows; None for all.
         tokens: int64 ``[rows of the step]``, the attended tokens of every row; None if unknown.
     """

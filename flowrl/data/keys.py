@@ -51,7 +51,7 @@ class Key:
         """A CPU `torch.Generator` seeded with this key."""
         return torch.Generator().manual_seed(self.bits & (2**63 - 1))
 
-    def answer(self, row_id: str, turn: int = 0) -> Key:
+    def response(self, row_id: str, turn: int = 0) -> Key:
         """The key of the random numbers of a row in a turn of its episode, counted from 0; a row without turns has turn
         0 alone.
 
@@ -69,7 +69,7 @@ class Key:
 
     def uniforms(self, row_ids: Iterable[str], count: int) -> Tensor:
         """Uniform numbers in [0, 1), float64 ``[rows, count]``, that depend on (key, row id) only; see `numbers`."""
-        rows = [self.answer(row).numbers(count) for row in row_ids]
+        rows = [self.response(row).numbers(count) for row in row_ids]
         return torch.stack(rows) if rows else torch.empty(0, count, dtype=torch.float64)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.waits import Wait
 from flowrl.errors import BindError
 
@@ -14,7 +14,7 @@ class Round(NamedTuple):
     """A round of a step.
 
     Args:
-        missing: how many groups are still missing; None if nothing counts them, as in a call by hand.
+        missing: how many groups are still missing; None if nothing counts them, as in a direct call.
         sizes: rows of each collected group, if all rounds are over and groups are missing; else empty.
     """
 
@@ -40,14 +40,14 @@ class Now:
     Args:
         step: number of finished steps: 0 in the first. A validation has that of the step after which it runs.
         round: of the step, if a gate collects in rounds.
-        share: the rows of this rank, if several ranks split the batch; else None.
+        shard: the rows of this rank, if several ranks split the batch; else None.
         lag: by how many versions generation may be ahead of what the operator trains: 0 on-policy.
         waits: the operator appends what it waited for outside its process, and the trace shows it.
     """
 
     step: int
     round: Round = ONLY
-    share: Share | None = None
+    shard: Shard | None = None
     lag: int = 0
     waits: list[Wait] = field(default_factory=list)
 

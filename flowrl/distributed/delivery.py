@@ -32,13 +32,13 @@ class Delivery:
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
         self._engine = engine
-        seats = hosts.seats
+        locations = hosts.locations
         self.transport, self._by = choose(
-            [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
+            [locations[host] for host in self._senders], [locations[host] for host in self._receivers]
         )
         # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
-        if self.transport in ("gloo", "nccl") and any(sender.meets(receiver) for sender, receiver in pairs):
+        if self.transport in ("gloo", "nccl") and any(sender.shares_slots_with(receiver) for sender, receiver in pairs):
             self.transport = "object store"
         if self.transport == "cuda ipc" and not self._fit_together():
             self.transport = "object store"
@@ -52,7 +52,7 @@ class Delivery:
             host: sum(bindings[role].memory or 0.0 for role in host.roles)
             for host in [*self._senders, *self._receivers]
         }
-        pairs = [(a, b) for a in self._senders for b in self._receivers if a.meets(b)]
+        pairs = [(a, b) for a in self._senders for b in self._receivers if a.shares_slots_with(b)]
         return all(size[a] + size[b] <= room for a, b in pairs)
 
     @property
@@ -74,7 +74,7 @@ class Delivery:
             return {self._role: sent}
         hosts.take_turns(self._senders, self._what)
         seconds = _PATIENT * hosts.place.deadline
-        machines = {hosts.seats[host].node for host in [*self._senders, *self._receivers]}
+        machines = {hosts.locations[host].node for host in [*self._senders, *self._receivers]}
         alone = machines == {ray.get_runtime_context().get_node_id()}
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
         self._store = store_at(address, seconds)

@@ -24,14 +24,14 @@ from flowrl.columns import ColumnType
 from flowrl.core.graphs import spans
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.plan import Plan
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.metrics import of_ranks
 from flowrl.data.text.tokenizer import TOKENIZERS, ChatTokenizer
 from flowrl.distributed.cluster.cluster import connected
 from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import ray_processes as watch
-from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
+from flowrl.distributed.faults.faults import Failure, HostDiedError, chain, died, named, naming, result_of, stuck
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS
 from flowrl.distributed.faults.scratch_folder import scratch_folder
 from flowrl.distributed.hosts.host import HostTask, Report, Sent, join_pieces
@@ -61,13 +61,13 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
             stack.enter_context(_importing(TOKENIZERS))
         stack.enter_context(connected(place))
         stack.enter_context(watch.watched())
-        spare = stack.enter_context(scratch_folder()) if place.restart == "role" else None
+        snapshot_folder = stack.enter_context(scratch_folder()) if place.restart == "role" else None
         with naming("opening the job on Ray"):
             hosts = Hosts(processes, graph.bindings, place, seed, _swapping(graph))
         try:
             hosts.start(processes)
             runner = RayRunner(hosts)
-            yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, spare))
+            yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, snapshot_folder))
         finally:
             hosts.close()
 
@@ -159,7 +159,7 @@ class RayRunner:
         running = Running(task, {}, {}, time.monotonic(), delivery)
         operator = task.node.operator
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
-            now = task.now if len(hosts) == 1 else replace(task.now, share=_share(rank, len(hosts), rows, task.lengths))
+            now = task.now if len(hosts) == 1 else replace(task.now, shard=_shard(rank, len(hosts), rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
                     operator,
@@ -192,7 +192,7 @@ class RayRunner:
     def wait(self) -> Sequence[TaskResult]:
         """Wait for the next instances that are complete on all hosts; an error abandons all instances."""
         try:
-            while not (complete := self._answered()):
+            while not (complete := self._completed()):
                 pass
             return [self._done(running) for running in complete]
         except BaseException:
@@ -250,13 +250,13 @@ class RayRunner:
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
         return [*shard(operator.granularity, rows, ranks, tokens, groups)]
 
-    def _answered(self) -> list[Running]:
+    def _completed(self) -> list[Running]:
         """Wait for results, and return the instances that are complete."""
         complete = []
         for ref in self.hosts.pending.next(self._running):
             running = self._running.pop(ref)
             host = running.hosts[ref]
-            report: Report | Sent | Failure = answer(ref, host, str(running.task), self.hosts.place)
+            report: Report | Sent | Failure = result_of(ref, host, str(running.task), self.hosts.place)
             if isinstance(report, Failure):
                 running, report = self._swap_under(running, report, host)
                 raise self._blame(*self._cause(report, running, host), str(running.task), running.hosts.values())
@@ -319,7 +319,7 @@ class RayRunner:
         if any(isinstance(cause, SwapError) for cause in failure.causes):
             for ref, other in self._running.items():
                 if other.swaps and other.hosts[ref] == host:
-                    report = answer(ref, host, str(other.task), self.hosts.place)
+                    report = result_of(ref, host, str(other.task), self.hosts.place)
                     if isinstance(report, Failure):
                         return other, report
         return running, failure
@@ -337,7 +337,7 @@ class RayRunner:
             remaining = running.since + place.deadline - time.monotonic()
             if not watch.wait([ref], min(GRACE_SECONDS, remaining))[0]:
                 raise stuck(other, what, place, time.monotonic() - running.since)
-            report: Report | Sent | Failure = answer(ref, other, what, place)
+            report: Report | Sent | Failure = result_of(ref, other, what, place)
             if isinstance(report, Failure) and not _interrupted(report):
                 return report, other
         return failure, host
@@ -419,8 +419,8 @@ def column_type(node: Node, output: str) -> ColumnType:
     return expected
 
 
-def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Share:
-    return Share(
+def _shard(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Shard:
+    return Shard(
         rank,
         ranks,
         None if rows is None else torch.from_numpy(rows),

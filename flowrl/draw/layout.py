@@ -136,14 +136,14 @@ def _place(rows: list[list[Cell]], left: float, top: float, row_gap: float) -> N
             cell.x += shift
 
 
-def _spread(row: list[Cell], wanted: list[float]) -> None:
-    """The places nearest to `wanted` (least squares) that keep order and gaps, by pooling adjacent violators."""
+def _spread(row: list[Cell], targets: list[float]) -> None:
+    """The places nearest to `targets` (least squares) that keep order and gaps, by pooling adjacent violators."""
     offsets = [0.0]
     for left, right in pairwise(row):
         offsets.append(offsets[-1] + (left.width + right.width) / 2 + GAP)
     pools: list[tuple[float, int]] = []  # mean and number of members
-    for want, offset in zip(wanted, offsets, strict=True):
-        mean, size = want - offset, 1
+    for target, offset in zip(targets, offsets, strict=True):
+        mean, size = target - offset, 1
         while pools and pools[-1][0] > mean:
             other, members = pools.pop()
             mean, size = (mean * size + other * members) / (size + members), size + members

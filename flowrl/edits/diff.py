@@ -11,6 +11,7 @@ from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.when import ALWAYS
 from flowrl.draw import mermaid
+from flowrl.draw.notebook import svg_bundle
 from flowrl.files.graph_io import compact_inputs
 from flowrl.files.values import encode
 from flowrl.record_types import accepts
@@ -95,8 +96,7 @@ class Diff:
         return mermaid.draw(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Jupyter draws the Mermaid block of Markdown by itself."""
-        return {"text/plain": str(self), "text/markdown": f"```\n{self}\n```\n\n```mermaid\n{self.mermaid()}\n```"}
+        return svg_bundle(self, str(self))
 
 
 def diff(before: Graph, after: Graph) -> Diff:

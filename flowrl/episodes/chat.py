@@ -170,7 +170,7 @@ class Chat:
             raise EpisodeOver("context")
         broker = self._broker
         sampling = replace(broker.sampling, max_new_tokens=min(broker.sampling.max_new_tokens, room))
-        key = broker.key.answer(self._row.row_id, turn)
+        key = broker.key.response(self._row.row_id, turn)
         request = Request(self._row.row_id, list(transcript.ids), sampling, key, retain_cache=True)
         self._clock.reschedule(None)  # the policy has no time limit
         response = await broker.ask(request)

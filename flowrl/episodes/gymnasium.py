@@ -18,8 +18,8 @@ class Gym(TextEnvironment):
             def make(self):
                 return gymnasium.make("FrozenLake-v1", is_slippery=False)
 
-            def tell(self, seen):
-                return f"You stand on field {seen} of 16."
+            def observation_text(self, observation):
+                return f"You stand on field {observation} of 16."
 
     ``Interact(Lake, ...)`` then plays it. Each episode has its own environment, which ``Row.seed`` seeds. Numbered
     actions are the single number in an answer, and text actions its text; for other action spaces define `act`.
@@ -28,17 +28,17 @@ class Gym(TextEnvironment):
     def reset(self, row: Row) -> Reply:  # type: ignore[override]  # plain, since it blocks: it runs in a thread
         """The prompt and the first observation."""
         self.env = self.make()
-        seen, _ = self.env.reset(seed=row.seed)
-        return Reply(self.opening(row, self.tell(seen)))
+        observation, _ = self.env.reset(seed=row.seed)
+        return Reply(self.opening(row, self.observation_text(observation)))
 
     def step(self, answer: Answer) -> Reply:  # type: ignore[override]
         """The observation after the action in the answer, and its reward."""
         try:
             action = self.act(answer.text)
         except InvalidToolCall as invalid:
-            return self.misfits(invalid)
-        seen, reward, ended, cut_off, _ = self.env.step(action)
-        return Reply(self.tell(seen), float(reward), bool(ended or cut_off))
+            return self.invalid_reply(invalid)
+        observation, reward, ended, cut_off, _ = self.env.step(action)
+        return Reply(self.observation_text(observation), float(reward), bool(ended or cut_off))
 
     def act(self, text: str) -> Any:
         """The action in an answer: its single number if actions are numbered, its text if they are texts."""

@@ -21,8 +21,8 @@ class OpenEnv(TextEnvironment):
             def act(self, text):
                 return EchoAction(message=text)
 
-            def tell(self, seen):
-                return seen.echoed_message
+            def observation_text(self, observation):
+                return observation.echoed_message
 
     Each episode has its own client and session, which ``Row.seed`` seeds. ``Interact(concurrency=...)`` limits the
     number of open sessions. `make` may also return the server's own `Environment`, which then runs in a thread of this
@@ -34,18 +34,22 @@ class OpenEnv(TextEnvironment):
         made = await call_user_code(self.make, blocks=True)  # it may start a container
         self.env = await made if inspect.isawaitable(made) else made
         result = await self._ask(self.env.reset, seed=row.seed)
-        seen = getattr(result, "observation", result)
-        return Reply(self.opening(row, self.tell(seen)), done=bool(result.done))
+        observation = getattr(result, "observation", result)
+        return Reply(self.opening(row, self.observation_text(observation)), done=bool(result.done))
 
     async def step(self, answer: Answer) -> Reply:
         """The observation after the action in the answer, and its reward."""
         try:
             action = self.act(answer.text)
         except InvalidToolCall as invalid:
-            return self.misfits(invalid)
+            return self.invalid_reply(invalid)
         result = await self._ask(self.env.step, action)
-        seen = getattr(result, "observation", result)
-        return Reply(self.tell(seen), None if result.reward is None else float(result.reward), bool(result.done))
+        observation = getattr(result, "observation", result)
+        return Reply(
+            self.observation_text(observation),
+            None if result.reward is None else float(result.reward),
+            bool(result.done),
+        )
 
     async def close(self) -> None:
         """Close the session, if there is one."""

@@ -69,7 +69,7 @@ def _played(
         ids = [*tokenizer.encode(thought + answer), tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
         transcript.reply(reply)
-        written = tokenizer.conversation_text(transcript.messages, arguments, go_on=True)
+        written = tokenizer.conversation_text(transcript.messages, arguments, add_generation_prompt=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):
             raise EpisodeError(

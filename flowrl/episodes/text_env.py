@@ -14,35 +14,36 @@ from flowrl.errors import DefinitionError, EpisodeError, type_of
 
 
 class TextEnvironment(Environment):
-    """Base of adapters: `make` creates the environment of an episode, `tell` and `act` convert to and from text.
+    """Base of adapters: `make` creates the environment of an episode, `observation_text` and `act` convert to and from
+    text.
 
-    An answer that is not an action is the policy's fault: the policy gets an error message, the environment does not
-    step, and the answer counts as a turn.
+    If a response is not an action, the policy gets an error message, the environment does not step, and the response
+    counts as a turn.
     """
 
-    misfit: float | None = None
-    """The reward of an answer that is not an action."""
+    invalid_reward: float | None = None
+    """The reward of a response that is not an action."""
 
     def make(self) -> Any:
         """The environment of an episode."""
         raise NotImplementedError(f"{type(self).__name__} does not make its environment: define make(self).")
 
-    def tell(self, seen: Any) -> str:
+    def observation_text(self, observation: Any) -> str:
         """An observation as text; by default one that is a string already."""
-        if not isinstance(seen, str):
+        if not isinstance(observation, str):
             name = type(self).__name__
             raise EpisodeError(
-                f"An observation of {name} is {type_of(seen)}; expected a string. Define tell(self, seen) -> str in "
-                f"{name}.",
+                f"An observation of {name} is {type_of(observation)}; expected a string. Define "
+                f"observation_text(self, observation) -> str in {name}.",
                 code="episode.no-conversion",
                 environment=name,
-                method="tell",
-                found=type(seen).__name__,
+                method="observation_text",
+                found=type(observation).__name__,
             )
-        return seen
+        return observation
 
     def act(self, text: str) -> Any:
-        """The action in an answer; by default its text.
+        """The action in a response; by default its text.
 
         Raises:
             InvalidToolCall: it is not an action; the policy gets the message.
@@ -50,15 +51,15 @@ class TextEnvironment(Environment):
         return text
 
     def opening(self, row: Row, observation: str) -> Sequence[Message]:
-        """The messages before the first answer: by default the prompt, then the first observation."""
+        """The messages before the first response: by default the prompt, then the first observation."""
         *before, last = row.messages or [{"role": "user", "content": ""}]
         if last["role"] != "user":
             return [*row.messages, {"role": "user", "content": observation}]
         return [*before, {**last, "content": f"{last['content']}\n\n{observation}".strip()}]
 
-    def misfits(self, misfit: InvalidToolCall) -> Reply:
-        """The reply to an answer that is not an action."""
-        return Reply(f"error: {misfit}", reward=self.misfit)
+    def invalid_reply(self, invalid: InvalidToolCall) -> Reply:
+        """The reply to a response that is not an action."""
+        return Reply(f"error: {invalid}", reward=self.invalid_reward)
 
 
 def package(name: str, extra: str) -> ModuleType:

@@ -17,10 +17,12 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import parse_json
 from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.look.address import Address, address_of
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
+from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
 from flowrl.run.recording.recorder import TEXTS
 from flowrl.run.recording.tables import Column, read_columns
 from flowrl.run.training.lock import LOCK
@@ -219,6 +221,30 @@ class RecordedRun:
         found = found.rename_columns(names)
         return found.filter(pc.field("solved") == 0) if never else found
 
+    def row(self, address: str | Address) -> RecordedRow:
+        """A row with its text and the numbers of its tokens: ``run.row("17[0/516/0#1]")``.
+
+        Raises:
+            DataError: the step has no such row, or no row summaries.
+            ParameterError: the address names no row of a step.
+        """
+        place = address_of(address)
+        if place.step is None or place.row is None:
+            raise ParameterError(
+                f"{str(place)!r} names no row of a step. Write STEP[ROW], such as 17[0/516/0#1].",
+                code="look.invalid-address",
+                found=str(place),
+            )
+        return row_of(self, place)
+
+    def step(self, step: int) -> RecordedStep:
+        """A step with its metrics and alarms.
+
+        Raises:
+            DataError: the run has no such step.
+        """
+        return step_of(self, step)
+
     # ---- columns
 
     def columns(self, step: int, edges: Sequence[Edge] | None = None) -> dict[Edge, Column]:
@@ -286,6 +312,14 @@ class RecordedRun:
                 f"  {len(alarms)} alarms, the first in step {alarms[0].get('step')}: {alarms[0].get('message')}"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        found = self.metrics
+        names = [n for n in found.column_names if n.count("/") and not n.startswith(("timing/", "total/", "sync/"))]
+        rows = [(n, found[n][-1].as_py(), sparkline(found[n].to_pylist())) for n in names if found[n][-1].as_py()]
+        alarms = [(alarm.get("step"), alarm.get("rule"), alarm.get("message")) for alarm in self.alarms]
+        parts = table(rows), table(alarms, ("step", "alarm", "")) if alarms else ""
+        return block(repr(self).splitlines()[0], *parts)
 
     def _no_rows(self, step: int | None) -> DataError:
         if step is None or step not in self.steps:

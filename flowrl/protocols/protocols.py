@@ -133,7 +133,7 @@ class Request:
         name: identifies the request, and is unique among those in flight. The turns of an episode share one name.
         ids: the context: the prompt, and in later turns also earlier responses and replies.
         sampling: how tokens are sampled, and where the response ends.
-        key: the source of this request's random numbers alone: ``key.answer(row_id, turn)``.
+        key: the source of this request's random numbers alone: ``key.response(row_id, turn)``.
         retain_cache: keep the KV of this request and its response, since a later request of this name may continue
             from them. A hint: the engine may evict it and recompute.
     """

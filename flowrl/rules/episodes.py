@@ -153,8 +153,8 @@ def _scored(graph: Graph) -> Iterator[tuple[_Episodes, tuple[str, ...], tuple[st
         read = [(f"{node.name}.{place}", origin(graph, e)) for node in way.values() for place, e in node.inputs.items()]
         scores = [(reader, edge.node) for reader, edge in read if _is_score_of(graph, edge, one.node.name)]
         others = tuple(dict.fromkeys(node for _, node in scores if node != one.node.name))
-        heard = any(node == one.node.name for _, node in scores)
-        if heard != bool(others):
+        used = any(node == one.node.name for _, node in scores)
+        if used != bool(others):
             yield one, others, tuple(reader for reader, _ in scores if reader.partition(".")[0] not in others)
 
 

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from flowrl.sync.group import connect
     from flowrl.sync.probe import Probe, Scores, refuse_old_weights, refuse_other_weights
     from flowrl.sync.received import Manifest, Origin, ReceivedWeights
-    from flowrl.sync.route import Seat, choose
+    from flowrl.sync.route import Location, choose
     from flowrl.sync.stream import Stream
 
 __all__ = [
+    "Location",
     "Manifest",
     "Origin",
     "Probe",
     "ReceivedWeights",
     "Scores",
-    "Seat",
     "Stream",
     "choose",
     "connect",
@@ -37,7 +37,7 @@ __getattr__ = lazy(
         "Probe": "probe",
         "ReceivedWeights": "received",
         "Scores": "probe",
-        "Seat": "route",
+        "Location": "route",
         "Stream": "stream",
         "choose": "route",
         "connect": "group",

@@ -22,7 +22,7 @@ class Carrier(Protocol):
     """Where the bytes are, on both sides."""
 
     def send(self, flat: Tensor) -> None:
-        """Rank 0 sends; the others may still read `flat` until all of them `TransferGroup.meet`."""
+        """Rank 0 sends; the others may still read `flat` until all of them `TransferGroup.barrier`."""
         ...
 
     def receive(self, flat: Tensor) -> None:
@@ -71,9 +71,9 @@ class IpcCarrier:
         self._group = group
 
     def send(self, flat: Tensor) -> None:
-        self._group.tell_bytes(ipc.export_handles({"bucket": flat}))
+        self._group.broadcast_bytes(ipc.export_handles({"bucket": flat}))
 
     def receive(self, flat: Tensor) -> None:
-        flat.copy_(ipc.open_handles(self._group.hear_bytes())["bucket"])
+        flat.copy_(ipc.open_handles(self._group.receive_bytes())["bucket"])
         if flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # before the sender writes there again

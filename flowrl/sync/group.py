@@ -47,25 +47,25 @@ class TransferGroup:
         with interrupting(self._timeout):
             self._group.broadcast([tensor], from_rank_0()).wait()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all others."""
         with interrupting(self._timeout):
             self._group.barrier().wait()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def broadcast_message(self, message: Mapping[str, Any]) -> None:
         """Rank 0 sends a message to all others."""
-        self.tell_bytes(json.dumps(message).encode())
+        self.broadcast_bytes(json.dumps(message).encode())
 
-    def hear(self) -> Any:
+    def receive_message(self) -> Any:
         """The others receive the message of rank 0."""
-        return json.loads(self.hear_bytes())
+        return json.loads(self.receive_bytes())
 
-    def tell_bytes(self, raw: bytes) -> None:
+    def broadcast_bytes(self, raw: bytes) -> None:
         """Rank 0 sends bytes, at least one."""
         self.broadcast(torch.tensor([len(raw)]))
         self.broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
-    def hear_bytes(self) -> bytes:
+    def receive_bytes(self) -> bytes:
         """The others receive the bytes of rank 0."""
         size = torch.zeros(1, dtype=torch.int64)
         self.broadcast(size)

@@ -27,7 +27,7 @@ def export_handles(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def open_handles(handles: bytes) -> dict[str, Tensor]:
-    """The tensors behind the handles of another process, in its memory; it must be trusted, since this is pickle."""
+    """The tensors of the handles of another process, in its memory; it must be trusted, since this is pickle."""
     tensors: dict[str, Tensor] = pickle.loads(handles)
     return tensors
 

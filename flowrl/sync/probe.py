@@ -24,7 +24,7 @@ QUESTIONS = (
     "Compute 17 + 25, step by step.",
     "Write a Python function that reverses a list.",
 )
-ANSWER = 16
+RESPONSE_TOKENS = 16
 """Maximum tokens of a response; all of them are scored."""
 RESERVED_TOKENS = 5
 """Tokens of a sequence that engines reserve when they score a prompt: vLLM one, SGLang five."""
@@ -49,26 +49,26 @@ class Probe:
     """Prompts of at least one token and a response to each, as token ids; all responses are of one length."""
 
     prompts: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]]
+    responses: Sequence[Sequence[int]]
 
     @property
     def rows(self) -> list[list[int]]:
         """Each prompt with its response."""
-        return [[*prompt, *answer] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+        return [[*prompt, *response] for prompt, response in zip(self.prompts, self.responses, strict=True)]
 
     @property
     def width(self) -> int:
         """Tokens of a response."""
-        return len(self.answers[0])
+        return len(self.responses[0])
 
     def batch(self) -> ProbeBatch:
         """The probe at temperature 1, prompts padded on the left."""
         longest = max(map(len, self.prompts))
         prompts = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in self.prompts])
         mask = torch.tensor([[i >= longest - len(prompt) for i in range(longest)] for prompt in self.prompts])
-        answers = torch.tensor(self.answers)
-        counted = torch.ones_like(answers, dtype=torch.bool)
-        return ProbeBatch(*assemble(prompts, mask, answers, counted), counted, torch.ones(len(prompts)))
+        responses = torch.tensor(self.responses)
+        counted = torch.ones_like(responses, dtype=torch.bool)
+        return ProbeBatch(*assemble(prompts, mask, responses, counted), counted, torch.ones(len(prompts)))
 
     def score(self, source: Scorer) -> tuple[float, ...]:
         """The log-probs of all responses by a trainer, row by row; a collective if it has ranks."""
@@ -80,7 +80,7 @@ def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], 
 
     A prompt with its response and `RESERVED_TOKENS` more tokens is no longer than `longest` tokens (at least 12).
     """
-    width = min(ANSWER, longest // 2)
+    width = min(RESPONSE_TOKENS, longest // 2)
     prompts = [_prompt(tokenizer, question)[-(longest - width - RESERVED_TOKENS) :] for question in QUESTIONS]
     return prompts, Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=width, ignore_eos=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seat:
+class Location:
     """Where a process is; `devices` are the CUDA devices that it may use, numbered as on the node."""
 
     node: str
@@ -15,7 +15,7 @@ class Seat:
     devices: tuple[str, ...] = ()
 
 
-def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> tuple[str, tuple[int, ...]]:
+def choose(senders: Sequence[Location], receivers: Sequence[Location]) -> tuple[str, tuple[int, ...]]:
     """The nearest transport from a trainer's ranks to an engine's, and for each rank of the engine the sending rank.
 
     - ``"in process"``: every rank of the engine is in the process of a trainer's rank.
@@ -32,9 +32,9 @@ def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> tuple[str, tup
     neighbors = tuple(at[place] for seat in receivers if (place := (seat.node, seat.devices[:1])) in at)
     if len(neighbors) == len(receivers):
         return "cuda ipc", neighbors
-    seats = [senders[0], *receivers]
-    devices = [(seat.node, device) for seat in seats for device in seat.devices]
+    locations = [senders[0], *receivers]
+    devices = [(seat.node, device) for seat in locations for device in seat.devices]
     # NCCL refuses two ranks on one device.
-    if all(seat.devices for seat in seats) and len(set(devices)) == len(devices):
+    if all(seat.devices for seat in locations) and len(set(devices)) == len(devices):
         return "nccl", first
-    return ("object store" if len({seat.node for seat in seats}) == 1 else "gloo"), first
+    return ("object store" if len({seat.node for seat in locations}) == 1 else "gloo"), first

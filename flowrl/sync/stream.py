@@ -45,7 +45,7 @@ class Ticket:
         """The weights for a rank of the engine, which receives them in the block while `send` runs elsewhere."""
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
-            origin = Origin.of(group.hear())
+            origin = Origin.of(group.receive_message())
             yield received(origin, Stream(self.transport, group, carrier, origin))
 
     @contextmanager
@@ -77,18 +77,18 @@ def send(
 ) -> int:
     """Send weights to all receivers of a rank of the trainer, which then have them all; returns their bytes."""
     with ticket.join(sender, 0) as (group, carrier):
-        group.tell(asdict(origin))
+        group.broadcast_message(asdict(origin))
         digests: dict[str, str] = {}
         total = 0
         for entries, nbytes, flat in packed(weights, bucket_bytes, carrier.device):
-            group.tell({"version": origin.version, "tensors": entries, "size": len(flat)})
+            group.broadcast_message({"version": origin.version, "tensors": entries, "size": len(flat)})
             carrier.send(flat)
-            group.meet()
+            group.barrier()
             del flat  # the next one may be larger
             digests |= {name: digest for name, _, _, digest in entries}
             total += nbytes
-        group.tell({"version": origin.version, "digests": digests})
-        group.meet()
+        group.broadcast_message({"version": origin.version, "digests": digests})
+        group.barrier()
     return total
 
 
@@ -121,15 +121,15 @@ class Stream:
                 bucket = torch.empty(0, dtype=torch.uint8)  # before there are two
                 bucket = torch.empty(head["size"], dtype=torch.uint8, device=self._carrier.device)
             self._carrier.receive(bucket[: head["size"]])
-            self._group.meet()
+            self._group.barrier()
             for name, tensor, digest in unpacked(head["tensors"], bucket):
                 yield manifest.enter(name, tensor, digest)
         digest = manifest.finish(head["digests"])
-        self._group.meet()
+        self._group.barrier()
         self._digest = digest
 
     def _head(self) -> dict[str, Any]:
-        head: dict[str, Any] = self._group.hear()
+        head: dict[str, Any] = self._group.receive_message()
         if head["version"] != self._origin.version:
             raise SyncError(
                 f"{self._origin} are mixed with others: a bucket has version {head['version']}. Sync again.",

@@ -20,7 +20,7 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import SyncError
-from flowrl.operators.engines.model_inputs import TakesModelInputs
+from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.protocols.protocols import CacheStats, Critic, Rollout, Sampling, Scorer
 from flowrl.protocols.scorers import NormScorer
 from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens
@@ -186,14 +186,14 @@ def oldest_version(versions: Tensor, mask: Tensor, default: int) -> Tensor:
     return oldest.where(mask.any(1), default)
 
 
-class OldLogProb(TakesModelInputs, Operator):
+class OldLogProb(ModelInputs, Operator):
     """Log-probs of the sampled tokens under the trainer's weights at the start of the step.
 
     PPO's ratio uses these rather than the engine's log-probs, since engines differ in kernels, precision and sampling
     masks. Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
 
     Args:
-        reads: record of the model's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the model's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
     """
 
@@ -218,13 +218,13 @@ class LogitNorm(Operator):
         return self.actor.logit_norms(rollout)
 
 
-class RefLogProb(TakesModelInputs, Operator):
+class RefLogProb(ModelInputs, Operator):
     """Log-probs of the sampled tokens under the frozen reference model.
 
     Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
 
     Args:
-        reads: record of the model's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the model's inputs; None for tokens. See `ModelInputs`.
         ref: the reference.
     """
 
@@ -235,11 +235,11 @@ class RefLogProb(TakesModelInputs, Operator):
         return self.ref.log_probs(rollout)
 
 
-class Value(TakesModelInputs, Operator):
+class Value(ModelInputs, Operator):
     """State values, float32 ``[batch response]``: entry ``t`` is the value of the state before token ``t``.
 
     Args:
-        reads: record of the model's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the model's inputs; None for tokens. See `ModelInputs`.
         critic: the critic.
     """
 

@@ -38,7 +38,7 @@ from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
 
 
-class Conversable(Protocol):
+class EpisodePrompts(Protocol):
     """The columns that episodes read."""
 
     @property
@@ -55,7 +55,7 @@ class Conversable(Protocol):
     def raw_prompt(self) -> c.RawPrompt: ...
 
 
-class TakesRequests(Rollout, StreamingRollout, Protocol):
+class InteractiveRollout(Rollout, StreamingRollout, Protocol):
     """A rollout engine that accepts requests one by one."""
 
 
@@ -121,7 +121,7 @@ class Interact(Sampler, Episodes, Operator):
 
     references: ClassVar[frozenset[str]] = frozenset({"environment"})
     granularity: ClassVar[Granularity] = "row"
-    rollout: Reads[TakesRequests] = Role("rollout")
+    rollout: Reads[InteractiveRollout] = Role("rollout")
 
     def __post_init__(self) -> None:
         if isinstance(self.environment, str):
@@ -173,7 +173,7 @@ class Interact(Sampler, Episodes, Operator):
             rehearse(tokenizer, self.check, self._toolbox, self.environment is not None, self.chat_template_kwargs)
 
     def __call__(
-        self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
+        self, prompts: EpisodePrompts, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
     ) -> EpisodeBatch:
         engine = self.rollout
         environment = references.resolve(self.environment) if isinstance(self.environment, str) else self.environment

@@ -13,7 +13,7 @@ from flowrl.record_types import record_columns
 from flowrl.spec import Spec
 
 
-class TakesModelInputs(Spec):
+class ModelInputs(Spec):
     """Mixin of operators whose port `rollout` is the input of a model.
 
     Args:

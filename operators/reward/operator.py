@@ -57,7 +57,7 @@ class Scorable(Protocol):
     def response_mask(self) -> ResponseMask: ...
 
 
-class Answerable(Protocol):
+class Verifiable(Protocol):
     """The columns of the prompt that a reward function reads."""
 
     @property
@@ -148,7 +148,7 @@ class Reward(Operator):
             worker.start()
             worker.end()
 
-    def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
+    def __call__(self, rollout: Scorable, prompts: Verifiable, metrics: Metrics = INJECTED) -> TokenLevelScores:
         self._function  # noqa: B018
         rows = rollout.response_mask.any(-1).nonzero().flatten().tolist()
         calls = [self._arguments(rollout, prompts, row) for row in rows]
@@ -198,7 +198,7 @@ class Reward(Operator):
     def _function_name(self) -> str:
         return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", repr(self.fn))
 
-    def _arguments(self, rollout: Scorable, prompts: Answerable, row: int) -> dict[str, Any]:
+    def _arguments(self, rollout: Scorable, prompts: Verifiable, row: int) -> dict[str, Any]:
         columns = {
             "data_source": prompts.data_source,
             "solution_str": rollout.response_text,
@@ -242,7 +242,7 @@ class Reward(Operator):
         fn = functions.resolve(self._function) if isinstance(self._function, str) else self._function
         return ThreadWorker(fn, self._function_name)
 
-    def _describe(self, failure: NoScore, prompts: Answerable, row: int) -> str:
+    def _describe(self, failure: NoScore, prompts: Verifiable, row: int) -> str:
         cls = type(self).__name__
         more_time = f", raise the limit by {cls}(..., timeout=...)" if failure.code == "reward.timeout" else ""
         details = f"\n{failure.traceback}\n" if failure.traceback else ""

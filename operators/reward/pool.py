@@ -387,8 +387,8 @@ def fork_server(source: FunctionSource) -> ForkServer:
     with _servers_lock:
         if not sound and _servers.get(source) is server:
             server.close()
-            server = _servers[source] = ForkServer([])
-    return server
+            _servers[source] = ForkServer([])
+        return _servers.get(source, server)  # another thread may have replaced it
 
 
 _pools: dict[tuple[FunctionSource, int], Pool] = {}

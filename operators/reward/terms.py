@@ -30,12 +30,12 @@ class _Terms:
     """Mixin of operators with a port for each term in `weights`."""
 
     weights: Mapping[str, float]
-    takes: ClassVar[Any]
+    term_type: ClassVar[Any]
 
     @cached_property
     def more_ports(self) -> Signature:
         """A port for each term."""
-        typed = parse(self.takes)
+        typed = parse(self.term_type)
         assert typed is not None
         return Signature({name: Port(name, {PortField(name): typed}) for name in self.weights}, {}, {})
 
@@ -72,7 +72,7 @@ class WeighRewards(_Terms, Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    takes: ClassVar[Any] = TokenLevelScores
+    term_type: ClassVar[Any] = TokenLevelScores
 
     weights: Mapping[str, float]
     gates: Mapping[str, str] = Field(default_factory=dict)
@@ -157,7 +157,7 @@ class GDPOAdvantage(_Terms, Operator):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    takes: ClassVar[Any] = TokenLevelRewards
+    term_type: ClassVar[Any] = TokenLevelRewards
 
     weights: Mapping[str, float]
     eps: float = Field(default=1e-6, gt=0)

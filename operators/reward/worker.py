@@ -27,7 +27,7 @@ CUT_OFF = 120
 
 _FIRST = 200
 """The smallest file descriptor of the socket: code that closes or writes to a range of descriptors rarely reaches it,
-and every system allows so many."""
+and every system allows this number."""
 
 FRAMES = 3
 """Number of innermost traceback frames in a report."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid, lookup
+from flowrl.columns import ResponseMask, RowMask, TokenLevelScores, Uid, lookup
 from flowrl.core.graphs.gate import Gate, pick, refuse_empty
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import Port, PortField
@@ -38,7 +38,7 @@ class Spread(Operator):
     granularity: ClassVar[Granularity] = "group"
     least: float = Field(default=0.0, ge=0)
 
-    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
+    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> RowMask:
         numbers, names = numbers_of_groups(uid)
         group = torch.from_numpy(numbers)
         scores = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64).cpu()
@@ -82,7 +82,7 @@ class Ranked(Operator):
                 worst=self.worst,
             )
 
-    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
+    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> RowMask:
         totals = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64)
         if totals.isnan().any():
             row = int(totals.isnan().nonzero()[0])
@@ -115,7 +115,7 @@ class Length(Operator):
     least: int = Field(default=1, ge=0)
     most: int | None = Field(default=None, ge=0)
 
-    def __call__(self, response_mask: ResponseMask) -> Kept:
+    def __call__(self, response_mask: ResponseMask) -> RowMask:
         lengths = response_mask.sum(-1)
         selected = lengths >= self.least
         return selected if self.most is None else selected & (lengths <= self.most)

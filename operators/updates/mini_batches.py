@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data.balance import Share, split_rows
+from flowrl.data.balance import Shard, split_rows
 from flowrl.data.keys import Key
 from flowrl.data.proto.column_math import rows_of_groups
 from flowrl.errors import DataError
@@ -83,7 +83,7 @@ def rank_parts(
     weigh: Callable[[Tensor], Tensor],
     response_mask: Tensor,
     attention_mask: Tensor,
-    share: Share | None,
+    shard: Shard | None,
     all_rows: Mapping[str, Any] | None = None,
 ) -> list[MiniBatch]:
     """The part of each mini-batch that a rank computes, by the row numbers of the rank.
@@ -93,17 +93,17 @@ def rank_parts(
         weigh: computes the token weights of a mini-batch from its mask.
         response_mask: bool ``[rows of the step, response]``.
         attention_mask: bool ``[rows of the rank, sequence]``, or any mask with the lengths of the rows.
-        share: the share of the rank; None is everything.
+        shard: the shard of the rank; None is everything.
         all_rows: the columns of all rows of the step, for a loss that needs complete mini-batches.
     """
-    if share is not None:
-        tokens = attention_mask.sum(1) if share.tokens is None else share.tokens
-        rows = torch.arange(len(tokens)) if share.rows is None else share.rows
+    if shard is not None:
+        tokens = attention_mask.sum(1) if shard.tokens is None else shard.tokens
+        rows = torch.arange(len(tokens)) if shard.rows is None else shard.rows
     parts = []
     for index in mini_batches:
         weights = weigh(response_mask[index])
-        own = torch.arange(len(index)) if share is None else split_rows(tokens[index].cpu(), share.ranks)[share.rank]
-        mine = index if share is None else torch.searchsorted(rows, index[own])
+        own = torch.arange(len(index)) if shard is None else split_rows(tokens[index].cpu(), shard.ranks)[shard.rank]
+        mine = index if shard is None else torch.searchsorted(rows, index[own])
         seen = (
             None
             if all_rows is None
@@ -113,9 +113,9 @@ def rank_parts(
     return parts
 
 
-def own_rows(column: Any, share: Share | None) -> Any:
+def own_rows(column: Any, shard: Shard | None) -> Any:
     """The rows of a rank, of a column with all rows."""
-    return column if share is None or share.rows is None else _at(column, share.rows)
+    return column if shard is None or shard.rows is None else _at(column, shard.rows)
 
 
 def _at(column: Any, rows: Tensor) -> Any:

@@ -19,13 +19,13 @@ from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters, PortField, Signature
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
 from flowrl.operators.engines.engines import OldLogProb
-from flowrl.operators.engines.model_inputs import TakesModelInputs
+from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.operators.losses.objective import (
     ROW,
     Aggregation,
@@ -79,7 +79,7 @@ class _Update:
         read = {"ref_log_prob", *self.loss.signature.ports} if self._beyond_rows else set()
         return self.replicated | read
 
-    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
+    def shards(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
         """The rows of each rank; None for all rows, if mini-batches depend on groups."""
         if self._groups is not None:
             return None
@@ -105,9 +105,9 @@ class _Update:
         fields: Mapping[PortField, Any] = self.loss.signature.fields if self.loss.unit == "group" else {}
         return next((field.name for field, typed in fields.items() if getattr(typed, "kind", "") == "group"), None)
 
-    def _of_rank(self, name: str, column: Any, share: Share | None) -> Any:
+    def _of_rank(self, name: str, column: Any, shard: Shard | None) -> Any:
         """The rows of this rank, of a column that may be replicated."""
-        return own_rows(column, share) if name in self.replicated_columns else column
+        return own_rows(column, shard) if name in self.replicated_columns else column
 
     def _train(
         self,
@@ -116,22 +116,22 @@ class _Update:
         columns: Mapping[str, Any],
         objective: TokenObjective,
         key: Key,
-        share: Share | None,
+        shard: Shard | None,
     ) -> Metrics:
         """Update `engine`, a trainer or critic, on this rank's rows of the mini-batches; returns its metrics."""
         sequences = rollout._asdict()
         read = {**{name: sequences[name] for name in self.loss.signature.ports if name in sequences}, **columns}
         groups = None if self._groups is None else read[self._groups]
         mini_batches = mini_batch_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
-        inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
+        inputs = {name: self._of_rank(name, column, shard) for name, column in sequences.items()}
         by_row, all_rows = ({}, read) if self._beyond_rows else (read, None)
         attended = inputs.get("attention_mask", inputs["response_mask"])
-        parts = rank_parts(mini_batches, objective.weights, rollout.response_mask, attended, share, all_rows)
+        parts = rank_parts(mini_batches, objective.weights, rollout.response_mask, attended, shard, all_rows)
         metrics: Metrics = engine.update(record({**by_row, **inputs}), parts, objective)
         return metrics
 
 
-class UpdateActor(_Update, TakesModelInputs, Operator):
+class UpdateActor(_Update, ModelInputs, Operator):
     """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
     The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
@@ -148,7 +148,7 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
-        reads: record of the policy's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the policy's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
 
     Raises:
@@ -215,17 +215,17 @@ class UpdateActor(_Update, TakesModelInputs, Operator):
         **columns: FromParameters,
     ) -> Updated:
         self._refuse_stale(rollout, token_version, now.lag, metrics)
-        mask = own_rows(rollout.response_mask, now.share)
+        mask = own_rows(rollout.response_mask, now.shard)
         settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
         objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}
         if self.scores:
             old = torch.zeros(mask.shape, device=mask.device)  # stays 0 in empty rows, which are not computed
             objective, read[ROW] = FirstPass(*settings, old_log_probs=old), torch.arange(len(old))
         else:
-            old = self._of_rank("old_log_probs", columns.get("old_log_probs"), now.share)
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, now.share))
+            old = self._of_rank("old_log_probs", columns.get("old_log_probs"), now.shard)
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, now.shard))
         if ref_log_prob is not None and old is not None:
-            ref = self._of_rank("ref_log_prob", ref_log_prob, now.share)
+            ref = self._of_rank("ref_log_prob", ref_log_prob, now.shard)
             metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
         updated = Updated(self.actor.version)
         return cast(Updated, Scored(updated, old)) if self.scores else updated
@@ -319,7 +319,7 @@ def _without_old(loss: Signature) -> Signature:
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
-class UpdateCritic(_Update, TakesModelInputs, Operator):
+class UpdateCritic(_Update, ModelInputs, Operator):
     """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:
@@ -327,7 +327,7 @@ class UpdateCritic(_Update, TakesModelInputs, Operator):
         ppo_epochs: passes over the rows.
         mini_batch: rows per optimizer step; None for all rows. It must divide prompts x n.
         aggregation, norm: how to aggregate tokens; see `token_weights`.
-        reads: record of the critic's inputs; None for tokens. See `TakesModelInputs`.
+        reads: record of the critic's inputs; None for tokens. See `ModelInputs`.
         critic: the critic.
 
     Raises:
@@ -360,7 +360,7 @@ class UpdateCritic(_Update, TakesModelInputs, Operator):
         **columns: FromParameters,
     ) -> CriticUpdated:
         objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
-        metrics.merge(self._train(self.critic, rollout, columns, objective, key, now.share))
+        metrics.merge(self._train(self.critic, rollout, columns, objective, key, now.shard))
         return CriticUpdated(self.critic.version)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import flowrl.app.shelf
+import flowrl.app.algorithms
 import flowrl.graphs
 from flowrl import AuditTask, audit
 from flowrl.app.audit import row, table
@@ -53,7 +53,7 @@ def test_audit_prints_whether_a_graph_is_biased(command: Command, tmp_path: Path
         (["mine.py:graph", "--steps=0"], "steps"),
         (["mine.py:graph", "--n=0"], "audit(n=0): expected an integer"),
         (["mine.py:graph", "--role=judge"], "and not 'judge'"),
-        (["mine.py:graph", "--shelf"], "Pass one of the two"),
+        (["mine.py:graph", "--all"], "Pass one of the two"),
         ([], "Pass one of the two"),
     ],
 )
@@ -75,19 +75,19 @@ def test_the_output_on_the_docs_page_is_current() -> None:
 
 
 def test_the_table_on_the_docs_page_lists_every_algorithm() -> None:
-    lines = _after("shelf").strip().splitlines()
+    lines = _after("algorithms").strip().splitlines()
     expected = table()
     assert lines[:2] == [next(expected), next(expected)]
     listed = [line.split("`")[1] for line in lines[2:]]
-    assert listed == flowrl.graphs.__all__, "write what `flowrl audit --shelf` prints into docs/audit.md"
+    assert listed == flowrl.graphs.__all__, "write what `flowrl audit --all` prints into docs/audit.md"
     assert all(line.count("|") - line.count("\\|") == 8 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["remax"])
 def test_a_row_of_the_table_on_the_docs_page_is_current(name: str) -> None:
-    assert row(name) in _after("shelf").splitlines()
+    assert row(name) in _after("algorithms").splitlines()
 
 
 def test_an_algorithm_that_cannot_be_audited_has_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flowrl.app.shelf, "graph", lambda name: grpo(unread).subgraph(until="reward"))
+    monkeypatch.setattr(flowrl.app.algorithms, "graph", lambda name: grpo(unread).subgraph(until="reward"))
     assert row("grpo").startswith("| `grpo` | cannot be audited: grpo trains no policy | ")

@@ -1,4 +1,4 @@
-"""A command that runs out of memory says what it did and what the limit is."""
+"""A command that runs out of memory reports what it was doing and the limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_error_names_the_command_the_place_and_the_limit(command: Command) -
     ],
 )
 @pytest.mark.usefixtures("limit")
-def test_the_words_of_libraries_are_recognized(error: Exception) -> None:
+def test_out_of_memory_errors_of_torch_and_other_libraries_are_recognized(error: Exception) -> None:
     try:
         raise GraphError("loading failed.", code="model.not-loadable") from error
     except GraphError as outer:
@@ -46,7 +46,7 @@ def test_the_words_of_libraries_are_recognized(error: Exception) -> None:
     assert "(loading failed)" in found.message
 
 
-def test_without_a_limit_the_memory_of_the_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_the_error_states_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for error, expected in (
         (MemoryError(), True),

@@ -1,4 +1,4 @@
-"""``flowrl run`` (`flowrl/app/cli.py`): what it trains, refuses and resumes, and how it ends on signals."""
+"""``flowrl run`` (`flowrl/app/cli.py`): options, refusals, resuming, and signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.command_line import Command, is_paragraph, write
 from tests.support.runs import lines
 
 
-def test_run_trains_as_the_training_says(command: Command, training: Path) -> None:
+def test_run_writes_the_steps_and_settings_of_the_training(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:training")
     assert answer.code == 0 and answer.out.endswith("The run is in own\n") and "step    3/3" in answer.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
@@ -23,7 +23,7 @@ def test_run_trains_as_the_training_says(command: Command, training: Path) -> No
     assert len(lines(Path("own/metrics.jsonl"))) == 3
 
 
-def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command, training: Path) -> None:
+def test_command_line_options_override_steps_seed_and_folder_of_the_training(command: Command, training: Path) -> None:
     arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
     assert command("run", f"{training}:training", *arguments).code == 0
     assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
@@ -31,7 +31,7 @@ def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command,
     assert not Path("own").exists()
 
 
-def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
+def test_run_with_resume_continues_from_the_last_checkpoint(command: Command, training: Path) -> None:
     source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
     other = write(training.with_name("resumed.py"), source)
     assert command("run", f"{other}:training", "--steps", "2").code == 0
@@ -44,11 +44,13 @@ def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None
     assert answer.code == 2 and is_paragraph(answer) and "resume=True needs the folder" in answer.err
 
 
-def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
+def test_run_accepts_a_function_that_returns_a_training(command: Command, training: Path) -> None:
     assert command("run", f"{training}:short").out.endswith("The run is in runs/grpo-001\n")
 
 
-def test_run_refuses_before_anything_is_loaded_or_written(command: Command, training: Path) -> None:
+def test_an_unbound_role_or_invalid_option_is_refused_before_anything_is_loaded_or_written(
+    command: Command, training: Path
+) -> None:
     answer = command("run", f"{training}:unbound")
     assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
     answer = command("run", f"{training}:training", "--steps", "0")
@@ -56,7 +58,7 @@ def test_run_refuses_before_anything_is_loaded_or_written(command: Command, trai
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
-def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
+def test_an_interrupt_prints_one_line_and_records_the_status(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:interrupted")
     assert answer.code == 130 and answer.err.count("\n") == 1
     assert answer.err.startswith("flowrl: interrupted; it has no checkpoint. Pass Training(checkpoint_every=...)")

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from flowrl import Graph, graphs, load
+from flowrl.app.algorithms import graph, names, your_reward
 from flowrl.app.cli import main
-from flowrl.app.shelf import graph, names, your_reward
 from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.errors import GraphError
 from flowrl.graphs import grpo, gspo, remax, rloo

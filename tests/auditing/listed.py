@@ -1,4 +1,4 @@
-"""Everything there is in a task, listed anew: responses by recursion, gradients of log-probs by their formula."""
+"""An independent enumeration of a task: responses by recursion, gradients of log-probs by their formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_advantage(operator: Operator, **settings: object) -> Graph:
 
 
 class Listed:
-    """The responses of a task to one prompt, with what a policy says of them.
+    """The responses of a task to one prompt, with their log-probs and gradients.
 
     Args:
         task: which.
@@ -42,7 +42,7 @@ class Listed:
         self.policy = weights / weights.sum(-1, keepdims=True)
         self.responses = list(self._grown(()))
         self.rewards = [rewards(response) for response in self.responses]
-        self.probability = [float(np.exp(sum(self.said(response)))) for response in self.responses]
+        self.probability = [float(np.exp(sum(self.log_probs(response)))) for response in self.responses]
 
     def _grown(self, start: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for token in range(self.task.vocabulary):
@@ -52,15 +52,17 @@ class Listed:
             else:
                 yield from self._grown(grown)
 
-    def state(self, said: tuple[int, ...]) -> int:
-        """The number of a state, which the task's own table says."""
+    def state(self, prefix: tuple[int, ...]) -> int:
+        """The number of a state in the task's table."""
         found = self.task.responses
         row = next(
-            y for response, y in found.index.items() if response[: len(said)] == said and len(response) > len(said)
+            y
+            for response, y in found.index.items()
+            if response[: len(prefix)] == prefix and len(response) > len(prefix)
         )
-        return int(found.states[row, len(said)])
+        return int(found.states[row, len(prefix)])
 
-    def said(self, response: tuple[int, ...]) -> list[float]:
+    def log_probs(self, response: tuple[int, ...]) -> list[float]:
         """The log-prob of each token."""
         return [float(np.log(self.policy[self.state(response[:t]), token])) for t, token in enumerate(response)]
 
@@ -99,5 +101,5 @@ def rewards_of(task: AuditTask, prompt: int, table: str = "0") -> Callable[[tupl
 
 
 def listed(task: AuditTask, prompt: int = 0) -> Listed:
-    """What the policy of an audit says to a prompt."""
+    """The policy of an audit, for one prompt."""
     return Listed(task, task.policy.logits[prompt], rewards_of(task, prompt))

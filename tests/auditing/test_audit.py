@@ -57,7 +57,7 @@ def no_length(**settings: object) -> object:
     ],
     ids=["rloo", "rloo in another task", "reinforce", "reinforce without a ratio", "remax", "at a temperature"],
 )
-def test_reinforce_and_rloo_follow_just_what_they_state(graph: object, task: AuditTask, n: int) -> None:
+def test_reinforce_and_rloo_have_no_bias(graph: object, task: AuditTask, n: int) -> None:
     found = audit(graph, task, n=n)  # type: ignore[arg-type]
     assert found.exact
     assert found.whole.error.high < EXACT
@@ -67,7 +67,7 @@ def test_reinforce_and_rloo_follow_just_what_they_state(graph: object, task: Aud
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_group_mean_with_the_own_reward_scales_by_one_less_than_all(n: int) -> None:
+def test_a_group_mean_that_includes_the_own_reward_scales_the_gradient_by_1_minus_1_over_n(n: int) -> None:
     plain = audit(no_length().edit(set={"group_advantage.normalize_std": False}), ONE, n=n)  # type: ignore[attr-defined]
     assert plain.whole.scale.value == pytest.approx(1 - 1 / n, abs=EXACT)
     assert plain.whole.bias.value < EXACT
@@ -76,7 +76,7 @@ def test_a_group_mean_with_the_own_reward_scales_by_one_less_than_all(n: int) ->
     assert done_right.whole.bias.value < EXACT
 
 
-def test_the_sum_of_all_pairs_that_is_written_here_is_what_grpo_expects() -> None:
+def test_the_expected_update_of_grpo_equals_a_sum_over_all_pairs_of_responses() -> None:
     """Two answers: tokens weigh by all tokens of the two, and rewards count by their standard deviation."""
     found, one = audit(grpo(unread, kl_coef=0.0), ONE, n=2, explain=False), listed(ONE)
     expected = np.zeros_like(one.policy)
@@ -92,13 +92,13 @@ def test_the_sum_of_all_pairs_that_is_written_here_is_what_grpo_expects() -> Non
 # ---- biased, and along what
 
 
-def test_grpos_division_by_the_standard_deviation_is_a_bias_along_the_spread() -> None:
+def test_grpo_division_by_the_standard_deviation_is_a_bias_with_cause_group_spread() -> None:
     found = audit(no_length(), ONE, n=2)  # type: ignore[arg-type]
     assert found.whole.bias.low > 0.01
     assert [(one.name, one.bias.high < EXACT) for one in found.causes] == [("group spread", True)]
 
 
-def test_grpos_division_by_the_length_is_a_bias_along_the_length() -> None:
+def test_grpo_division_by_the_length_is_a_bias_with_cause_length() -> None:
     graph = grpo(unread, kl_coef=0.0).edit(
         set={"group_advantage.normalize_std": False, "update_actor.aggregation": "seq-mean-token-mean"}
     )
@@ -109,14 +109,14 @@ def test_grpos_division_by_the_length_is_a_bias_along_the_length() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_two_causes_are_also_left_out_together_where_they_cancel_out_too(seed: int) -> None:
+def test_two_causes_are_also_tested_together_in_case_their_biases_cancel(seed: int) -> None:
     found = audit(grpo(unread, kl_coef=0.0), AuditTask(prompts=1, seed=seed), n=2)
     assert ("length" in [one.name for one in found.causes]) is (seed == 0)  # with seed 1 it hides the other bias
     assert cause(found, "group spread") > 0.01
     assert cause(found, "length and group spread") < EXACT
 
 
-def test_token_mean_and_sequence_mean_differ_where_lengths_do() -> None:
+def test_token_mean_and_sequence_mean_have_equal_updates_only_for_equal_lengths() -> None:
     by_token = grpo(unread, kl_coef=0.0)
     by_row = by_token.edit(set={"update_actor.aggregation": "seq-mean-token-mean"})
     for task, equal in ((ONE, False), (AuditTask(prompts=1, ends=False, tokens=2, steps=2), True)):
@@ -124,7 +124,7 @@ def test_token_mean_and_sequence_mean_differ_where_lengths_do() -> None:
         assert torch.allclose(*found, atol=1e-6) is equal
 
 
-def test_opos_baseline_is_biased_unless_it_leaves_the_own_answer_out() -> None:
+def test_the_opo_baseline_is_biased_unless_it_leaves_the_own_response_out() -> None:
     whole = opo(unread).edit(set={"update_actor.aggregation": "seq-mean-token-sum"})
     assert audit(whole, ONE, n=2).biased
     assert not audit(whole.edit(set={"opo_advantage.leave_one_out": True}), ONE, n=2).biased
@@ -147,7 +147,7 @@ def test_truncation_trades_bias_for_variance() -> None:
     assert bound.variance < free.variance  # type: ignore[attr-defined]
 
 
-def test_what_is_lost_with_age_comes_back_without_it() -> None:
+def test_the_bias_of_stale_samples_has_the_cause_off_policy_age() -> None:
     found = audit(rloo(unread, kl_coef=0.0), AuditTask(prompts=1, age=0.5), n=2)
     assert found.biased
     assert cause(found, "off-policy age") < EXACT
@@ -169,8 +169,8 @@ def test_an_exact_critic_leaves_gae_unbiased_and_a_wrong_one_does_not() -> None:
     whole = graph.edit(replace={"gae": GAE(lam=1.0)})
     for critic in ("zero", {(0, ()): 0.3, (0, (1,)): -2.0}):
         assert not audit(whole, ONE, n=1, critic=critic).biased
-    apart = graph.edit(replace={"gae": DecoupledGAE(lam=1.0, critic_lam=0.5)})
-    assert not audit(apart, ONE, n=1, critic="zero").biased
+    decoupled = graph.edit(replace={"gae": DecoupledGAE(lam=1.0, critic_lam=0.5)})
+    assert not audit(decoupled, ONE, n=1, critic="zero").biased
 
 
 @pytest.mark.parametrize("critic", ["exakt", {(0, (7,)): 1.0}, {(3, ()): 1.0}])
@@ -182,7 +182,7 @@ def test_values_of_no_state_are_refused(critic: object) -> None:
 # ---- variance, and what is printed
 
 
-def test_the_variance_is_that_of_the_samples_that_are_listed_here() -> None:
+def test_the_relative_variance_equals_that_of_enumerated_samples() -> None:
     found, one = audit(with_advantage(ReturnToGo(), kl_coef=0.0), ONE, n=1), listed(ONE)
     assert found.variance == pytest.approx(1.0, abs=1e-5)  # it is plain REINFORCE
     assert audit(with_advantage(ReturnToGo(), kl_coef=0.0), ONE, n=2).variance == pytest.approx(1.0, abs=1e-5)
@@ -223,38 +223,38 @@ def test_intervals_of_sampled_runs_contain_the_exact_numbers() -> None:
     assert "150 sampled runs, intervals of 95 %" in str(sampled)
 
 
-def test_dynamic_sampling_runs_its_rounds() -> None:
+def test_dynamic_sampling_is_audited_in_rounds_and_a_note_states_the_reduced_groups() -> None:
     graph = no_length().edit(insert={"collect": After("reward", Collect(Spread(least=0.05), groups=8))})  # type: ignore[attr-defined]
     found = audit(graph, ONE, n=2, samples=40, explain=False)
     assert not found.exact
     assert "collect collects 1 groups and not 8, in as many rounds as it takes." in found.notes
 
 
-def test_the_result_as_text() -> None:
+def test_the_text_of_an_audit_states_objective_bias_and_causes() -> None:
     text = str(audit(grpo(unread), ONE, n=2))
-    for said in (
+    for phrase in (
         "grpo · expected reward - 0.001 · KL(actor || ref)",
         "all 16 runs, 2 rows each: biased by",
         "times that of plain REINFORCE from as many rows",
         "remaining bias of the loss, of",
         "repeat.n is 2 and not 8.",
     ):
-        assert said in text
+        assert phrase in text
     assert "all 16 runs, 2 rows each: unbiased" in str(audit(rloo(unread), ONE, n=2))
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_whitening_is_seen_with_the_rows_of_the_batch() -> None:
+def test_whitening_is_audited_over_the_rows_of_a_batch() -> None:
     assert audit(reinforce_plus_plus(unread), ONE, n=2).biased
 
 
 @pytest.mark.parametrize("given", [{"n": 0}, {"limit": 0}, {"samples": 1}, {"n": True}])
-def test_numbers_that_are_no_counts_are_refused(given: dict[str, int]) -> None:
+def test_non_integer_counts_are_refused(given: dict[str, int]) -> None:
     with raises("audit.bad-argument", parameter=next(iter(given)), found=next(iter(given.values()))):
         audit(rloo(unread), ONE, **given)  # type: ignore[arg-type]
 
 
-def test_group_advantages_of_one_row_fail() -> None:
+def test_group_advantages_of_one_row_are_an_error() -> None:
     with raises("audit.node-failed") as caught:
         audit(with_advantage(GroupAdvantage()), ONE, n=1)
     assert "single row" in caught.value.message

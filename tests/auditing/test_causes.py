@@ -1,4 +1,4 @@
-"""Tests of the causes of a bias: those that explain it are named, and what an audit cannot show is noted."""
+"""Causes of a bias: an audit lists those that explain it, and notes what it cannot show."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def test_a_gate_that_selects_by_length_is_explained_although_the_audit_without_l
     assert any("Whether length is a cause is unknown" in note and "collect" in note for note in found.notes)
 
 
-def test_selection_that_drops_no_row_is_no_cause() -> None:
+def test_a_filter_that_drops_no_row_is_not_a_cause() -> None:
     gated = grpo(unread, kl_coef=0.0).edit(insert={"filter": After("reward", Filter(Length(least=1)))})
     assert [cause.name for cause in audit(gated, ONE, n=2).causes] == [
         cause.name for cause in audit(grpo(unread, kl_coef=0.0), ONE, n=2).causes
     ]
 
 
-def test_kl_that_is_counted_twice_is_named_with_its_weight() -> None:
+def test_kl_counted_twice_is_a_cause_with_its_coefficient() -> None:
     found = audit(advantages(with_kl, wrong=True), ONE, n=1)
     assert "unstated 0.5 · KL(actor || ref)" in removed_by(found)  # its code is - 0.5 * KL, and 0.2 is stated
     assert "0 % without unstated 0.5 · KL(actor || ref)" in " ".join(str(found).split())
 
 
-def test_a_ratio_to_the_reference_is_named() -> None:
+def test_a_ratio_to_the_reference_instead_of_the_old_policy_is_a_cause() -> None:
     found = audit(rloo(unread, kl_coef=0.0).edit(set={"old_log_prob.actor": Role("ref")}), ONE, n=2)
     assert found.biased
     assert removed_by(found) == ["distance to the reference"]
@@ -69,8 +69,8 @@ def test_causes_that_explain_nothing_are_not_listed() -> None:
     assert not wrong.biased  # KL to an equal policy is 0
 
 
-def test_a_clip_with_min_for_max_shows_off_policy_only_and_may_be_the_less_biased() -> None:
-    """So the report says what it cannot show on-policy, and off-policy it warns of ranking."""
+def test_a_clip_with_min_instead_of_max_is_found_only_off_policy() -> None:
+    """The report notes this on-policy; off-policy it warns against ranking by bias."""
     right, wrong = (audit(with_loss(Clip(wrong=wrong)), ONE, n=2, explain=False) for wrong in (False, True))
     assert torch.equal(right.expected, wrong.expected)
     assert any("a wrong clip or ratio does not show" in note for note in wrong.notes)

@@ -1,4 +1,4 @@
-"""Mistakes that people make in advantages and losses: each is found, and its neighbor that is right is not."""
+"""Common mistakes in advantages and losses: an audit finds each, and accepts the correct version."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def with_kl(
 ) -> Advantages:
     """KL in the advantage, where it is in the reward already."""
     to_go = ReturnToGo()(token_level_rewards, response_mask)
-    apart = torch.where(response_mask, old_log_probs - ref_log_prob, 0.0).flip(-1).cumsum(-1).flip(-1)
-    return torch.where(response_mask, to_go - 0.5 * apart if wrong else to_go, 0.0)
+    log_ratio = torch.where(response_mask, old_log_probs - ref_log_prob, 0.0).flip(-1).cumsum(-1).flip(-1)
+    return torch.where(response_mask, to_go - 0.5 * log_ratio if wrong else to_go, 0.0)
 
 
 class Undetached(Loss):
@@ -182,14 +182,14 @@ def test_a_sign_error_points_against_the_true_gradient() -> None:
     assert "points against the true gradient" in str(found)
 
 
-def test_shuffled_rewards_follow_nothing() -> None:
+def test_shuffled_rewards_have_an_expected_update_of_zero() -> None:
     found = audit(with_advantage(shuffled(wrong=True), kl_coef=0.0), ONE, n=2)  # type: ignore[operator]
     assert found.whole.follows_nothing
     assert found.variance is None
     assert "follows nothing: its mean is 0" in str(found)
 
 
-def test_kl_that_is_counted_twice_is_found_though_its_direction_may_be_right() -> None:
+def test_kl_counted_twice_is_found_as_a_bias() -> None:
     found = audit(advantages(with_kl, wrong=True), TWO_LONG, n=1, explain=False)
     assert found.biased
     assert found.objective == "expected reward - 0.2 · KL(actor || ref)"

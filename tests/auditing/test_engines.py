@@ -1,4 +1,4 @@
-"""Tables in the place of engines: what they sample, score and refuse."""
+"""Tabular engines of audits: sampling, scoring, and refusals."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def sampled(sampling: Sampling) -> dict[tuple[int, ...], tuple[float, Sampled]]:
     return found
 
 
-def test_they_are_what_operators_ask_for() -> None:
+def test_tabular_engines_implement_the_engine_protocols() -> None:
     trainer, rollout, _ = engines()
     assert isinstance(trainer, Trainer)
     assert isinstance(rollout, Rollout)
     assert isinstance(TabularScorer(WORLD, WORLD.policy), Scorer)
 
 
-def test_what_is_sampled_is_as_likely_as_the_policy_says() -> None:
+def test_responses_are_sampled_with_the_probabilities_of_the_policy() -> None:
     found = sampled(Sampling(1.0, 0, 1.0, 2))
     assert len(found) == len(WORLD.responses)
     assert sum(probability for probability, _ in found.values()) == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_what_is_sampled_is_as_likely_as_the_policy_says() -> None:
         assert one.response_mask.all()  # as wide as the longest, and there is one
 
 
-def test_greedy_and_narrowed_sampling_leave_responses_out() -> None:
+def test_greedy_and_top_k_sampling_exclude_the_other_responses() -> None:
     [(greedy, _)] = sampled(Sampling(0.0, 0, 1.0, 2)).items()
     first = WORLD.policy.by_state()[0]
     assert greedy[0] == int(first[0].argmax())
@@ -99,7 +99,7 @@ def test_the_trainer_scores_with_the_old_policy_and_updates_the_current_one() ->
     assert trainer.log_probs(masked).eq(0).all()
 
 
-def test_an_engine_without_a_sync_and_a_trainer_without_a_model() -> None:
+def test_unsynced_generation_and_saving_a_model_are_refused() -> None:
     rollout = TabularRollout(WORLD, WORLD.policy, Draws(0))
     batch = WORLD.batch()
     with raises("audit.unsupported-graph"):

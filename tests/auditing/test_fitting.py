@@ -12,7 +12,7 @@ from flowrl import After, AuditTask, Graph, Operator, Reads, Role, State, When, 
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.objective import stated
 from flowrl.auditing.rewards import TableReward
-from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
+from flowrl.columns import Advantages, ResponseMask, ResponseText, RowMask, TokenLevelRewards, TokenLevelScores
 from flowrl.core.operators.operator import Granularity
 from flowrl.errors import GraphError
 from flowrl.graphs import grpo, remax, rloo, sft
@@ -41,7 +41,7 @@ def ranked(token_level_scores: TokenLevelScores, response_mask: ResponseMask) ->
     return torch.where(token_level_scores == token_level_scores.max(), 1.0, 0.0)
 
 
-def test_rewards_are_tables_and_what_scored_alike_has_one() -> None:
+def test_reward_functions_become_tables_and_equal_functions_share_one() -> None:
     graph, _, notes = fitted(remax(unread), ONE, None)
     tables = {name: node.operator for name, node in graph.nodes.items() if isinstance(node.operator, TableReward)}
     assert set(tables) == {"reward", "greedy_reward"}
@@ -55,7 +55,7 @@ def _other(data_source: str, solution_str: str, ground_truth: str, extra_info: o
     raise AssertionError
 
 
-def test_sizes_are_the_tasks_and_it_is_said() -> None:
+def test_batch_sizes_and_lengths_are_reduced_to_the_task_and_notes_state_it() -> None:
     graph = grpo(unread, mini_batch=32, max_new_tokens=2).edit(
         insert={"collect": After("reward", Collect(Spread(), groups=8))}, lag=1
     )
@@ -72,7 +72,7 @@ def test_sizes_are_the_tasks_and_it_is_said() -> None:
     assert not task.ends
 
 
-def test_the_last_scores_on_the_way_are_what_is_stated() -> None:
+def test_the_audited_objective_is_the_last_scores_before_the_advantage() -> None:
     shaped = rloo(unread).edit(insert={"shorter": After("reward", shorter)})
     assert [str(e) for e in stated(fitted(shaped, ONE, 2)[0], None).scores] == ["shorter.token_level_scores"]
     assert not audit(shaped, ONE, n=2).biased  # the penalty is part of what is expected
@@ -83,14 +83,14 @@ def test_the_last_scores_on_the_way_are_what_is_stated() -> None:
     assert [str(e) for e in baseline.scores] == ["reward.token_level_scores"]
 
 
-def test_a_scorer_of_ones_own_is_a_table_and_that_is_said() -> None:
+def test_a_custom_scorer_becomes_a_table_and_a_note_states_it() -> None:
     graph = rloo(unread).edit(replace={"reward": of_text})
     found = audit(graph, ONE, n=2)
     assert not found.biased
     assert any("scores by a table, and not by" in note for note in found.notes)
 
 
-def test_scores_that_depend_on_company_are_no_expected_reward() -> None:
+def test_scores_that_depend_on_other_rows_are_refused() -> None:
     with raises("audit.unsupported-graph", node="ranked"):
         audit(rloo(unread).edit(insert={"ranked": After("reward", ranked)}), ONE, n=2)
 
@@ -146,18 +146,20 @@ def nothing_trained(batch: PromptBatch) -> RolloutBatch:
     ],
     ids=["oracle", "no reward", "nothing trained", "from a file"],
 )
-def test_a_graph_that_cannot_be_audited(graph: Graph, code: str, facts: dict[str, Any]) -> None:
+def test_a_graph_that_cannot_be_audited_is_refused_with_the_reason(
+    graph: Graph, code: str, facts: dict[str, Any]
+) -> None:
     with raises(code, **facts):
         audit(graph, ONE)
 
 
-def test_one_of_several_policies_is_named() -> None:
+def test_the_role_selects_the_audited_policy() -> None:
     with raises("audit.unsupported-graph", found="opponent", trained=("actor",)):
         audit(rloo(unread), ONE, role="opponent")
     assert not audit(rloo(unread), ONE, n=2, role="actor").biased
 
 
-def test_an_update_that_starts_late_is_audited_in_its_first_step() -> None:
+def test_an_update_that_starts_late_is_audited_at_its_first_step() -> None:
     late = rloo(unread).edit(when={"update_actor": When(start=3, every=2)})
     found = audit(late, ONE, n=2)
     assert "It is as in step 4, the first in which update_actor runs." in found.notes
@@ -167,7 +169,7 @@ def test_an_update_that_starts_late_is_audited_in_its_first_step() -> None:
 
 
 @operator
-def best(token_level_scores: TokenLevelScores) -> Kept:
+def best(token_level_scores: TokenLevelScores) -> RowMask:
     """The best answer of all."""
     scores = token_level_scores.sum(-1)
     return scores >= scores.max()
@@ -199,6 +201,6 @@ class RunningMean(Operator):
         return torch.where(response_mask, (scores - before)[:, None], 0.0)
 
 
-def test_state_is_that_before_the_first_step_and_a_note_says_so() -> None:
+def test_operator_state_has_its_initial_value_and_a_note_states_it() -> None:
     graph = rloo(unread, kl_coef=0.0).edit(replace={"rloo_advantage": RunningMean()}, drop=["kl_shape"])
     assert "running_mean keeps state, which is as it is before the first step of a run." in audit(graph, ONE, n=2).notes

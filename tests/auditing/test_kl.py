@@ -1,4 +1,4 @@
-"""What KL terms follow, on-policy: Tang & Munos 2025 (arXiv:2506.09477), held against sums that are written here."""
+"""The gradients of KL terms on-policy (Tang & Munos 2025, arXiv:2506.09477), against independent sums."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def by_token(task: AuditTask, estimate: dict[str, float]) -> Array:
     policy, ref = pair(task)
     total = np.zeros_like(policy.policy)
     for response, p in zip(policy.responses, policy.probability, strict=True):
-        apart = np.subtract(policy.said(response), ref.said(response))
-        for d, pull in zip(apart, policy.pulls(response), strict=True):
+        log_ratio = np.subtract(policy.log_probs(response), ref.log_probs(response))
+        for d, pull in zip(log_ratio, policy.pulls(response), strict=True):
             total -= p * (estimate["reverse"] * d + estimate["forward"] * (1 - np.exp(-d))) * pull
     return COEF * total
 
 
-def test_k1_in_the_loss_follows_nothing() -> None:
+def test_k1_in_the_loss_has_an_expected_gradient_of_zero() -> None:
     found = audited(in_loss("k1"))
     assert found.parts["kl"].follows_nothing
     np.testing.assert_allclose(of_kl(found), 0.0, atol=1e-6)
@@ -66,7 +66,7 @@ def test_k1_in_the_loss_follows_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("task", [ONE, STEP], ids=["several tokens", "one token"])
-def test_k2_and_k3_follow_divergences_token_by_token(
+def test_k2_and_k3_have_the_gradients_of_token_level_divergences(
     estimator: Estimator, name: str, weights: dict[str, float], task: AuditTask
 ) -> None:
     found = audited(in_loss(estimator), task)
@@ -78,7 +78,9 @@ def test_k2_and_k3_follow_divergences_token_by_token(
 
 
 @pytest.mark.parametrize(("estimator", "ratio"), [("k1+", False), ("k3+", False), ("k1", True), ("k3", True)])
-def test_the_gradient_of_k2_and_the_ratio_follow_kl_to_the_reference(estimator: Estimator, ratio: bool) -> None:
+def test_k2_and_kl_with_the_ratio_have_the_gradient_of_token_level_reverse_kl(
+    estimator: Estimator, ratio: bool
+) -> None:
     """Token by token; k2 follows it, too."""
     found = audited(in_loss(estimator, ratio=ratio))
     np.testing.assert_allclose(of_kl(found), by_token(ONE, {"reverse": 1.0, "forward": 0.0}), atol=1e-6)
@@ -104,31 +106,33 @@ def test_k1_in_the_loss_divided_by_the_length_is_a_length_bonus() -> None:
 
 
 @pytest.mark.parametrize(("estimator", "biased"), [("k1", False), ("k2", True), ("k3", True)])
-def test_only_k1_belongs_into_the_reward(estimator: Estimator, biased: bool) -> None:
+def test_only_k1_in_the_reward_is_unbiased(estimator: Estimator, biased: bool) -> None:
     graph = rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": estimator})
     assert audited(graph, AuditTask(prompts=1, tokens=2, steps=2)).biased is biased
 
 
-def test_k3_in_the_reward_follows_the_difference_of_both_divergences() -> None:
+def test_k3_in_the_reward_has_the_gradient_of_the_difference_of_both_divergences() -> None:
     policy, ref = pair(STEP)
     found = audited(rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": "k3"}), STEP)
     expected = policy.reward()
     for response, p in zip(policy.responses, policy.probability, strict=True):
-        d = policy.said(response)[0] - ref.said(response)[0]
+        d = policy.log_probs(response)[0] - ref.log_probs(response)[0]
         expected -= COEF * p * (np.exp(-d) - 1 + d) * policy.pull(response)
     np.testing.assert_allclose(found.expected[0].numpy(), expected, atol=1e-6)
 
 
-def test_kl_in_the_reward_is_part_of_what_is_stated() -> None:
+def test_kl_in_the_reward_is_part_of_the_objective() -> None:
     policy, ref = pair(ONE)
     found = audited(rloo(unread, kl_coef=COEF))
     assert found.objective == "expected reward - 0.3 · KL(actor || ref)"
-    apart = dict(zip(policy.responses, (sum(policy.said(y)) - sum(ref.said(y)) for y in policy.responses), strict=True))
-    true = policy.reward() - COEF * policy.of(apart.__getitem__)  # the other term, E[grad log pi], is 0
+    log_ratio = dict(
+        zip(policy.responses, (sum(policy.log_probs(y)) - sum(ref.log_probs(y)) for y in policy.responses), strict=True)
+    )
+    true = policy.reward() - COEF * policy.of(log_ratio.__getitem__)  # the other term, E[grad log pi], is 0
     np.testing.assert_allclose(found.true[0].numpy(), true, atol=1e-6)
 
 
-def test_kl_twice_is_stated_twice() -> None:
+def test_kl_in_reward_and_loss_is_two_terms_of_the_objective() -> None:
     graph = grpo(unread).edit(
         insert={"kl_shape": After("reward", KLShape(COEF))},
         wire={"group_advantage.token_level_rewards": "kl_shape.token_level_rewards"},
@@ -136,7 +140,7 @@ def test_kl_twice_is_stated_twice() -> None:
     assert audited(graph).objective == "expected reward - 0.3 · KL(actor || ref) - 0.001 · KL(actor || ref)"
 
 
-def test_entropy_is_a_part_of_its_own() -> None:
+def test_the_entropy_bonus_is_a_separate_part_of_the_audit() -> None:
     found = audited(in_loss("k2").edit(set={"update_actor.kl": None, "update_actor.entropy": 0.2}))
     assert found.objective == "expected reward + 0.2 · entropy"
     assert set(found.parts) == {"loss", "entropy"}

@@ -1,4 +1,4 @@
-"""AuditTasks: all responses there are, and what policies say of them."""
+"""`AuditTask`: its enumerated responses and their probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.auditing.listed import listed
         (AuditTask(even=True), 4),
     ],
 )
-def test_all_responses_are_there_once_and_their_probabilities_add_up(task: AuditTask, number: int) -> None:
+def test_all_responses_are_enumerated_once_and_their_probabilities_sum_to_1(task: AuditTask, number: int) -> None:
     found = task.responses
     assert len(found) == len(found.index) == number
     assert torch.equal(found.number_of(found.tokens, found.mask), torch.arange(number))
@@ -31,18 +31,18 @@ def test_all_responses_are_there_once_and_their_probabilities_add_up(task: Audit
         assert torch.allclose(total, torch.ones_like(total))
 
 
-def test_a_policy_says_what_is_listed_anew() -> None:
+def test_log_probs_of_a_policy_match_an_independent_enumeration() -> None:
     task = AuditTask(tokens=2, steps=3, prompts=2, seed=4)
     for prompt in range(2):
         one = listed(task, prompt)
         assert set(one.responses) == task.responses.index.keys()
         for response in one.responses:
-            said = task.policy.by_token()[prompt, task.responses.index[response]].numpy()
-            np.testing.assert_allclose(said[: len(response)], one.said(response))
-            np.testing.assert_array_equal(said[len(response) :], 0.0)
+            log_probs = task.policy.by_token()[prompt, task.responses.index[response]].numpy()
+            np.testing.assert_allclose(log_probs[: len(response)], one.log_probs(response))
+            np.testing.assert_array_equal(log_probs[len(response) :], 0.0)
 
 
-def test_an_even_task_is_the_same_but_for_lengths() -> None:
+def test_an_even_task_differs_only_in_its_equal_lengths() -> None:
     task, even = AuditTask(seed=2), AuditTask(seed=2, even=True)
     assert torch.allclose(task.policy.by_response(), even.policy.by_response())
     assert torch.allclose(task.near("ref").by_response(0.7), even.near("ref").by_response(0.7))
@@ -50,7 +50,7 @@ def test_an_even_task_is_the_same_but_for_lengths() -> None:
     assert not task.responses.mask.all()
 
 
-def test_prompts_are_drawn_in_turns_under_ids_of_their_own() -> None:
+def test_batches_cycle_through_the_prompts_with_unique_ids() -> None:
     task = AuditTask(prompts=2)
     first, again = task.batch(), task.batch(3, draw=1)
     assert task.number_of(first.columns["prompts"]).tolist() == [0, 1]  # type: ignore[arg-type]
@@ -59,12 +59,12 @@ def test_prompts_are_drawn_in_turns_under_ids_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"steps": 9}, {"age": -1.0}, {"seed": -1}])
-def test_tasks_that_are_none_are_refused(given: dict[str, float]) -> None:
+def test_invalid_tasks_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(ParameterError):
         AuditTask(**given)  # type: ignore[arg-type]
 
 
-def test_scripts_go_through_all_runs_also_where_one_draws_more_than_another() -> None:
+def test_scripts_enumerate_all_runs_even_with_different_numbers_of_draws() -> None:
     draws, seen = Draws(0), {}
     script: list[int] | None = []
     while script is not None:
@@ -76,7 +76,7 @@ def test_scripts_go_through_all_runs_also_where_one_draws_more_than_another() ->
     assert seen == pytest.approx({(0,): 0.2, (2, 0): 0.4, (2, 1): 0.4})
 
 
-def test_what_is_sampled_has_the_probabilities_that_were_given() -> None:
+def test_sampled_draws_have_the_given_probabilities() -> None:
     draws = Draws(0)
     draws.begin(None)
     drawn = np.bincount([draws.one([0.2, 0.0, 0.8]) for _ in range(2000)], minlength=3) / 2000

@@ -1,4 +1,4 @@
-"""The gradients that graphs are held against, by sums and by differences that are written here."""
+"""True gradients against independent sums and finite differences."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def truth(temperature: float = 1.0) -> TrueGradient:
     rewards = torch.zeros(1, len(one.responses), WORLD.steps, dtype=torch.float64)
     for response, paid in zip(one.responses, one.rewards, strict=True):
         rewards[0, WORLD.responses.index[response], len(response) - 1] = paid
-    said = StatedObjective(
+    stated = StatedObjective(
         "actor", ("update",), "generate", temperature, (Edge("reward", "scores"),), (KL(0.3, "ref", False),), 0.2, 0, ()
     )
-    return TrueGradient(said, rewards, {"ref": REF})
+    return TrueGradient(stated, rewards, {"ref": REF})
 
 
 def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
@@ -42,14 +42,14 @@ def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
 
     return {
         "reward": over(lambda one, ref, y: one.rewards[one.responses.index(y)]),
-        "divergence": over(lambda one, ref, y: sum(one.said(y)) - sum(ref.said(y))),
+        "divergence": over(lambda one, ref, y: sum(one.log_probs(y)) - sum(ref.log_probs(y))),
         "entropy": over(entropy),
         "length": over(lambda one, ref, y: float(len(y))),
     }
 
 
 @pytest.mark.parametrize("name", ["reward", "divergence", "entropy", "length"])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_match_finite_differences(name: str) -> None:
     own, step = truth(), 1e-5
     of = {
         "reward": own.reward,
@@ -72,8 +72,8 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
-    """Only the last step of what may be said moves with what is said there: with one token both are KL."""
+def test_token_level_divergences_do_not_differentiate_the_visited_states(forward: bool) -> None:
+    """Only the last step depends on the sampled tokens there; with one token both are KL."""
     task = AuditTask(prompts=1, tokens=2, steps=1)
     own = TrueGradient(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": task.near("ref")})
     p, q = (one.by_state().exp()[0, 0].numpy() for one in (task.policy, task.near("ref")))
@@ -81,19 +81,19 @@ def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
     assert float(own.divergence_by_state(task.policy, "ref", forward)) == pytest.approx(float(wanted))
 
 
-def test_values_are_what_is_still_paid() -> None:
+def test_values_are_expected_future_rewards() -> None:
     own, one = truth(), listed(WORLD)
     ref = Listed(WORLD, REF.logits[0], lambda response: 0.0)
     found = own.values(WORLD.policy)[0]
-    for said in {y[:t] for y in one.responses for t in range(len(y))}:
+    for prefix in {y[:t] for y in one.responses for t in range(len(y))}:
         total = weight = 0.0
         for y, p, paid in zip(one.responses, one.probability, one.rewards, strict=True):
-            if y[: len(said)] == said and len(y) > len(said):
-                late = sum(one.said(y)[len(said) :]) - sum(ref.said(y)[len(said) :])
+            if y[: len(prefix)] == prefix and len(y) > len(prefix):
+                late = sum(one.log_probs(y)[len(prefix) :]) - sum(ref.log_probs(y)[len(prefix) :])
                 total, weight = total + p * (paid - 0.3 * late), weight + p
-        assert float(found[one.state(said)]) == pytest.approx(total / weight)
+        assert float(found[one.state(prefix)]) == pytest.approx(total / weight)
 
 
-def test_a_temperature_is_part_of_the_policy() -> None:
+def test_a_temperature_scales_the_logits_of_the_policy() -> None:
     cold = Policy(WORLD.policy.logits / 0.5, WORLD.responses)
     assert float(truth(0.5).reward(WORLD.policy)) == pytest.approx(float(truth().reward(cold)))

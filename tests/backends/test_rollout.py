@@ -72,10 +72,10 @@ def test_stop_strings_match_inside_tokens_and_across_special_tokens(tokenizer: C
 
 
 def test_a_multi_token_character_matches_at_its_last_token(tokenizer: ChatTokenizer) -> None:
-    watch = StopRule(tokenizer, sampling(("é",))).watch()
+    detector = StopRule(tokenizer, sampling(("é",))).detector()
     first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
     a, b, c = ids_of(tokenizer, "a", first, second)
-    assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]
+    assert [detector.completes(token) for token in (a, b, c)] == [False, False, True]
 
 
 class FixedLogProbs(RolloutEngine):

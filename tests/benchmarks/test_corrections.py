@@ -1,4 +1,4 @@
-"""`benchmarks/corrections.py`: lag and correction alone differ, nothing is run twice, and what its tables say."""
+"""`benchmarks/corrections.py`: only lag and correction differ, no repeated runs, and its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/examples.py`: the page shows what was kept, and what it shows of a run is what the run measured."""
+"""`benchmarks/examples.py`: the page shows the stored results, which are those of the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/learning.py`: every method has the same budget, nothing is run twice, and it shows what it found."""
+"""`benchmarks/learning.py`: equal budgets for all methods, no repeated runs, and reproducible plots."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_ablation_changes_only_what_its_name_says(learning: ModuleType) -> 
 
 
 class Ran:
-    """What stands in for trainings: it counts, and gets better by a tenth with every validation."""
+    """A fake training that counts its runs and improves by a tenth with every validation."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[str, int, int]] = []

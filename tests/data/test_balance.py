@@ -1,4 +1,4 @@
-"""Work is dealt out in about equal parts, each item once."""
+"""Work is split into balanced parts, each item once."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from flowrl import INJECTED, Metrics, Now, Operator, operator
 from flowrl import columns as c
 from flowrl.core.operators.session import Session
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.now import ONLY, NowByHand, Round
 from tests.support.errors import raises
 
@@ -25,7 +25,7 @@ class Moment(Operator):
     def __call__(self, values: c.Values, now: Now = INJECTED, metrics: Metrics = INJECTED) -> c.Values:
         metrics.max("round", now.round.number)
         metrics.max("ahead", now.lag)
-        metrics.max("shared", now.share is not None)
+        metrics.max("shared", now.shard is not None)
         now.waits.clear()
         return values
 
@@ -49,7 +49,7 @@ def test_direct_calls_have_no_step() -> None:
 
 
 def test_a_session_injects_its_current_step() -> None:
-    session, now = Session({}, seed=0), Now(7, Round(2), Share(0, 2, None, None), lag=1)
+    session, now = Session({}, seed=0), Now(7, Round(2), Shard(0, 2, None, None), lag=1)
     with session.active():
         session.begin_step(4)
         assert Later()(ONES).tolist() == [[4.0, 4.0]] and session.now.round == ONLY
@@ -64,7 +64,7 @@ def test_a_session_injects_its_current_step() -> None:
     assert Now(0).waits is not Now(0).waits
 
 
-@pytest.mark.parametrize(("cls", "part"), [(Share, "share"), (Round, "round")])
+@pytest.mark.parametrize(("cls", "part"), [(Shard, "shard"), (Round, "round")])
 @pytest.mark.parametrize("optional", [False, True])
 def test_fields_of_now_cannot_be_injected(cls: Any, part: str, optional: bool) -> None:
     annotation = cls | None if optional else cls

@@ -1,4 +1,4 @@
-"""The demonstration's task: the problems, what is held out, and the data."""
+"""The task of the demo: its problems, held-out split, and data."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
         name, _, heading = link.partition("#")
         target = page.parent / name if name else page
@@ -82,7 +82,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not heading or heading in _headings(target), link
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
+def test_the_readme_links_every_page() -> None:
     linked = set(re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert linked == {page.name for page in PAGES}
 
@@ -92,7 +92,7 @@ REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 
 @pytest.mark.parametrize("name", REFERENCE["MODULES"])
 def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
-    """Its own, and not what a dataclass or a named tuple writes in its place."""
+    """Not the one that `dataclass` or `NamedTuple` generates."""
     module = importlib.import_module(name)
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name and key[0] != "_"]
     values = {key: getattr(module, key) for key in getattr(module, "__all__", own)}
@@ -105,7 +105,7 @@ TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 
 
 @pytest.mark.parametrize("file", TABLES["FILES"])
-def test_what_is_generated_is_up_to_date(file: str) -> None:
+def test_generated_files_are_up_to_date(file: str) -> None:
     committed = (ROOT / file).read_text(encoding="utf-8")
     assert committed == TABLES["generated"](file), "run `make tables`"
 

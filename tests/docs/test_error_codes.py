@@ -1,4 +1,4 @@
-"""Every raise has a code, every code its cause, an example that raises it and a fix that does not, on one page."""
+"""Every raise has a code, and every code a cause, an example that raises it and a fix that runs, on one page."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_every_code_of_the_page_is_raised() -> None:
     assert [code for code in CODES if f'"{code}"' not in source] == []
 
 
-def test_the_page_is_the_one_that_is_generated() -> None:
+def test_the_committed_page_equals_the_generated_one() -> None:
     assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == GENERATOR["page"]()
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_a_code_is_a_group_and_a_situation(code: str) -> None:
+def test_codes_have_the_form_group_situation_and_cause_example_and_fix(code: str) -> None:
     assert re.fullmatch(r"[a-z]+\.[a-z]+(-[a-z0-9]+)*", code)
     assert CODES[code].keys() == {"cause", "example", "fix"}
 
@@ -63,7 +63,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_the_example_raises_its_code_and_the_fix_fixes_it(
+def test_each_example_raises_its_code_and_each_fix_runs(
     code: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("example", "fix"):

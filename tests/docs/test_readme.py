@@ -1,4 +1,4 @@
-"""The README: short, and its blocks run, print what the page shows, and name everything that there is."""
+"""The README is short, its blocks run and print what it shows, and its table lists every algorithm and engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def page() -> dict[str, Any]:
     return names | {"printed": out.getvalue()}
 
 
-def test_it_is_short() -> None:
+def test_the_readme_is_within_its_limits() -> None:
     assert len(README.split()) <= 900
     assert len(README.splitlines()) <= 180
     assert len(blocks("mermaid")) == 1
@@ -56,11 +56,11 @@ def test_the_diff_and_the_picture_are_printed_by_the_code(page: dict[str, Any]) 
     assert blocks("mermaid") == [f"{page['grpo'].mermaid()}\n"]
 
 
-def test_the_graphs_break_no_rule(page: dict[str, Any]) -> None:
+def test_the_graphs_of_the_readme_pass_every_rule(page: dict[str, Any]) -> None:
     assert [page[name].check(prompts=32) for name in ("graph", "grpo", "shorter")] == [[], [], []]
 
 
-def test_the_mistakes_are_found_as_the_page_shows(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_errors_shown_are_those_of_the_code(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     [session] = blocks("pycon")
     steps = re.findall(r"^>>> (.*)\n(.*)\n", session, re.MULTILINE)
@@ -76,7 +76,7 @@ def test_the_mistakes_are_found_as_the_page_shows(page: dict[str, Any], monkeypa
 
 
 @pytest.mark.parametrize("side", ["-", "+"])
-def test_both_sides_of_the_swap_are_jobs(side: str, page: dict[str, Any]) -> None:
+def test_both_sides_of_each_diff_run(side: str, page: dict[str, Any]) -> None:
     [diff] = blocks("diff")
     names = page | {name: getattr(flowrl, name) for name in flowrl.__all__} | vars(flowrl.backends)
     exec("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in (" ", side)), names)
@@ -109,12 +109,12 @@ def test_the_pictures_are_drawn_by_the_code(page: dict[str, Any]) -> None:
         assert (folder / f"{name}-dark.svg").read_text(encoding="utf-8") == PICTURES["dark"](light)
 
 
-def test_every_node_has_a_place_in_the_banner(page: dict[str, Any]) -> None:
+def test_the_banner_shows_every_node(page: dict[str, Any]) -> None:
     assert {*PICTURES["PPO"]} == {*page["graph"].nodes}
     assert len({*PICTURES["PPO"].values()}) == len(PICTURES["PPO"])
 
 
-def test_the_curve_is_that_of_the_quick_demo() -> None:
+def test_the_curve_shows_the_stored_run_of_the_quick_demo() -> None:
     drawn = (ROOT / "docs" / "pictures" / "quick.svg").read_text(encoding="utf-8")
     heights = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', drawn)]
     zero, one = (float(y) for y in (re.findall(r'<path d="M52 ([\d.]+)H616', drawn)[i] for i in (0, -1)))

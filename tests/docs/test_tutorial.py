@@ -82,11 +82,11 @@ def typed(model_folder: Path) -> Typed:
     return Typed(done.stdout, done.stderr, json.loads(done.stdout.splitlines()[-1]), folder)
 
 
-def test_no_block_raises(typed: Typed) -> None:
+def test_no_block_of_the_tutorial_raises(typed: Typed) -> None:
     assert "Traceback" not in typed.errors and "Error" not in typed.errors, typed.errors
 
 
-def test_the_model_learns(typed: Typed) -> None:
+def test_the_model_of_the_tutorial_learns(typed: Typed) -> None:
     before, *_, after = typed.found["right"]  # type: ignore[misc]
     assert before < 0.4
     assert after > 0.9
@@ -95,7 +95,7 @@ def test_the_model_learns(typed: Typed) -> None:
     assert (typed.folder / "runs" / "grpo-001" / "actor" / "config.json").is_file()
 
 
-def test_what_is_printed_is_what_the_page_says(typed: Typed) -> None:
+def test_the_tutorial_prints_what_the_page_shows(typed: Typed) -> None:
     shown = blocks("")
     assert len(shown) == 4 and all(text in typed.out for text in shown)
     assert [f"{diff}\n" for diff in typed.found["diffs"]] == [shown[0], shown[3]]  # type: ignore[attr-defined]
@@ -107,7 +107,9 @@ def test_the_pictures_are_drawn_by_the_code(typed: Typed) -> None:
     assert bound.replace('"rollout: TorchRollout"', '"rollout: VLLM"') == swapped != bound
 
 
-def test_the_algorithms_are_those_of_the_package(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_algorithms_of_the_tutorial_equal_those_of_the_package(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(typed.folder)
     before, after = (make("my_reward.py:score", max_new_tokens=28) for make in (ppo, grpo))
     assert f"{before.mermaid()}\n" == blocks("mermaid")[0]

@@ -17,7 +17,7 @@ from tests import ROOT
 SET_UP = ROOT / ".pictures"
 BUNDLES = ("mermaid", "mermaid-11")
 WIDTH = 900
-"""Pixels of the column that pictures are drawn in, which is about that of a README."""
+"""Width of the pictures in pixels, about that of a README."""
 
 PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -91,7 +91,7 @@ class Place:
 
 
 def missing() -> str:
-    """Why nothing can be drawn here; empty where it can."""
+    """Why this machine cannot draw pictures; empty if it can."""
     if shutil.which("chromium") is None:
         return "Chromium is not installed; make pictures installs it"
     if not all((SET_UP / f"{bundle}.js").is_file() for bundle in BUNDLES):

@@ -100,7 +100,7 @@ ODD_TEXTS += ["end", "&amp;", "]", "-- x --> y", "ünï → ☃", "x" * 500]
 
 @dataclass
 class Flowchart:
-    """What a flowchart says: shape and label by id, texts of the legend by id, links, and styles of nodes and links."""
+    """A parsed flowchart: shape and label by id, texts of the legend by id, links, and styles of nodes and links."""
 
     nodes: dict[str, tuple[str, str]] = field(default_factory=dict)
     legend: dict[str, str] = field(default_factory=dict)

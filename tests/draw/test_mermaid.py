@@ -30,7 +30,7 @@ from tests.draw.charts import (
 
 class TestGraph:
     @pytest.mark.parametrize("make", [ppo, grpo])
-    def test_every_node_and_every_edge_once(self, make: Any) -> None:
+    def test_every_node_and_edge_is_drawn_once(self, make: Any) -> None:
         graph = make(score)
         chart = read(draw(graph))
         assert sorted(chart.names.values()) == sorted(graph.nodes)
@@ -39,12 +39,12 @@ class TestGraph:
         assert len(chart.links) == len(edges) + 1
         assert chart.ends("-.->") == {("sync", "generate")}
 
-    def test_shapes(self) -> None:
+    def test_updates_syncs_and_inputs_have_their_own_shapes(self) -> None:
         shapes = {i: shape for i, (shape, _) in read(draw(ppo(score))).nodes.items()}
         assert {i for i, shape in shapes.items() if shape == "{{"} == {"update_actor", "update_critic", "sync"}
         assert {i for i, shape in shapes.items() if shape == "(["} == {"batch"}
 
-    def test_roles_are_groups_and_sync_stands_between_its_two(self) -> None:
+    def test_each_role_is_a_group_and_sync_is_between_two(self) -> None:
         chart = read(draw(ppo(score)))
         assert chart.groups == {
             "rollout": ["generate"],
@@ -54,7 +54,7 @@ class TestGraph:
         }
         assert chart.nodes["sync"][1] == "<b>sync</b><br/>actor → rollout"
 
-    def test_boxes_say_what_they_write_and_edges_which_part_of_it_they_carry(self) -> None:
+    def test_boxes_show_outputs_and_edges_the_columns_they_carry(self) -> None:
         chart = read(draw(ppo(score)))
         written = {i: label.rpartition("<br/>")[2] for i, (_, label) in chart.nodes.items()}
         assert written["repeat"] == "<i>→\xa0PromptBatch</i>" and written["batch"] == "PromptBatch"
@@ -67,13 +67,13 @@ class TestGraph:
         assert labels["gae", "whiten"] == "advantages"
         assert labels["gae", "update_critic"] == "returns"
 
-    def test_several_columns_of_one_source(self) -> None:
+    def test_an_edge_with_several_columns_lists_them_unless_it_carries_all(self) -> None:
         graph = ppo(score).edit(insert={"watch": After("gae", Watch())})
         labels = {(a, b): label for a, _, label, b in read(draw(graph)).links}
         assert labels["gae", "watch"] == ""  # both are all that it writes
         assert labels["generate", "mismatch"] == "rollout_log_probs<br/>response_mask"
 
-    def test_parameters_are_shown_where_they_are_not_the_defaults(self) -> None:
+    def test_only_parameters_that_differ_from_defaults_are_shown(self) -> None:
         nodes = read(draw(ppo(score, n=4, lam=0.9, mini_batch=8).edit(rename={"gae": "lambda_return"}))).nodes
         assert nodes["repeat"][1] == "<b>repeat</b><br/>n=4<br/><i>→\xa0PromptBatch</i>"
         assert nodes["reward"][1] == "<b>reward</b><br/>fn=score<br/><i>→\xa0token_level_scores</i>"
@@ -81,13 +81,13 @@ class TestGraph:
         assert nodes["generate"][1] == "<b>generate</b><br/><i>→\xa0RolloutBatch</i>"
         assert nodes["lambda_return"][1] == "<b>lambda_return</b><br/>GAE(lam=0.9)<br/><i>→\xa0advantages, returns</i>"
 
-    def test_lag(self) -> None:
+    def test_the_lag_is_shown_on_the_edge_from_sync_to_generation(self) -> None:
         graph = ppo(score)
         assert [label for _, arrow, label, _ in read(draw(graph)).links if arrow == "-.->"] == ["lag 0 (on-policy)"]
         assert [x[2] for x in read(draw(graph.edit(lag=2))).links if x[1] == "-.->"] == ["lag 2"]
         assert not read(draw(graph.subgraph(until="update_actor"))).ends("-.->")
 
-    def test_state_edges_are_thin_and_only_where_data_does_not_say_so(self) -> None:
+    def test_state_edges_are_thin_and_drawn_only_without_a_data_path(self) -> None:
         assert not any("stroke-width:1px" in style for style in read(draw(ppo(score))).styles.values())
         chart = read(draw(probed()))
         (number,) = chart.styles
@@ -105,7 +105,7 @@ class TestGraph:
         assert len({look["fill"] for look in chart.looks.values()}) == 3  # two roles, and boxes without one
         assert list(chart.names.values()) == list(two_rewards().nodes)  # in the order of the graph
 
-    def test_the_golden_text(self) -> None:
+    def test_the_text_equals_a_committed_example(self) -> None:
         assert draw(probed().subgraph(until="reward")) == GOLDEN.strip()
 
     def test_the_same_graph_has_the_same_text(self) -> None:
@@ -131,7 +131,7 @@ flowchart TD
 
 
 class TestDiff:
-    def test_ppo_to_grpo(self) -> None:
+    def test_the_diff_of_ppo_and_grpo_marks_added_removed_and_changed_nodes(self) -> None:
         before, after = ppo(score), grpo(score, mini_batch=64)
         chart = read(draw(before.diff(after)))
         assert sorted(chart.names.values()) == sorted({**before.nodes, **after.nodes})
@@ -146,7 +146,7 @@ class TestDiff:
         assert chart.nodes["repeat"][1] == "<b>repeat</b><br/>n: 1 → 8<br/><i>→\xa0PromptBatch</i>"
         assert chart.nodes["update_actor"][1].endswith("kl: None → KLLoss()")
 
-    def test_links_are_marked(self) -> None:
+    def test_added_and_removed_links_are_marked(self) -> None:
         before, after = ppo(score), grpo(score)
         chart = read(draw(before.diff(after)))
         old, new = read(draw(before)).ends(), read(draw(after)).ends()
@@ -158,18 +158,18 @@ class TestDiff:
         assert {ends for ends, color in colors.items() if color == "cf222e"} == old - new
         assert chart.ends() == old | new and len(chart.links) == len(old | new) + 1
 
-    def test_backwards(self) -> None:
+    def test_the_reverse_diff_swaps_the_marks(self) -> None:
         chart = read(draw(grpo(score).diff(ppo(score))))
         assert {i for i, mark in chart.marks.items() if mark == "removed"} == {"group_advantage"}
         assert chart.nodes["repeat"][1] == "<b>repeat</b><br/>n: 8 → 1<br/><i>→\xa0PromptBatch</i>"
 
-    def test_another_operator_under_the_same_name(self) -> None:
+    def test_another_operator_of_the_same_name_is_marked_changed(self) -> None:
         after = ppo(score).edit(replace={"whiten": Double().named("whiten")})
         chart = read(draw(ppo(score).diff(after)))
         assert chart.marks["whiten"] == "changed"
         assert chart.nodes["whiten"][1] == "<b>whiten</b><br/>Double()<br/><i>→\xa0advantages</i>"
 
-    def test_a_renamed_node_stands_once_and_its_links_are_not_new(self) -> None:
+    def test_a_renamed_node_is_drawn_once_with_unmarked_links(self) -> None:
         after = ppo(score).edit(rename={"gae": "adv"})
         chart = read(draw(ppo(score).diff(after)))
         assert sorted(chart.names.values()) == sorted(after.nodes)
@@ -178,10 +178,10 @@ class TestDiff:
         assert chart.ends() == read(draw(after)).ends()
         assert not [style for style in chart.styles.values() if "1a7f37" in style or "cf222e" in style]
 
-    def test_no_difference_has_no_marks(self) -> None:
+    def test_an_empty_diff_has_no_marks(self) -> None:
         assert read(draw(ppo(score).diff(ppo(score)))).marks == {}
 
-    def test_a_swap_of_backends_is_all_that_is_drawn_of_it(self) -> None:
+    def test_a_diff_of_backends_marks_only_the_group(self) -> None:
         unbound = grpo(score)
         before, after = (unbound.edit(bind={"ref": backend}) for backend in (Frozen("x"), Remote("y")))
         assert list(read(draw(before.diff(after))).groups) == ["rollout", "actor", "ref: Frozen → Remote"]
@@ -194,19 +194,19 @@ class TestDiff:
 
 class TestOddNames:
     @pytest.mark.parametrize("name", ODD_NAMES)
-    def test_names_of_nodes(self, name: str) -> None:
+    def test_reserved_words_and_unicode_are_valid_node_names(self, name: str) -> None:
         graph = grpo(score).edit(rename={"generate": name})
         chart = read(draw(graph))
         assert sorted(chart.names.values()) == sorted(graph.nodes)
         assert (name, "update_actor") in chart.ends()
         assert all(i.isascii() and i.lower() not in ("end", "graph", "class", "style", "default") for i in chart.nodes)
 
-    def test_different_names_stay_different(self) -> None:
+    def test_similar_names_have_different_ids(self) -> None:
         renamed = dict(zip(["generate", "reward", "repeat", "sync"], ["end", "end_", "π", "_3c0_"], strict=True))
         assert len(read(draw(grpo(score).edit(rename=renamed))).nodes) == 10
 
     @pytest.mark.parametrize("text", ODD_TEXTS)
-    def test_texts(self, text: str) -> None:
+    def test_special_characters_in_labels_are_escaped(self, text: str) -> None:
         chart = read(draw(probed(text, text)))
         assert text in chart.groups
         _, *noted, _ = chart.nodes["probe"][1].split("<br/>")

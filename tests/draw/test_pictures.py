@@ -1,4 +1,4 @@
-"""Pictures as a reader sees them: what the real Mermaid makes of the text, measured in a real browser.
+"""Pictures as Mermaid draws them, measured in a browser.
 
 `make test-pictures` leaves what was drawn in ``.pictures/mermaid.png`` and ``.pictures/mermaid-11.png``: look at it.
 """
@@ -88,7 +88,7 @@ def test_boxes_have_the_colors_of_the_legend(pictures: dict[str, Any], subject: 
             assert nodes[box.name].fill not in {fill for fill, _ in looks}
 
 
-def test_the_legend_is_a_line_at_the_top_and_the_boxes_are_compact(pictures: dict[str, Any], subject: str) -> None:
+def test_the_legend_is_one_line_at_the_top_and_boxes_are_compact(pictures: dict[str, Any], subject: str) -> None:
     shown = picture(SUBJECTS[subject]())
     nodes = {place.name: place for place in places(pictures[subject], "nodes")}
     tops = [nodes[text].box[1] for text in shown.legend.values()]
@@ -99,7 +99,7 @@ def test_the_legend_is_a_line_at_the_top_and_the_boxes_are_compact(pictures: dic
 
 
 @pytest.mark.parametrize("bundle", BUNDLES)
-def test_mermaid_itself_reads_the_same(bundle: str, tmp_path: Path) -> None:
+def test_mermaid_parses_the_same_nodes_and_links(bundle: str, tmp_path: Path) -> None:
     texts = {name: draw(make()) for name, make in SUBJECTS.items()} | {"probed": draw(probed())}
     texts |= {f"named {name}": draw(grpo(score).edit(rename={"generate": name})) for name in ODD_NAMES}
     texts |= {f"says {text}": draw(probed(text, text)) for text in ODD_TEXTS}

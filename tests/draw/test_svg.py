@@ -144,7 +144,7 @@ class TestDrawing:
         backs = {edge for graph in graphs for edge in graph.back_edges}
         assert len(drawn.curves) == len(drawn.labels) == len(links) + len(backs)
 
-    def test_nothing_overlaps_and_nothing_is_cut(self, drawn: Drawn) -> None:
+    def test_nothing_overlaps_or_exceeds_the_canvas(self, drawn: Drawn) -> None:
         boxes = [*drawn.nodes.values(), *drawn.labels]
         assert not any(overlap(a, b) for a, b in combinations(boxes, 2))
         for left, top, right, bottom in boxes:
@@ -170,7 +170,7 @@ class TestDrawing:
                 ]
                 assert min(abs(y - end[1]) for y in edges) < 0.2
 
-    def test_it_is_the_same_every_time(self) -> None:
+    def test_drawing_is_deterministic(self) -> None:
         for make in SUBJECTS.values():
             assert svg(make()) == svg(make())
 
@@ -179,7 +179,7 @@ class TestDrawing:
         tops = {name: box[1] for name, box in Drawn(svg(graph)).nodes.items()}
         assert all(tops[source] < tops[node.name] for node in graph.nodes.values() for source in node.sources)
 
-    def test_marks_and_the_back_edge_show(self) -> None:
+    def test_diff_marks_and_the_back_edge_are_drawn(self) -> None:
         text = svg(SUBJECTS["to grpo"]())
         assert text.count('stroke-dasharray="2 4"') == 1
         for word in ("added", "removed", "changed", "lag 0 (on-policy)", "n: 1 → 8"):
@@ -197,7 +197,7 @@ def drawings(draw: st.DrawFn) -> tuple[dict[str, Cell], list[Arrow]]:
 
 
 @given(drawings())
-def test_any_layout_keeps_its_cells_apart(drawing: tuple[dict[str, Cell], list[Arrow]]) -> None:
+def test_cells_of_random_layouts_do_not_overlap(drawing: tuple[dict[str, Cell], list[Arrow]]) -> None:
     cells, arrows = drawing
     routes = layout(cells, arrows, lambda label: 7.0 * len(label), left=5.0, top=3.0)
     assert [{r[0], r[-1]} for r in routes] == [{cells[k.source], cells[k.target]} for k in arrows]
@@ -240,7 +240,7 @@ class Tags(HTMLParser):
 
 
 class TestPage:
-    def test_it_loads_nothing(self, subject: Any) -> None:
+    def test_the_page_loads_no_external_resource(self, subject: Any) -> None:
         tags = Tags()
         text = page(subject)
         tags.feed(text)
@@ -250,7 +250,7 @@ class TestPage:
         assert set(addresses) == {"http://www.w3.org/2000/svg"}
         assert "@import" not in text and not re.search(r"url\((?!#)", text)
 
-    def test_it_holds_the_drawing_and_the_source(self, subject: Any) -> None:
+    def test_the_page_contains_the_svg_and_the_mermaid_source(self, subject: Any) -> None:
         tags = Tags()
         tags.feed(page(subject))
         assert svg(subject) in page(subject)
@@ -259,6 +259,6 @@ class TestPage:
         if not hasattr(subject, "nodes"):
             assert sources[0] == str(subject)
 
-    def test_titles(self) -> None:
+    def test_the_page_title_names_the_graph_or_diff(self) -> None:
         assert "<title>ppo</title>" in page(ppo(exact))
         assert "<h1>ppo → grpo</h1>" in page(SUBJECTS["to grpo"]())

@@ -205,11 +205,9 @@ def test_diff_and_save_refuse_objects_other_than_graphs() -> None:
         assert error.value.message.endswith(fix)
 
 
-def test_jupyter_shows_the_diff_as_text_and_mermaid() -> None:
+def test_jupyter_shows_the_diff_as_text_and_picture() -> None:
     diff = PPO.diff(grpo(exact))
-    bundle = diff._repr_mimebundle_()
-    assert bundle["text/plain"] == str(diff)
-    assert f"```mermaid\n{diff.mermaid()}\n```" in bundle["text/markdown"]
+    assert diff._repr_mimebundle_() == {"text/plain": str(diff), "image/svg+xml": svg(diff)}
 
 
 def test_graph_read_back_from_a_dict_has_an_empty_diff() -> None:

@@ -190,15 +190,15 @@ def assert_exact(
         )
         there = batch.attention_mask[i]
         assert batch.input_ids[i][there].tolist() == ids
-        behind = there[-width:]
-        first = len(ids) - int(behind.sum())
+        after_prompt = there[-width:]
+        first = len(ids) - int(after_prompt.sum())
         assert not any(sampled[:first]) and sampled[first]
-        assert batch.response_mask[i][behind].tolist() == sampled[first:]
-        assert not batch.response_mask[i][~behind].any()
-        assert torch.equal(batch.rollout_log_probs[i][behind], torch.tensor(log_probs[first:]))
-        assert torch.equal(batch.token_level_scores[i][behind], torch.tensor(rewards[first:]))
+        assert batch.response_mask[i][after_prompt].tolist() == sampled[first:]
+        assert not batch.response_mask[i][~after_prompt].any()
+        assert torch.equal(batch.rollout_log_probs[i][after_prompt], torch.tensor(log_probs[first:]))
+        assert torch.equal(batch.token_level_scores[i][after_prompt], torch.tensor(rewards[first:]))
         assert batch.turns[i] == len(engine.responses[name])
-        assert torch.equal(batch.responses[i][behind], batch.input_ids[i][there][first:])
+        assert torch.equal(batch.responses[i][after_prompt], batch.input_ids[i][there][first:])
     return whole
 
 

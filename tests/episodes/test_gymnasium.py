@@ -17,8 +17,8 @@ class Lake(Gym):
     def make(self) -> Any:
         return gymnasium.make("FrozenLake-v1", is_slippery=False)
 
-    def tell(self, seen: int) -> str:
-        return f"field {seen}"
+    def observation_text(self, observation: int) -> str:
+        return f"field {observation}"
 
 
 class Echo(gymnasium.Env):
@@ -102,14 +102,18 @@ class Boxed(Gym):
 
 
 class NoObservationText(Lake):
-    tell = Gym.tell
+    observation_text = Gym.observation_text
 
 
 @pytest.mark.parametrize(
     ("environment", "code", "facts"),
     [
         (Boxed, "episode.no-conversion", {"environment": "Boxed", "method": "act"}),
-        (NoObservationText, "episode.no-conversion", {"environment": "NoObservationText", "method": "tell"}),
+        (
+            NoObservationText,
+            "episode.no-conversion",
+            {"environment": "NoObservationText", "method": "observation_text"},
+        ),
         (Gym, "episode.environment-failed", {"error": "NotImplementedError"}),
     ],
 )

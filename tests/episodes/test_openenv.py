@@ -49,8 +49,8 @@ class Blocking(Countdown):
 
     def step(self, action: int) -> Any:
         assert threading.current_thread().name == "flowrl-environment"
-        seen = super().step(action)
-        return seen if self.pays else SimpleNamespace(left=seen.left, reward=None, done=seen.done)
+        observation = super().step(action)
+        return observation if self.pays else SimpleNamespace(left=observation.left, reward=None, done=observation.done)
 
 
 class Client:
@@ -68,12 +68,12 @@ class Client:
     async def close(self) -> None:
         self.inner.close()
 
-    def _result(self, seen: Any) -> Any:
-        return SimpleNamespace(observation=seen, reward=seen.reward, done=seen.done)
+    def _result(self, observation: Any) -> Any:
+        return SimpleNamespace(observation=observation, reward=observation.reward, done=observation.done)
 
 
 class Counting(OpenEnv):
-    misfit = -0.5
+    invalid_reward = -0.5
 
     def make(self) -> Any:
         return Blocking()
@@ -83,8 +83,8 @@ class Counting(OpenEnv):
             raise InvalidToolCall("take 1 or 2")
         return int(text)
 
-    def tell(self, seen: Any) -> str:
-        return f"{seen.left} left"
+    def observation_text(self, observation: Any) -> str:
+        return f"{observation.left} left"
 
 
 class CountingByClient(Counting):
@@ -146,8 +146,8 @@ def openenv_package() -> Iterator[tuple[Any, Any]]:
             return Remaining(left=self.inner.reset(seed).left)
 
         def step(self, action: Take, timeout_s: float | None = None, **given: Any) -> Remaining:
-            seen = self.inner.step(action.number)
-            return Remaining(left=seen.left, reward=seen.reward, done=seen.done)
+            observation = self.inner.step(action.number)
+            return Remaining(left=observation.left, reward=observation.reward, done=observation.done)
 
         @property
         def state(self) -> Any:
@@ -177,8 +177,8 @@ def openenv_package() -> Iterator[tuple[Any, Any]]:
         def act(self, text: str) -> Any:
             return super().act(text).model_dump()
 
-        def tell(self, seen: Any) -> str:
-            return f"{seen['left']} left"
+        def observation_text(self, observation: Any) -> str:
+            return f"{observation['left']} left"
 
     yield InProcess, ByClient
     server.should_exit = True

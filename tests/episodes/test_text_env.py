@@ -19,8 +19,8 @@ def test_the_seed_of_a_row_is_that_of_its_group_or_the_data() -> None:
 
 
 def test_a_non_text_observation_is_refused() -> None:
-    with raises("episode.no-conversion", environment="TextEnvironment", method="tell", found="int"):
-        TextEnvironment().tell(3)
+    with raises("episode.no-conversion", environment="TextEnvironment", method="observation_text", found="int"):
+        TextEnvironment().observation_text(3)
 
 
 @pytest.mark.parametrize(

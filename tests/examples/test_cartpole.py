@@ -1,4 +1,4 @@
-"""The example "cartpole.py", with its "cartpole_policy.py": what it trains on, and that it learns.
+"""The example "cartpole.py", with "cartpole_policy.py": its data, its updates, and that it learns.
 
 That five seeds come to 475 is in docs/classic.md.
 """
@@ -55,7 +55,7 @@ def sampled(example: Any, rows: int = 8) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_what_sampled_trains(example: Any, rows: int) -> None:
+def test_the_trainer_has_bit_equal_log_probs_of_sampled_actions(example: Any, rows: int) -> None:
     """The ratio is exactly 1 on the first mini-batch, whichever rows it has: the log-probs are the same bits."""
     played, engines = sampled(example, rows)
     assert torch.equal(engines["actor"].log_probs(played), played.rollout_log_probs)
@@ -64,7 +64,7 @@ def test_what_sampled_trains(example: Any, rows: int) -> None:
         assert torch.equal(engines["actor"].outputs(part)[0].detach(), part.rollout_log_probs)
 
 
-def test_the_first_update_starts_from_a_ratio_of_1(example: Any, tmp_path: Path) -> None:
+def test_the_first_update_starts_at_ratio_1(example: Any, tmp_path: Path) -> None:
     once = example.cartpole(ppo_epochs=1)  # one mini-batch, of all rows
     first, several = (
         training(example, tmp_path / g.fingerprint(), 1, g).run().metrics[0] for g in (once, example.graph)
@@ -88,7 +88,7 @@ def test_an_episode_depends_on_its_row_alone(example: Any) -> None:
     assert not every.cut_off.any() and lengths.max() < 200  # the untrained one lets it fall
 
 
-def test_only_what_a_limit_cut_off_is_worth_something_at_its_end(example: Any) -> None:
+def test_only_truncated_episodes_bootstrap_the_value_of_their_last_state(example: Any) -> None:
     class Critic:
         version = 0
 
@@ -106,7 +106,7 @@ def test_only_what_a_limit_cut_off_is_worth_something_at_its_end(example: Any) -
     assert rewards.tolist() == [[1, 1, 1], [1, 1 + 10, 0], [1 + 20, 0, 0]]
 
 
-def test_a_limit_is_told_from_an_end(example: Any) -> None:
+def test_truncation_and_termination_are_distinguished(example: Any) -> None:
     """A policy that keeps the pole up is cut off at 500 steps."""
 
     class Balances:
@@ -123,8 +123,8 @@ def test_a_limit_is_told_from_an_end(example: Any) -> None:
     assert played.response_mask.sum(-1).tolist() == [500] * 3 and played.cut_off.all()
 
 
-def test_an_action_is_what_its_own_draw_decides(example: Any) -> None:
-    """By the inverse of the distribution function, anew at each step."""
+def test_each_action_is_the_inverse_cdf_of_its_random_number(example: Any) -> None:
+    """One random number per step and row."""
     played, engines = sampled(example)
     key = Key.of(0).derive("step", 0, "play")
     draws = key.uniforms([str(i) for i in range(8)], 500)[:, : played.response_mask.shape[1]]
@@ -148,7 +148,7 @@ class Falls:
         return np.full(4, self.steps, np.float32), 0.5, self.steps == 3, self.steps == 3, {}
 
 
-def test_what_ends_as_the_limit_comes_has_ended(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_termination_in_the_last_step_counts_as_termination(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example.gymnasium, "make", lambda name: Falls())
     seeds = example.SeedBatch(torch.tensor([2, 3]), np.array(["a", "b"], dtype=object))
     rollout = example.Acting().build(SimpleNamespace(seed=0))
@@ -160,7 +160,7 @@ def test_what_ends_as_the_limit_comes_has_ended(example: Any, monkeypatch: pytes
     assert played.token_level_scores.tolist() == [[0.5] * 3] * 2
 
 
-def test_it_learns_and_goes_on_where_it_was_left(example: Any, tmp_path: Path) -> None:
+def test_cartpole_learns_and_resumes_bit_equal(example: Any, tmp_path: Path) -> None:
     straight = training(example, tmp_path / "straight", 4).run()
     before, after = (line["val/reward/mean"] for line in straight.validations)
     assert after > 3 * before
@@ -174,7 +174,7 @@ def test_it_learns_and_goes_on_where_it_was_left(example: Any, tmp_path: Path) -
     assert (tmp_path / "straight" / "actor" / "policy.safetensors").is_file()
 
 
-def test_its_graph_breaks_no_rule_and_can_be_written(
+def test_the_graph_passes_every_rule_and_can_be_saved(
     example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert example.graph.check() == []
@@ -185,12 +185,12 @@ def test_its_graph_breaks_no_rule_and_can_be_written(
     assert not ended.value.code and "all roles are bound and no rule is violated" in capsys.readouterr().out
 
 
-def test_what_reads_tokens_is_not_bound_to_it(example: Any) -> None:
+def test_a_graph_over_tokens_refuses_this_rollout(example: Any) -> None:
     with raises("backend.missing-protocol", role="rollout", backend="Acting", expected="Rollout"):
         grpo("tests.support.kernel:exact").bind(rollout=example.Acting())
 
 
-def test_a_record_of_ones_own_is_a_parameter(example: Any) -> None:
+def test_a_custom_record_is_a_parameter_of_value(example: Any) -> None:
     edited = example.graph.edit(set={"value.reads": example.Episodes})
     assert edited["value"].operator == Value(reads=example.Episodes)
     assert "~ value.reads" in str(example.graph.diff(edited))

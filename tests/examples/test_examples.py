@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say; the example of the first page, and others, in a process of their own."""
+"""Every example runs as its first lines describe; some in their own process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_example_is_tested() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in sources] == []
 
 
-def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
+def test_think_trains_and_writes_a_run_folder(tmp_path: Path, tiny: str) -> None:
     out = execute("think.py", tmp_path, MODEL=tiny, STEPS="1")
     assert out.startswith("grpo: 1 steps, writing to runs/grpo-001")
     folder = tmp_path / "runs" / "grpo-001"
@@ -71,7 +71,7 @@ def learned(name: str, environment: str, folder: Path, *others: str) -> list[dic
 
 @pytest.fixture
 def environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of the environments find each other, as they do beside the examples."""
+    """Environment files can import each other, as in the folder of the examples."""
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
 
 
@@ -83,7 +83,7 @@ def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("environments")
-def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> None:
+def test_guess_takes_at_most_six_turns_with_a_reward_each(tmp_path: Path) -> None:
     _, trained, *_, last = learned("guess.py", "guess_environment.py", tmp_path)
     assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] == 6
     assert 0 < trained["reward/mean"] < trained["reward/max"] <= 2 and trained["rollout/logp_diff_max"] < 1e-3
@@ -91,7 +91,7 @@ def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("environments")
-def test_what_a_guess_finds_out_adds_up_to_the_number() -> None:
+def test_rewards_of_guesses_are_information_gains_that_sum_to_1() -> None:
     candidates = load_object(f"{EXAMPLES / 'guess_environment.py'}:Candidates")()  # from 10 to 41
     found_out = [candidates.narrow(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
     assert found_out == pytest.approx([-math.log2(left) / 5 for left in (15 / 32, 7 / 15, 1.0, 3 / 7, 1 / 3)])
@@ -107,7 +107,7 @@ def test_alarm_watches_up_to_six_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("environments")
-def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
+def test_an_alarm_is_rewarded_by_lead_time_and_penalized_if_false() -> None:
     worth, expected = (load_object(f"{EXAMPLES / 'alarm_environment.py'}:{name}") for name in ("worth", "expected"))
     assert [worth(7, alarm) for alarm in (6, 5, 4)] == [1 / 3, 2 / 3, 1.0]  # an incident in the seventh window
     assert [worth(7, 3), worth(None, 3), worth(7, None), worth(None, None)] == [-0.5, -0.5, -1.0, 0.0]
@@ -119,7 +119,7 @@ def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
 
 
 @pytest.mark.usefixtures("environments")
-def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> None:
+def test_the_learned_alarm_policy_beats_every_heuristic(tmp_path: Path) -> None:
     """Rules that never alarm, always, at random, or above a number of errors; on the streams of the page."""
     names = ("expected", "RULES", "write_data", "errors_of")
     expected, rules, write_data, errors_of = (
@@ -140,7 +140,7 @@ def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("environments")
-def test_judged_is_graded_by_a_model_that_does_not_know_the_truth(tmp_path: Path) -> None:
+def test_judged_is_graded_by_a_model_without_the_ground_truth(tmp_path: Path) -> None:
     _, trained, *_, last = learned("judged.py", "judged_environment.py", tmp_path, "build_judge")
     assert 0 <= trained["reward/mean"] <= 1 and "truth/mean" not in trained
     assert trained["reward/response_length/max"] <= 4  # of the judge's answers, by the node's name
@@ -148,12 +148,12 @@ def test_judged_is_graded_by_a_model_that_does_not_know_the_truth(tmp_path: Path
 
 
 @pytest.mark.usefixtures("environments")
-def test_a_grade_is_how_much_of_the_order_was_said() -> None:
+def test_a_grade_counts_the_attributes_that_the_order_gets_right() -> None:
     grade = load_object(f"{EXAMPLES / 'judged_environment.py'}:grade")
 
     def graded(order: str) -> int:
-        said = ("I would like a small coat.", "Which color?", "It is red.", order)
-        return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
+        printed = ("I would like a small coat.", "Which color?", "It is red.", order)
+        return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(printed)])
 
     orders = ("small red coat", "small black coat", "large black coat", "large black hat", "red small coat")
     assert [graded(f"Order: {order}.") for order in orders] == [3, 2, 1, 0, 3]
@@ -176,14 +176,14 @@ def test_think_is_a_target_of_the_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", tiny)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    said = []
+    printed = []
     for command, name in (("show", "graph"), ("check", "graph"), ("check", "training")):
         with pytest.raises(SystemExit) as ended:
             main([command, f"{EXAMPLES / 'think.py'}:{name}"])
         assert not ended.value.code
-        said.append(capsys.readouterr().out)
-    assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
-    assert said[1:] == [
+        printed.append(capsys.readouterr().out)
+    assert printed[0].startswith("flowchart") and "score_and_thinking" in printed[0]
+    assert printed[1:] == [
         "grpo: 10 nodes, all connections match and no rule is violated.\n",
         "grpo: 10 nodes, all connections match, all roles are bound and no rule is violated.\n"
         "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n",
@@ -220,7 +220,7 @@ def test_length_penalty_is_inserted_after_the_reward(tmp_path: Path) -> None:
     assert sum(bool(line.strip()) for line in (EXAMPLES / "length_penalty.py").read_text().splitlines()) <= 25
 
 
-def test_length_penalty_takes_what_it_says() -> None:
+def test_the_length_penalty_equals_a_worked_example() -> None:
     penalty = load_object(f"{EXAMPLES / 'length_penalty.py'}:LengthPenalty")
     scores = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0]])
     mask = torch.tensor([[True, False, True, False], [True, False, False, False]])
@@ -253,7 +253,7 @@ def test_reward_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.compute()["reward/numbers"] == pytest.approx(4 / 4)
 
 
-def test_eager_prints_what_the_equations_give(
+def test_eager_prints_the_numbers_of_the_equations(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

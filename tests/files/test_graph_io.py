@@ -43,7 +43,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("ending", ["yaml", "yml", "json"])
-def test_round_trip(name: str, ending: str, tmp_path: Path) -> None:
+def test_graphs_round_trip_through_data_and_files(name: str, ending: str, tmp_path: Path) -> None:
     graph = GRAPHS[name]()
     data = graph.to_dict()
     assert json.loads(json.dumps(data)) == data
@@ -57,7 +57,7 @@ def test_round_trip(name: str, ending: str, tmp_path: Path) -> None:
     assert repr(read) == repr(graph)
 
 
-def test_a_file_reads_like_the_graph(tmp_path: Path) -> None:
+def test_the_yaml_of_a_graph_names_operators_parameters_and_inputs(tmp_path: Path) -> None:
     save(scored(), tmp_path / "g.yaml")
     data = yaml.safe_load((tmp_path / "g.yaml").read_text())
     assert data["nodes"]["repeat"] == {
@@ -90,7 +90,9 @@ def write_user_file(path: Path, returned: float = 0.5) -> None:
     path.write_text(OPERATOR_FILE.replace("{returned}", str(returned)))
 
 
-def test_an_operator_and_a_reward_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_and_a_reward_of_a_user_file_are_saved_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_user_file(tmp_path / "mine.py")
     brevity, fair = resolve("mine.py:Brevity"), resolve("mine.py:fair")
@@ -111,7 +113,7 @@ def test_an_operator_and_a_reward_of_a_users_file(tmp_path: Path, monkeypatch: p
     assert error.value.message.startswith(("reward.fn: 'mine.py:fair'", "brevity: 'mine.py:Brevity'"))
 
 
-def test_an_operator_of_an_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_of_an_installed_module_is_saved_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_user_file(tmp_path / "their_package_of_operators.py")
     monkeypatch.syspath_prepend(tmp_path)
     brevity = resolve("their_package_of_operators:Brevity")
@@ -120,7 +122,7 @@ def test_an_operator_of_an_installed_module(tmp_path: Path, monkeypatch: pytest.
     assert Graph.from_dict(graph.to_dict()) == graph
 
 
-def test_what_has_no_import_path_runs_but_cannot_be_written() -> None:
+def test_objects_without_an_import_path_cannot_be_saved() -> None:
     def local(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return 1.0
 
@@ -145,7 +147,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda d: d.pop("flowrl"),
@@ -209,13 +211,13 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
-    with pytest.raises((GraphError, PortError, BindError), match=said):
+def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    with pytest.raises((GraphError, PortError, BindError), match=message):
         Graph.from_dict(damaged(change), imports=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("gone.yaml", None, r"gone\.yaml cannot be read as a graph: .*No such file.*expected a file that flowrl\.save"),
         ("g.json", "{", r"g\.json cannot be read as a graph: .*line 1"),
@@ -227,16 +229,16 @@ def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: 
         ("g.txt", "{}", r"g\.txt has the suffix '\.txt'; expected \.json, \.yaml or \.yml"),
     ],
 )
-def test_damaged_files_are_refused(name: str, content: str | None, said: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(GraphError, match=said):
+    with pytest.raises(GraphError, match=message):
         load(path)
 
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])
-def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"g.{ending}"
     save(scored(), path)
     text = path.read_text().rstrip()
@@ -250,7 +252,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda d: d.update(lags=1), r"the data has the unknown key 'lags'; expected flowrl, .* did you"),
         (lambda d: d["nodes"]["gae"].update(input={}), r"gae has the unknown key 'input'; expected"),
@@ -293,8 +295,8 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
         (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
     ],
 )
-def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
-    with pytest.raises((GraphError, ParameterError), match=said):
+def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    with pytest.raises((GraphError, ParameterError), match=message):
         Graph.from_dict(damaged(change), imports=True)
 
 
@@ -304,7 +306,7 @@ def test_data_must_be_a_mapping(data: Any) -> None:
         Graph.from_dict(data)
 
 
-def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> None:
+def test_loading_run_json_is_refused_with_the_call_that_loads_its_graph(tmp_path: Path) -> None:
     """The call of the message returns it."""
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"status": "finished", "identity": {}, "graph": PPO.to_dict()}))
@@ -319,7 +321,7 @@ def test_the_description_of_a_run_is_no_graph_but_has_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("given", [{"name": "grpo"}, 3, None])
-def test_load_names_from_dict_for_what_is_not_a_path(given: Any) -> None:
+def test_load_and_save_refuse_data_and_name_from_dict(given: Any) -> None:
     with raises("file.malformed", where="flowrl.load", found=type(given).__name__) as error:
         load(given)
     assert "call Graph.from_dict(data)" in error.value.message
@@ -328,7 +330,7 @@ def test_load_names_from_dict_for_what_is_not_a_path(given: Any) -> None:
 
 
 @pytest.mark.parametrize(("key", "expected"), [("lag", "an int"), ("nodes", "a mapping"), ("name", "a str")])
-def test_a_missing_part_has_its_article(key: str, expected: str) -> None:
+def test_a_missing_key_is_named(key: str, expected: str) -> None:
     data = ppo(exact).to_dict()
     del data[key]
     with raises("file.malformed", key=key) as error:
@@ -336,7 +338,7 @@ def test_a_missing_part_has_its_article(key: str, expected: str) -> None:
     assert f"expected {expected}, as" in error.value.message
 
 
-def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
+def test_saving_to_a_missing_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "g.yaml"
     with pytest.raises(
         StorageError, match=r"g\.yaml cannot be written \(No such file .*\)\. Free disk space.* another folder"

@@ -95,7 +95,7 @@ def test_a_reward_is_shown_and_compared_by_its_name(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [by_function, by_name])
-def test_a_graph_that_is_not_imported_is_the_same_graph(make: Any) -> None:
+def test_a_graph_loaded_without_imports_has_the_same_fingerprint(make: Any) -> None:
     graph: Graph = make()
     save(graph, "g.yaml")
     read = load("g.yaml", imports=False)
@@ -112,7 +112,7 @@ def test_a_graph_that_is_not_imported_is_the_same_graph(make: Any) -> None:
 @pytest.mark.parametrize(
     "fn", ["mine.py:score", "mine:score", "pack.mine:score", "gone.py:score", "no.such.module:score"]
 )
-def test_a_function_that_is_written_by_hand_is_not_imported(fn: str) -> None:
+def test_a_function_reference_edited_by_hand_is_not_imported(fn: str) -> None:
     """To find ``pack.mine`` Python would import ``pack``."""
     Path("pack").mkdir()
     Path("pack/__init__.py").write_text(TRAP)
@@ -125,7 +125,7 @@ def test_a_function_that_is_written_by_hand_is_not_imported(fn: str) -> None:
     assert not Path("ran").exists()
 
 
-def test_a_users_class_is_refused_by_name() -> None:
+def test_a_user_class_is_refused_without_imports_and_named() -> None:
     halved: Any = resolve("ours.py:Halved")
     save(ppo(exact).edit(insert={"halved": After("reward", halved())}), "g.json")
     spring("ours.py")
@@ -153,7 +153,7 @@ def advised(error: GraphError) -> Any:
 
 @pytest.mark.parametrize("text", [False, True], ids=["tagged", "plain text"])
 @pytest.mark.parametrize("make", [by_function, by_name])
-def test_by_default_a_file_imports_nothing_and_its_references_are_named(make: Any, text: bool) -> None:
+def test_by_default_load_imports_nothing_and_names_the_references(make: Any, text: bool) -> None:
     """Also where a reference is written by hand as plain text, and in data; the advised call loads the graph."""
     halved: Any = resolve("ours.py:Halved")
     graph = make().edit(insert={"halved": After("reward", halved())})
@@ -175,7 +175,7 @@ def test_by_default_a_file_imports_nothing_and_its_references_are_named(make: An
 
 
 @pytest.mark.parametrize("how", ["by file", "by name"])
-def test_what_the_program_has_imported_resolves_without_an_import(how: str) -> None:
+def test_references_to_imported_modules_resolve_without_imports(how: str) -> None:
     """By the reference that the file has, also if the program imported the module by its name."""
     halved: Any = resolve("ours.py:Halved")
     graph = ppo(resolve("mine.py:score")).edit(insert={"halved": After("reward", halved())})
@@ -194,7 +194,7 @@ def test_what_the_program_has_imported_resolves_without_an_import(how: str) -> N
 
 
 @pytest.mark.parametrize("path", ["os:system", "subprocess:call", "mine:system", "mine:os.system", "builtins:eval"])
-def test_the_standard_library_is_not_within_reach_of_a_file(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_to_the_standard_library_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor by way of a module that imports it."""
     Path("mine.py").write_text("import os\nfrom os import system\n")
     monkeypatch.setitem(sys.modules, "mine", importlib.import_module("mine"))
@@ -238,7 +238,7 @@ def test_costs_import_the_place_of_a_run_only_if_allowed(tiny: str, prompts_file
     "path", ["ours:Halved", "ours.py:Halved", "flowrl/../ours.py:Halved", "flowrl.py:Halved", "flowrlish.ours:Halved"]
 )
 @pytest.mark.parametrize("form", ["$type", "$class"])
-def test_only_what_comes_with_flowrl_is_imported(form: str, path: str) -> None:
+def test_a_module_that_imitates_flowrl_is_not_imported(form: str, path: str) -> None:
     spring("ours.py")
     Path("flowrl.py").write_text(TRAP)
     with raises("file.not-imported", where="x", path=path):
@@ -256,7 +256,7 @@ def test_a_reward_of_flowrl_is_the_same_with_and_without_imports(fn: Any) -> Non
         assert not graph.diff(read)
 
 
-def test_what_comes_with_flowrl_is_imported_and_must_have_its_source() -> None:
+def test_built_in_operators_and_rewards_are_imported_and_their_source_is_checked() -> None:
     for data in ({"$type": "Repeat"}, {"$type": "flowrl.operators.engines.engines:Repeat"}):
         assert decode(data, "x", imports=False) == decode(data, "x", imports=True)
     by_flowrl = Reward("flowrl.demo.verifier:compute_score").fn
@@ -265,7 +265,7 @@ def test_what_comes_with_flowrl_is_imported_and_must_have_its_source() -> None:
         decode(data, "x", imports=False)
 
 
-def test_the_command_line_imports_with_the_option(command: Command) -> None:
+def test_the_command_line_imports_only_with_the_import_option(command: Command) -> None:
     save(by_function(), "g.yaml")
     spring("mine.py")
     for call in (

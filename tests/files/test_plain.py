@@ -63,7 +63,9 @@ def bomb(levels: int) -> str:
         ("g.json", "", "line 1, column 1: Expecting value"),
     ],
 )
-def test_data_that_is_not_plain_is_refused_with_its_place(name: str, text: str, reason: str, tmp_path: Path) -> None:
+def test_deeply_nested_and_non_plain_data_is_refused_with_its_place(
+    name: str, text: str, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_text(text)
     with raises("file.unreadable", path=str(path)) as caught:
@@ -90,7 +92,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [None, 3, "text", [1.5, True, None], {"a": {"b": [{}, []]}}, json.loads("[" * 64 + "]" * 64)]
 )
-def test_plain_data_is_read_as_it_is(data: Any, tmp_path: Path) -> None:
+def test_plain_data_round_trips_as_json_and_yaml(data: Any, tmp_path: Path) -> None:
     (tmp_path / "g.json").write_text(json.dumps(data))
     (tmp_path / "g.yaml").write_text(json.dumps(data))  # which is YAML too
     assert plain.read(tmp_path / "g.json") == plain.read(tmp_path / "g.yaml") == data

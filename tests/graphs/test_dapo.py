@@ -1,4 +1,4 @@
-"""DAPO against GRPO, its ablations by one edit each, and what its masks and scores do in a step."""
+"""DAPO: its differences from GRPO, its ablations, and its masks and scores in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.rewards import digits
 from tests.support.runs import walk
 
 
-def test_it_is_grpo_but_for_what_the_paper_changes() -> None:
+def test_dapo_differs_from_grpo_by_the_changes_of_the_paper() -> None:
     dapo = graphs.dapo(exact, n=8, max_new_tokens=100)
     lines = str(graphs.grpo(exact, n=8, max_new_tokens=100, kl_coef=0.0).diff(dapo)).splitlines()[1:]
     assert [line for line in lines if " <- " not in line or line[0] != "~"] == [
@@ -26,7 +26,7 @@ def test_it_is_grpo_but_for_what_the_paper_changes() -> None:
     assert dapo["update_actor"].operator.aggregation == "token-mean"
 
 
-def test_settings_go_where_they_belong() -> None:
+def test_every_setting_reaches_its_operator() -> None:
     graph = graphs.dapo(
         exact, groups=4, n=3, max_new_tokens=50, overlong_buffer=7, clip=0.1, clip_high=0.3, kl_coef=0.5, mini_batch=6
     )
@@ -40,7 +40,7 @@ def test_settings_go_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("without", ["collect", "overlong_penalty", "mask_overlong"])
-def test_each_part_can_be_taken_out(without: str) -> None:
+def test_each_part_of_dapo_can_be_dropped(without: str) -> None:
     graph = graphs.dapo(exact).edit(drop=[without])
     assert graph.check(prompts=8) == [] and without not in graph.nodes
     assert {"collect", "overlong_penalty", "mask_overlong"} - {without} <= set(graph.nodes)
@@ -51,7 +51,7 @@ def nearly(data_source: str, solution_str: str, ground_truth: str, extra_info: A
     return float(digits(data_source, solution_str, ground_truth) >= 0.25)
 
 
-def test_a_step_trains_on_what_was_not_cut_off(tiny: str) -> None:
+def test_a_step_masks_truncated_responses(tiny: str) -> None:
     """Groups are chosen by raw scores; the penalty is off these, and rows of full length are off the update's mask."""
     job = job_of("dapo", tiny, nearly, n=5, groups=1, max_new_tokens=20, overlong_buffer=10)
     steps = walk(job.graph, **job.build(0))

@@ -1,4 +1,4 @@
-"""On-policy distillation: three real steps without a reward function, and a student that nears its teacher."""
+"""On-policy distillation: three steps without a reward function, and convergence towards the teacher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bound(graph: Graph, student: str, teacher: str, optimizer: Any = None) -> An
 
 
 @each
-def test_it_takes_three_steps_that_change_the_actor(graph: Graph, tiny: str, teacher: str) -> None:
+def test_distillation_trains_three_steps(graph: Graph, tiny: str, teacher: str) -> None:
     assert graph.check(prompts=2) == []
     assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
     job = bound(graph, tiny, teacher)
@@ -56,7 +56,7 @@ def test_it_takes_three_steps_that_change_the_actor(graph: Graph, tiny: str, tea
     assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
 
 
-def test_a_token_s_advantage_is_what_the_teacher_makes_of_it(tiny: str, teacher: str) -> None:
+def test_token_advantages_are_log_ratios_of_teacher_to_student(tiny: str, teacher: str) -> None:
     job = bound(GRAPHS[0], tiny, teacher)
     engines = job.build(0)
     steps = walk(job.graph, **engines)
@@ -80,12 +80,12 @@ def test_a_token_s_advantage_is_what_the_teacher_makes_of_it(tiny: str, teacher:
     ],
     ids=["log-prob", "reverse", "forward", "top reverse", "top forward"],
 )
-def test_the_student_comes_nearer_to_its_teacher(graph: Graph, key: str, tiny: str, teacher: str) -> None:
+def test_the_divergence_from_the_teacher_decreases(graph: Graph, key: str, tiny: str, teacher: str) -> None:
     job = bound(graph, tiny, teacher, AdamW(lr=2e-3))
     steps = walk(job.graph, **job.build(0))
     steps.sync()
-    apart = [steps.step(PROMPTS, step).metrics.compute()[key] for step in range(25)]
-    assert sum(apart[-5:]) < 0.75 * sum(apart[:5])
+    divergences = [steps.step(PROMPTS, step).metrics.compute()[key] for step in range(25)]
+    assert sum(divergences[-5:]) < 0.75 * sum(divergences[:5])
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_before_any_loads(tiny: str, tmp_path: Path) -> None:

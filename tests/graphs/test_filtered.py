@@ -1,4 +1,4 @@
-"""RAFT, PF-PPO and VAPO: what they change, and what a step of them trains on."""
+"""RAFT, PF-PPO and VAPO: their changes to PPO, and the rows that a step trains on."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_a_filter_that_drops_nothing_is_refused() -> None:
         graphs.pf_ppo(exact, n=2)
 
 
-def test_raft_imitates_the_best_answer() -> None:
+def test_raft_trains_by_nll_on_the_best_responses() -> None:
     graph = graphs.raft(exact, best=2, n=4, temperature=0.7)
     assert graph["filter"].operator.predicate == Ranked(2) and graph["update_actor"].operator.loss == NLL()
     assert "group_advantage" not in graph.nodes and set(graph.roles()) == {"rollout", "actor"}
     assert graph["generate"].operator.temperature == 0.7
 
 
-def test_pf_ppo_is_ppo_on_both_ends_of_each_group() -> None:
+def test_pf_ppo_is_ppo_on_the_best_and_worst_responses_of_each_group() -> None:
     graph = graphs.pf_ppo(exact, n=6, best=2, worst=1, lam=0.9)
     assert graph["filter"].operator.predicate == Ranked(2, 1)
     added = [line for line in str(graphs.ppo(exact, n=6, lam=0.9).diff(graph)).splitlines()[1:] if line[0] != "~"]
@@ -37,7 +37,7 @@ def test_pf_ppo_is_ppo_on_both_ends_of_each_group() -> None:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("raft", 1), ("pf_ppo", 2)])
-def test_so_many_rows_of_each_prompt_go_on(name: str, kept: int, tiny: str) -> None:
+def test_a_step_keeps_this_many_rows_per_prompt(name: str, kept: int, tiny: str) -> None:
     job = job_of(name, tiny, digits, n=4)
     steps = walk(job.graph, **job.build(0))
     steps.sync()
@@ -51,12 +51,12 @@ def test_so_many_rows_of_each_prompt_go_on(name: str, kept: int, tiny: str) -> N
         assert torch.equal(found, ends)
 
 
-def test_vapo_is_ppo_with_what_the_paper_names() -> None:
+def test_vapo_is_ppo_with_the_changes_of_the_paper() -> None:
     graph = graphs.vapo(exact, alpha=0.1, gamma=0.9, clip=0.1, clip_high=0.3, nll=0.2, critic_warmup=7)
     update = graph["update_actor"].operator
     assert graph["decoupled_gae"].operator == DecoupledGAE(0.9, alpha=0.1)
     assert (update.loss, update.aggregation) == (PPOClipNLL(PPOClip(0.1, 0.3), 0.2), "token-mean")
-    assert update._when == When(start=7) and "ref" not in graph.roles() and "kl_shape" not in graph.nodes
+    assert graph["update_actor"].when == When(start=7) and "ref" not in graph.roles() and "kl_shape" not in graph.nodes
 
 
 @pytest.mark.parametrize("name", ["ppo", "vapo", "pf_ppo"])
@@ -73,6 +73,6 @@ def test_a_critic_is_warmed_up_before_the_policy_moves(name: str, tiny: str) -> 
         assert same == (step < 2) and engines["critic"].version == step + 1
 
 
-def test_without_warm_up_ppo_is_what_it_was() -> None:
+def test_warmup_0_is_plain_ppo() -> None:
     assert graphs.ppo(exact, critic_warmup=0).fingerprint() == graphs.ppo(exact).fingerprint()
     assert isinstance(graphs.pf_ppo(exact)["filter"].operator, Filter)

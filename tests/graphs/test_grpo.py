@@ -1,4 +1,4 @@
-"""`grpo`: PPO with the group as its baseline, without a critic, and with KL in the loss or nowhere."""
+"""`grpo`: a group baseline instead of a critic, and an optional KL loss."""
 
 from __future__ import annotations
 

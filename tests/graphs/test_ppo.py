@@ -1,4 +1,4 @@
-"""`ppo`: its parameters reach the operators that they are of, and its defaults are those operators' own."""
+"""`ppo`: its parameters reach their operators, whose defaults it shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that learn from data: SFT, offline DPO, and GRPO beside SFT."""
+"""Graphs that learn from data: SFT, offline DPO, and GRPO with SFT."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def pairs(folder: Path, tiny: str, count: int = 3) -> DataProto:
 
 
 @pytest.mark.parametrize(("graph", "roles"), [(sft(), ["actor"]), (dpo(), ["actor", "ref"])], ids=["sft", "dpo"])
-def test_no_engine_generates(graph: Graph, roles: list[str]) -> None:
+def test_offline_algorithms_have_no_rollout_role(graph: Graph, roles: list[str]) -> None:
     assert sorted(graph.roles()) == roles and graph.check(prompts=8) == []
 
 
-def test_sft_steps_down_the_negative_log_likelihood(tiny: str, tmp_path: Path) -> None:
+def test_sft_steps_lower_the_negative_log_likelihood(tiny: str, tmp_path: Path) -> None:
     job, batch = bind_tiny(sft(), tiny), demos(tmp_path, tiny)
     engines = job.build(0)
     steps, losses = walk(job.graph, **engines), []
     for step in range(3):
-        said = engines["actor"].log_probs(batch.to_record(DemoBatch)).double()
+        log_probs = engines["actor"].log_probs(batch.to_record(DemoBatch)).double()
         metrics = steps.step(batch, step).metrics.compute()
-        expected = -said[batch["response_mask"]].mean()
+        expected = -log_probs[batch["response_mask"]].mean()
         assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-5)
         losses.append(metrics["actor/pg_loss"])
     assert losses[2] < losses[1] < losses[0] and engines["actor"].version == 3
 
 
-def test_dpo_prefers_what_was_chosen(tiny: str, tmp_path: Path) -> None:
+def test_dpo_steps_raise_the_margin_of_chosen_responses(tiny: str, tmp_path: Path) -> None:
     job, batch = bind_tiny(dpo(beta=0.5, mini_batch=6), tiny), pairs(tmp_path, tiny)
     engines = job.build(0)
     steps = walk(job.graph, **engines)
@@ -72,7 +72,7 @@ def test_mini_batches_of_pairs_are_counted_in_rows() -> None:
     assert finding.rule == "FR004" and "the 12 rows of a step (6 prompts x 2)" in finding.message
 
 
-def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path) -> None:
+def test_grpo_sft_updates_twice_and_then_syncs(tiny: str, tmp_path: Path) -> None:
     graph = grpo_sft(digits, n=3, max_new_tokens=5)
     order = [node.name for node in Plan(graph).order]
     assert order.index("update_actor") < order.index("imitate") < order.index("sync")
@@ -91,14 +91,14 @@ def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path)
     assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
 
 
-def test_a_second_update_that_does_not_say_so_is_refused(tiny: str) -> None:
+def test_a_second_update_without_prior_updates_is_refused(tiny: str) -> None:
     graph = grpo_sft(exact)
     assert graph.check(prompts=8) == []
     with pytest.raises(RuleError, match="prior_updates=1"):
         bind_tiny(graph.edit(set={"imitate.prior_updates": 0}), tiny).refuse_unready()
 
 
-def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_path: Path) -> None:
+def test_sampled_rows_of_another_version_are_refused(tiny: str, tmp_path: Path) -> None:
     """Rows without a version are always accepted."""
     actor = bind_tiny(sft(), tiny).build(0)["actor"]
     batch = demos(tmp_path, tiny).to_record(DemoBatch)
@@ -114,7 +114,7 @@ def test_settings_reach_the_loss(changed: dict[str, Any]) -> None:
     assert dpo(**changed)["update_actor"].operator.loss == DPO(**changed)
 
 
-def test_a_run_needs_no_engine_and_leaves_a_folder(tiny: str, tmp_path: Path) -> None:
+def test_a_run_without_a_rollout_engine_saves_a_model_folder(tiny: str, tmp_path: Path) -> None:
     """SFT takes the tokenizer of the model that it trains, and a run ends with a folder that is loaded again."""
     data = DemoData(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 3))
     run = Training(bind_tiny(sft(mini_batch=3), tiny), data, steps=2, prompts=3, folder=str(tmp_path / "run")).run()

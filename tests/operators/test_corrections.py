@@ -73,7 +73,7 @@ class TestFormulas:
     @examples(60)
     @given(data=st.data())
     @pytest.mark.parametrize("level", LEVELS)
-    def test_equal_loops_over_ragged_masks(self, level: Level, data: st.DataObject) -> None:
+    def test_correction_weights_equal_loops_over_ragged_masks(self, level: Level, data: st.DataObject) -> None:
         rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
         row = st.lists(st.booleans(), min_size=width, max_size=width)
         mask = torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
@@ -139,7 +139,7 @@ class TestFormulas:
         found, _ = run(RolloutCorrection("minimum", "reject", low=0.6, high=None))
         assert found.tolist() == [[0.0, 0.0, 0.0], [3.0, -3.0, 0.0], [0.0, 0.0, 0.0]]
 
-    def test_bounds_are_inclusive(self) -> None:
+    def test_the_bounds_of_a_correction_are_inclusive(self) -> None:
         ratios = torch.tensor([0.5, 1.0, 2.0, 2.5])
         weights, outside = bound_ratios(ratios, "mask", 0.5, 2.0)
         assert weights.tolist() == [0.5, 1.0, 2.0, 0.0]
@@ -201,7 +201,7 @@ class TestFormulas:
         found = RolloutCorrection()(ADVANTAGES, old, ROLLOUT, MASK)
         assert not found.requires_grad
 
-    def test_refuses_nan_ratios(self) -> None:
+    def test_nan_ratios_are_refused(self) -> None:
         with raises("correction.nan-ratio", row=0, token=1):
             minus = torch.tensor([[0.0, -math.inf]])
             importance_ratios(minus, minus, torch.ones(1, 2, dtype=torch.bool), "token")
@@ -218,7 +218,7 @@ class TestFormulas:
             {"level": "row"},
         ],
     )
-    def test_refuses_invalid_bounds(self, parameters: dict[str, Any]) -> None:
+    def test_invalid_bounds_are_refused(self, parameters: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match="RolloutCorrection"):
             RolloutCorrection(**parameters)
 
@@ -338,7 +338,7 @@ class TestInGraphs:
 
 
 class TestMismatch:
-    def test_worked_example(self) -> None:
+    def test_mismatch_metrics_equal_a_worked_example(self) -> None:
         metrics = Metrics()
         found = Mismatch()(ROLLOUT, OLD, MASK, metrics=metrics)
         d = [math.log(2), math.log(0.5), math.log(4), 0.0, 0.0]  # old - rollout
@@ -445,5 +445,5 @@ def test_whiten_and_correction_do_not_commute() -> None:
     """The order matters: after whiten, the weights scale what the loss reads."""
     advantages = torch.tensor([[1.0, 2.0, 4.0]])
     columns = (OLD[:1], ROLLOUT[:1], MASK[:1])
-    behind = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)
-    assert behind.tolist() == [pytest.approx((Whiten()(advantages, MASK[:1]) * torch.tensor([2, 0.5, 2])).tolist()[0])]
+    after = RolloutCorrection()(Whiten()(advantages, MASK[:1]), *columns)
+    assert after.tolist() == [pytest.approx((Whiten()(advantages, MASK[:1]) * torch.tensor([2, 0.5, 2])).tolist()[0])]

@@ -32,7 +32,7 @@ class TestShape:
     @pytest.mark.parametrize("estimator", ESTIMATORS)
     @examples(40)
     @given(data=st.data())
-    def test_equals_loops_over_ragged_masks(self, estimator: Estimator, data: st.DataObject) -> None:
+    def test_shaped_rewards_equal_loops_over_ragged_masks(self, estimator: Estimator, data: st.DataObject) -> None:
         rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
         row = st.lists(st.booleans(), min_size=width, max_size=width)
         mask = torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
@@ -58,7 +58,7 @@ class TestShape:
         with pytest.raises(ParameterError, match="coef"):
             KLShape(coef)
 
-    def test_refuses_a_score_off_the_mask(self) -> None:
+    def test_a_score_off_the_mask_is_refused(self) -> None:
         mask = ALL.clone()
         mask[0, 5] = False
         with raises("reward.off-mask", column="token_level_scores", row=0, token=5):
@@ -73,7 +73,7 @@ class TestAdaptive:
         assert adapt_kl_coef(0.2, 60.0, 256, controller) == pytest.approx(0.2 * (1 + 0.2 * 0.0256))
         assert adapt_kl_coef(0.2, 0.0, 256, controller) == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
 
-    def test_converges_to_its_target(self) -> None:
+    def test_the_adaptive_coefficient_converges_to_the_target_kl(self) -> None:
         """Where KL falls as 0.1 / coef, the coefficient that gives the target 0.5 is 0.2."""
         controller = AdaptiveKL(target=0.5, horizon=1000, coef=0.01)
         coef = controller.coef
@@ -81,7 +81,7 @@ class TestAdaptive:
             coef = adapt_kl_coef(coef, 0.1 / coef, 100, controller)
         assert coef == pytest.approx(0.2, rel=1e-2)
 
-    def test_refuses_invalid_settings(self) -> None:
+    def test_invalid_settings_of_the_controller_are_refused(self) -> None:
         with pytest.raises(ParameterError, match="target"):
             AdaptiveKL(target=0.0)
         with raises("reward.invalid-settings", given=10.0, expected=64):
@@ -89,7 +89,7 @@ class TestAdaptive:
 
 
 class TestOperator:
-    def test_fixed_coefficient_is_constant(self) -> None:
+    def test_a_fixed_coefficient_stays_constant(self) -> None:
         shape, metrics = KLShape(coef=0.01), Metrics()
         for _ in range(2):
             rewards = shape(SCORES, OLD, REF, ALL, metrics=metrics)
@@ -112,10 +112,10 @@ class TestOperator:
         shape(SCORES, OLD, REF, ALL, metrics=metrics)
         assert metrics.compute()["kl/coef"] == 0.01
 
-    def test_declares_the_kl_effect(self) -> None:
+    def test_kl_shape_declares_the_kl_effect(self) -> None:
         assert KLShape(0.1).effects == KLShape(AdaptiveKL(target=1.0)).effects == {"kl"}
         assert KLShape(0.0).effects == frozenset()
 
-    def test_refuses_a_negative_coefficient(self) -> None:
+    def test_a_negative_coefficient_is_refused(self) -> None:
         with pytest.raises(ParameterError, match="coef"):
             KLShape(coef=-0.1)

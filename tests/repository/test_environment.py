@@ -46,7 +46,7 @@ def written(main: Any, project: str = PROJECT, pins: str = PINS, package: str = 
     return [file.name for file in files if file.stat().st_mtime]
 
 
-def test_an_environment_is_recorded_once(main: Any) -> None:
+def test_an_unchanged_environment_is_recorded_once(main: Any) -> None:
     assert written(main) == [".packages", ".metadata"]
     assert written(main) == []
 
@@ -63,12 +63,12 @@ def test_an_environment_is_recorded_once(main: Any) -> None:
         ({"package": "sglang"}, [".packages"]),
     ],
 )
-def test_what_has_changed_is_recorded(main: Any, change: dict[str, str], expected: list[str]) -> None:
+def test_a_change_reinstalls_only_what_it_affects(main: Any, change: dict[str, str], expected: list[str]) -> None:
     written(main)
     assert written(main, **change) == expected
 
 
-def test_another_python_makes_a_new_environment(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_version_rebuilds_the_environment(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written(main)
     Path("env/torch").touch()
     monkeypatch.setattr("sys.version_info", (4, 0))

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "draw": {*LANGUAGE, "rules"},
     "edits": {*LANGUAGE, "rules", "files", "draw"},
     "sync": {"ground", "data", "protocols"},
-    "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
+    "run": {*LANGUAGE, "rules", "files", "edits", "draw", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
     "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
@@ -72,7 +72,7 @@ def room_of(name: str) -> str:
 
 
 def imported(module: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, wherever in the file it stands, also under ``TYPE_CHECKING``."""
+    """Line and dotted name of every import, anywhere in the file, also under ``TYPE_CHECKING``."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -97,11 +97,11 @@ def forbidden(module: str, path: Path) -> list[str]:
     return findings
 
 
-def test_every_part_of_the_package_is_looked_at() -> None:
+def test_every_module_belongs_to_a_room() -> None:
     assert {room_of(module) for module in module_files()} == ALLOWED.keys()
 
 
-def test_the_map_in_contributing_is_this_one() -> None:
+def test_the_table_of_rooms_in_contributing_equals_this_one() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = text.partition("<!-- rooms -->\n\n")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -111,7 +111,7 @@ def test_the_map_in_contributing_is_this_one() -> None:
     assert len(cells) == len(ALLOWED)
 
 
-def test_imports_point_one_way() -> None:
+def test_rooms_import_only_what_the_table_allows() -> None:
     findings = [finding for module, path in module_files().items() for finding in forbidden(module, path)]
     assert not findings, "\n".join(findings)
 
@@ -136,7 +136,7 @@ def test_imports_point_one_way() -> None:
         ("flowrl.graphs.ppo", "from operators import GAE"),
     ],
 )
-def test_a_wrong_import_is_found(module: str, source: str, tmp_path: Path) -> None:
+def test_a_forbidden_import_is_found(module: str, source: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source, encoding="utf-8")
     assert len(forbidden(module, path)) == 1
@@ -156,14 +156,14 @@ def test_a_wrong_import_is_found(module: str, source: str, tmp_path: Path) -> No
         ("flowrl.demo.run", "from flowrl.graphs.grpo import grpo\nfrom ..cli import main"),
     ],
 )
-def test_a_right_import_is_allowed(module: str, source: str, tmp_path: Path) -> None:
+def test_a_permitted_import_has_no_finding(module: str, source: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source, encoding="utf-8")
     assert forbidden(module, path) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_the_second_import_name_is_refused(folder: str) -> None:
+def test_importing_a_folder_without_the_package_name_is_refused(folder: str) -> None:
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -202,7 +202,7 @@ def test_imports_load_no_engine_and_no_optional_package() -> None:
     assert runs.isdisjoint(HEAVY) and rooms_alone.isdisjoint(OPTIONAL) and backends.isdisjoint(HEAVY)
 
 
-def test_looking_loads_no_engine_and_drawing_nothing_that_runs(tiny: str, tmp_path: Path) -> None:
+def test_commands_that_inspect_graphs_load_no_engine(tiny: str, tmp_path: Path) -> None:
     """At algorithms by name, then at an example that is bound to engines; only a check reads its model's tokenizer."""
     example = f"{ROOT / 'examples' / 'think.py'}:training"
     commands = ["list", "operators", "show grpo", "diff grpo ppo", "check grpo", "plan grpo"]
@@ -242,11 +242,11 @@ def circles(files: Mapping[str, Path]) -> list[list[str]]:
     return [sorted(circle) for circle in nx.strongly_connected_components(network) if len(circle) > 1]
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     assert circles(module_files()) == []
 
 
-def test_a_circle_is_found(tmp_path: Path) -> None:
+def test_a_circular_import_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("from flowrl.data.b import B")
     (tmp_path / "b.py").write_text("def late():\n    from flowrl.data import a")
     assert circles({"flowrl.data.a": tmp_path / "a.py", "flowrl.data.b": tmp_path / "b.py"}) == [
@@ -254,8 +254,8 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_the_public_names_are_these() -> None:
-    """Pinned: whoever adds or takes away one says so here and in the changelog."""
+def test_the_public_names_are_pinned() -> None:
+    """If you add or remove one, update this list and the changelog."""
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
@@ -305,7 +305,7 @@ def test_docs_and_examples_import_from_public_paths_alone() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(PUBLIC - {"flowrl.columns", "flowrl.errors", "flowrl.records"}))
-def test_every_public_name_is_there(module: str) -> None:
+def test_every_public_name_exists(module: str) -> None:
     package = importlib.import_module(module)
     missing = [name for name in package.__all__ if not hasattr(package, name)]
     assert package.__all__ and [name for name in missing if name not in ("Gym", "OpenEnv")] == []

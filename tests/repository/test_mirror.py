@@ -42,7 +42,7 @@ def untested(lengths: Mapping[str, int], docstrings: Mapping[str, str]) -> Itera
             yield f"{module} has {lines} lines and no {mirrored(module)}; add it, or name the module in a docstring"
 
 
-def test_the_tests_of_every_module_are_found() -> None:
+def test_every_module_has_a_test_file() -> None:
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in module_files().values()
@@ -81,5 +81,5 @@ def test_a_module_without_tests_is_found(lines: int, docstrings: dict[str, str],
         ("backends/torch/train/trainer.py", "tests/backends/torch/train/test_trainer.py"),
     ],
 )
-def test_a_module_and_its_test_have_one_name(module: str, test: str) -> None:
+def test_the_test_file_has_the_path_of_its_module(module: str, test: str) -> None:
     assert mirrored(module) == test

@@ -20,7 +20,7 @@ SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", 
 
 
 def expected_files() -> list[str]:
-    """Modules and data as they should lie in a wheel, derived from the real folders and not through the symlinks."""
+    """Expected modules and data of a wheel, from the real folders rather than the symlinks."""
     linked = tuple(f"flowrl/{folder}/" for folder in FOLDERS)
     paths = [path for folder in ("flowrl", *FOLDERS) for path in (ROOT / folder).rglob("*") if path.is_file()]
     names = [path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts]

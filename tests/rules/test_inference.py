@@ -327,7 +327,7 @@ class Likely(Operator):
 
 
 class Mismatched(Operator):
-    """Only rejects, and says so."""
+    """Only rejects, and declares it."""
 
     @property
     def effects(self) -> frozenset[str]:

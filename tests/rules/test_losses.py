@@ -182,7 +182,7 @@ class TestGroups:
 class Best(Operator):
     """Whether a row has the best score."""
 
-    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.Kept: ...
+    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.RowMask: ...
 
 
 @algorithm

@@ -12,8 +12,8 @@ from flowrl.backends import TorchTrainer
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.probe import (
-    ANSWER,
     QUESTIONS,
+    RESPONSE_TOKENS,
     Probe,
     Scores,
     compute_dtype,
@@ -57,7 +57,7 @@ def compared(found: Tensor, source: Fixed, tolerance: float | None = 0.02, dtype
 
 
 class TestQuestions:
-    @pytest.mark.parametrize(("longest", "width"), [(17, 8), (31, 15), (40, ANSWER), (4096, ANSWER)])
+    @pytest.mark.parametrize(("longest", "width"), [(17, 8), (31, 15), (40, RESPONSE_TOKENS), (4096, RESPONSE_TOKENS)])
     def test_probe_prompts_and_responses_fit_the_model(self, tiny: str, longest: int, width: int) -> None:
         tokenizer = ChatTokenizer(tiny)
         prompts, sampling = questions(tokenizer, longest)

@@ -146,14 +146,14 @@ class Damaging(GlooCarrier):
 
 def change_messages(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the messages between sender and receivers."""
-    original = TransferGroup.tell
+    original = TransferGroup.broadcast_message
 
-    def tell(group: TransferGroup, message: Any) -> None:
+    def broadcast_message(group: TransferGroup, message: Any) -> None:
         message = json.loads(json.dumps(message))
         change(message)
         original(group, message)
 
-    monkeypatch.setattr(TransferGroup, "tell", tell)
+    monkeypatch.setattr(TransferGroup, "broadcast_message", broadcast_message)
 
 
 def test_a_flipped_bit_is_detected(new_ticket: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:

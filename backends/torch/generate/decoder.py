@@ -80,9 +80,9 @@ class Rule:
         self._ending = StopRule(tokenizer, sampling)
         self._stops = torch.tensor(self._ending.token_ids, dtype=torch.int64, device=device)
 
-    def watch(self) -> StopDetector | None:
+    def detector(self) -> StopDetector | None:
         """The detector of stop strings for a response; None without stop strings."""
-        return self._ending.watch() if self._ending.stop else None
+        return self._ending.detector() if self._ending.stop else None
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, their log-probs, and whether they end their responses: ``[row]`` each."""
@@ -99,7 +99,7 @@ class Row:
     rule: Rule
     since: list[tuple[int, int]] = field(default_factory=list)
     sampled: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
-    watch: StopDetector | None = None
+    detector: StopDetector | None = None
 
     @property
     def context(self) -> list[int]:
@@ -230,7 +230,7 @@ class Decoder:
         rule = replace(request.sampling, max_new_tokens=1)
         if rule not in self._rules:
             self._rules[rule] = Rule(self._tokenizer, rule, self._device)
-        self._waiting.append(Row(request, self._rules[rule], watch=self._rules[rule].watch()))
+        self._waiting.append(Row(request, self._rules[rule], detector=self._rules[rule].detector()))
 
     def step(self, version: int) -> list[str]:
         """Sample a token for every row, including those that join now, with weights of this version; the requests that
@@ -299,7 +299,7 @@ class Decoder:
     def _sample(self, logits: Tensor) -> list[str]:
         uniforms = self._sampled.numbers()
         if self._parts is None:
-            self._parts, self._watched = self._by_rule(), any(row.watch for row in self._rows)
+            self._parts, self._watched = self._by_rule(), any(row.detector for row in self._rows)
         if len(self._parts) == 1:
             tokens, log_probs, ended = self._parts[0][0].sample(logits, uniforms)
         else:
@@ -310,7 +310,7 @@ class Decoder:
                 tokens[rows], log_probs[rows], ended[rows] = rule.sample(logits[rows], uniforms[rows])
         if self._watched:
             pairs = zip(self._rows, tokens.tolist(), strict=True)
-            found = [row.watch is not None and row.watch.completes(token) for row, token in pairs]
+            found = [row.detector is not None and row.detector.completes(token) for row, token in pairs]
             ended |= torch.tensor(found, device=ended.device)
         full = self._sampled.record(tokens, log_probs)
         over = (ended | full | log_probs.isnan()).nonzero().squeeze(1).tolist()

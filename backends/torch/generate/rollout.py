@@ -26,7 +26,7 @@ from flowrl.backends.torch.probes import (
     Attention,
     probe_inputs,
     refuse_other_cache,
-    settle_attention,
+    select_attention,
     tolerance,
 )
 from flowrl.backends.torch.score.engine import Residence, Resident
@@ -124,7 +124,7 @@ class TorchRollout(FolderBackend):
                 parameter.data = parameter.data.to(getattr(torch, self.dtype or "float32"))
             cast(nn.Module, model).to(device).eval()
             with torch.no_grad():
-                settle_attention(probe_inputs(model, device), model, self.attention, self.model, tolerance(model.dtype))
+                select_attention(probe_inputs(model, device), model, self.attention, self.model, tolerance(model.dtype))
             tokenizer = ChatTokenizer(self.model)
             engine = TorchRolloutEngine(model, tokenizer, self.max_rows, adapter=adapter, adapter_of=adapter_of)
             return engine.freeze(weights_digest(named_weights(model))) if self.frozen else engine

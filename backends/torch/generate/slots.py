@@ -284,7 +284,7 @@ class Slots:
     # Buffers
 
     def _reserve(self, slots: int, columns: int) -> None:
-        """Make room for so many rows of so many tokens; grows by at least a half, so that it happens rarely."""
+        """Make room for this many rows and tokens per row; grows by at least a half, so that it happens rarely."""
         wide = -(-columns // STEP) * STEP
         if self._keys is None or self._values is None:
             self._size = (max(slots, self._size[0]), max(wide, self._size[1]))

@@ -26,7 +26,7 @@ from flowrl.backends.torch.probes import (
     prepare_checkpointing,
     probe_inputs,
     refuse_blind_to_padding,
-    settle_attention,
+    select_attention,
     tolerance,
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
@@ -90,7 +90,7 @@ class TorchModel:
         if not mesh.sharded:
             self.gathered = mesh.gathered(self.module)
         bound = tolerance(self._probed_in)
-        self.probe(settle_attention, self.module, attention, folder, bound)
+        self.probe(select_attention, self.module, attention, folder, bound)
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         self.unpacked = self._why_unpacked(attention, folder, bound)
         """Why rows are padded to the longest of their micro-batch; None if they are packed."""

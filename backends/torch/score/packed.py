@@ -39,7 +39,7 @@ class Window:
         self._masks: dict[int, Tensor] = {}
 
     def mask(self, tokens: int, device: torch.device) -> Tensor | None:
-        """The mask of a row of so many tokens: bool ``[1 1 query key]``, or None if it is causal."""
+        """The mask of a row of this many tokens: bool ``[1 1 query key]``, or None if it is causal."""
         if tokens <= self._size:
             return None
         if tokens not in self._masks:

@@ -202,7 +202,7 @@ Runs = tuple[tuple[int, int], ...]
 """Packed rows, as pairs of a number of rows and their tokens each."""
 
 
-class Moved(NamedTuple):
+class ShiftedRows(NamedTuple):
     """Rows without left padding, or packed into one line.
 
     Args:
@@ -235,7 +235,7 @@ class Moved(NamedTuple):
         return {} if self.runs is None else {"packed": self.runs}
 
 
-def from_first_tokens(batch: Tokens) -> Moved:
+def from_first_tokens(batch: Tokens) -> ShiftedRows:
     """The rows of `batch` without left padding: each begins with its first attended token. Rows without attended tokens
     keep one column."""
     first, last = ends(batch.attention_mask)
@@ -245,10 +245,10 @@ def from_first_tokens(batch: Tokens) -> Moved:
     mask = batch.attention_mask.bool().gather(1, places) & (columns < spans[:, None])
     # Padding may contain any ids, even outside the vocabulary.
     ids, positions = (x.gather(1, places).masked_fill(~mask, 0) for x in (batch.input_ids, batch.position_ids))
-    return Moved(ids, mask, positions, torch.arange(len(ids), device=first.device), -first)
+    return ShiftedRows(ids, mask, positions, torch.arange(len(ids), device=first.device), -first)
 
 
-def packed(batch: Tokens) -> Moved:
+def packed(batch: Tokens) -> ShiftedRows:
     """The rows of `batch` concatenated, short ones before long ones, without padding; as `from_first_tokens` if a row
     has a hole in its mask, or none has attended tokens."""
     mask = batch.attention_mask.bool()
@@ -262,4 +262,4 @@ def packed(batch: Tokens) -> Moved:
     ids, positions = (x[order][attended][None] for x in (batch.input_ids, batch.position_ids))
     shifts = torch.empty_like(first).index_copy_(0, order, spans.cumsum(0) - spans - first[order])
     runs = tuple((n, span) for n, span in zip(rows, length, strict=True) if span)
-    return Moved(ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros_like(first), shifts, runs)
+    return ShiftedRows(ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros_like(first), shifts, runs)

@@ -160,7 +160,7 @@ class Algorithm(Generic[P, R, GraphT]):
         tracer = Tracer()
         inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
         result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
-        returned = [symbol._edge.node for symbol in _symbols(result, name)]
+        returned = [symbol._edge.node for symbol in _symbols(result, name, tracer)]
         without_outputs = [node.name for node in tracer.nodes.values() if not node.signature.outputs]
         sinks = tuple(dict.fromkeys([*returned, *without_outputs]))
         if not sinks:
@@ -231,11 +231,19 @@ class Algorithm(Generic[P, R, GraphT]):
         return f"<algorithm {self.function.__name__}{self.parameters}>"
 
 
-def _symbols(result: Any, name: str) -> list[Symbol]:
+def _symbols(result: Any, name: str, tracer: Tracer) -> list[Symbol]:
     if isinstance(result, Symbol):
+        if result._tracer is not tracer:
+            raise GraphError(
+                f"{name} returns {result!r}, which belongs to another graph. Return an output of an operator "
+                f"that {name} calls.",
+                code="algorithm.foreign-input",
+                algorithm=name,
+                found=str(result._edge),
+            )
         return [result]
     if isinstance(result, tuple | list):
-        return [symbol for item in result for symbol in _symbols(item, name)]
+        return [symbol for item in result for symbol in _symbols(item, name, tracer)]
     if result is None:
         return []
     raise GraphError(

@@ -77,7 +77,7 @@ class Gate(_Called, Operator):
         if not isinstance(one, ColumnType) or (one.dtype, one.axes) != ("bool", ("batch",)):
             written = ", ".join(f"{name}: {type}" for name, type in predicate.signature.outputs.items())
             raise ValueError(
-                f"{predicate.name} writes {written}; expected one bool per row: `def __call__(self, ...) -> Kept`"
+                f"{predicate.name} writes {written}; expected one bool per row: `def __call__(self, ...) -> RowMask`"
             )
         if predicate.role_uses or predicate.states:
             raise ValueError(

@@ -25,7 +25,7 @@ from flowrl.errors import BindError, GraphError, offer, type_of
 from flowrl.protocols.backend import members, refuse_unfit
 from flowrl.protocols.protocols import Synced
 from flowrl.record_types import record_columns
-from flowrl.records import rows_of_draw
+from flowrl.records import rows_per_item
 
 
 class Input(Operator):
@@ -40,7 +40,7 @@ class Input(Operator):
     @property
     def rows_factor(self) -> int:
         """The rows per sampled prompt: 1, unless the record declares more."""
-        return rows_of_draw(self.record)
+        return rows_per_item(self.record)
 
     def __repr__(self) -> str:
         return f"Input({self.record.__name__})"
@@ -397,7 +397,7 @@ class Graph:
         for role, backend in bindings.items():
             if role not in roles:
                 raise BindError(
-                    f"{self.name} has no role {role!r} to bind; {offer(role, roles)} To bind what it has of many "
+                    f"{self.name} has no role {role!r} to bind; {offer(role, roles)} To bind only its roles from many "
                     f"backends, pass bind(**{{role: backends[role] for role in graph.roles()}}).",
                     code="graph.unknown-role",
                     role=role,

@@ -25,7 +25,7 @@ def refuse_misdeclared_class(cls: Any, base: Any, fields: Mapping[str, Any], whe
         )
     _refuse_attributes(cls, where)
     has_more = cls.more_ports is not base.more_ports or hasattr(cls, "loss") or "loss" in fields
-    if ports and cls._signature.takes_more and not has_more:
+    if ports and cls._signature.variadic and not has_more:
         raise DefinitionError(
             f"{where}.__call__ takes the columns of its loss, but the class has no field `loss`. Declare one: "
             f"`loss: Loss = PPOClip()`.",

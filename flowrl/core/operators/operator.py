@@ -43,7 +43,7 @@ from flowrl.core.operators.ports import (
     with_more,
 )
 from flowrl.core.operators.roles import RoleUse, role_use
-from flowrl.core.operators.session import Call, Cell, State, computes, refuse_misfits, supplied_to
+from flowrl.core.operators.session import Call, Cell, State, computes, refuse_wrong_inputs, supplied_to
 from flowrl.core.operators.symbols import Symbol, prefix, prefixed
 from flowrl.core.operators.when import ALWAYS, SKIPPED, Skipped, When, skipped
 from flowrl.data.keys import Key
@@ -143,7 +143,7 @@ class Operator(HasEffects):
     def signature(self) -> Signature:
         """The ports, `more_ports` among them."""
         own = self.own_ports
-        return with_more(own, self.more_ports) if own.takes_more else own
+        return with_more(own, self.more_ports) if own.variadic else own
 
     @property
     def own_ports(self) -> Signature:
@@ -183,21 +183,21 @@ class Operator(HasEffects):
         return 0
 
     replicated: ClassVar[frozenset[str]] = frozenset()
-    """Columns of which every rank gets all rows, even if `shares` distributes the rows."""
+    """Columns of which every rank gets all rows, even if `shards` splits the rows."""
 
     @property
     def replicated_columns(self) -> frozenset[str]:
         """`replicated`, plus the columns that the parameters add."""
         return self.replicated
 
-    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
+    def shards(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
         """The rows of each rank for an operator over the batch; None gives all rows to every rank.
 
         Args:
             tokens: int64 ``[rows]``, attended tokens of each row.
 
         Returns:
-            int64 row numbers, ascending, for each rank; the operator reads its own share from a `Now`.
+            int64 row numbers, ascending, for each rank; the operator reads its own shard from a `Now`.
         """
         return None
 
@@ -272,7 +272,7 @@ class Operator(HasEffects):
             PortError: an array has a wrong dtype or shape.
             BindError: a role is not bound, or a key is missing and there is no session.
         """
-        refuse_misfits(self, inputs)
+        refuse_wrong_inputs(self, inputs)
         session = sessions.current()
         if session is not None:
             return Call(self.in_step(session.now.step), session.engine).run_in(session, inputs, injected)[0]
@@ -329,7 +329,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
         by_super = computes(type(self)) is not call  # in the `__call__` of a subclass
-        parameters = written if by_super or not signature.takes_more else _parameters(self.signature)
+        parameters = written if by_super or not signature.variadic else _parameters(self.signature)
         bind = parameters.bind if by_super else parameters.bind_partial
         try:
             bound = bind(self, *args, **kwargs)

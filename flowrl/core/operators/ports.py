@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
 from flowrl.columns import ColumnType
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now, Round
@@ -29,7 +29,7 @@ INJECTED: Any = None
 INJECTABLE: tuple[type, ...] = (Key, Metrics, Now)
 
 
-_OF_NOW: Mapping[type, str] = {Round: "round", Share: "share"}
+_OF_NOW: Mapping[type, str] = {Round: "round", Shard: "shard"}
 
 
 if TYPE_CHECKING:
@@ -80,14 +80,14 @@ class Signature:
 
     Args:
         injected: the class of each parameter that the runner fills in.
-        takes_more: whether the parameters of the operator add ports; see `FromParameters`.
+        variadic: whether the parameters of the operator add ports; see `FromParameters`.
     """
 
     ports: Mapping[str, Port]
     injected: Mapping[str, type]
     outputs: Mapping[str, FieldType]
     output_record: type | None = None
-    takes_more: bool = False
+    variadic: bool = False
 
     @cached_property
     def fields(self) -> Mapping[PortField, FieldType]:
@@ -192,10 +192,10 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
-    takes_more = False
+    variadic = False
     for parameter in list(inspect.signature(call).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromParameters:
-            takes_more = True
+            variadic = True
             continue
         _refuse_unnamed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
@@ -223,7 +223,7 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
             code="operator.no-port",
             where=where,
         )
-    return Signature(ports, injected, {}, takes_more=takes_more)
+    return Signature(ports, injected, {}, variadic=variadic)
 
 
 def _refuse_unnamed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:

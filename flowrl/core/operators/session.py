@@ -329,7 +329,7 @@ def _layout_of(operator: Any) -> _Layout:
     return layout
 
 
-def refuse_misfits(operator: Any, inputs: Mapping[PortField, Any]) -> None:
+def refuse_wrong_inputs(operator: Any, inputs: Mapping[PortField, Any]) -> None:
     """Check dtypes and shapes of the inputs of a direct call."""
     sizes: dict[str, int] = {}
     for place, value in inputs.items():

@@ -26,7 +26,7 @@ from flowrl.data.proto.column_math import objects, short
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.file_source import FileSource
 from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_nested, template_arguments
-from flowrl.data.sources.samplers import Drawn, Order
+from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
 from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import DataError, type_of
@@ -201,13 +201,13 @@ class ResponseStream(RowStream[Demonstration]):
                 hasher.update(array("q", ids))
         return hasher.hexdigest()
 
-    def _batch(self, drawn: Sequence[tuple[Drawn, Demonstration]]) -> DataProto:
-        rows = [(one, row, name) for one, row in drawn for name in row.texts]
+    def _batch(self, sampled: Sequence[tuple[SampledRow, Demonstration]]) -> DataProto:
+        rows = [(one, row, name) for one, row in sampled for name in row.texts]
         prompts, prompt_mask = self._tokenizer.pad_left([row.prompt.ids for _, row, _ in rows])
         responses, mask = _pad_right([row.ids[name] for _, row, name in rows], self._tokenizer.pad_id)
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, mask)
         uid = [f"{one.epoch}/{row.index}/{one.draw}" for one, row, _ in rows]
-        several = len(rows) > len(drawn)
+        several = len(rows) > len(sampled)
         columns: dict[str, Any] = {
             "prompts": prompts,
             "responses": responses,

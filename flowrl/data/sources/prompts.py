@@ -16,7 +16,7 @@ from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.file_source import FileSource
 from flowrl.data.sources.prompt_rows import READ, Row, checked, copied
-from flowrl.data.sources.samplers import Drawn, Order
+from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
 from flowrl.records import PromptBatch
 
@@ -82,18 +82,18 @@ class PromptStream(RowStream[Row]):
         """The template arguments of rows that have their own, each with the row's index in the files."""
         return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)
 
-    def _batch(self, drawn: Sequence[tuple[Drawn, Row]]) -> DataProto:
-        prompts, mask = self._tokenizer.pad_left([row.ids for _, row in drawn])
-        ids = objects(f"{one.epoch}/{row.index}/{one.draw}" for one, row in drawn)
+    def _batch(self, sampled: Sequence[tuple[SampledRow, Row]]) -> DataProto:
+        prompts, mask = self._tokenizer.pad_left([row.ids for _, row in sampled])
+        ids = objects(f"{one.epoch}/{row.index}/{one.draw}" for one, row in sampled)
         return DataProto(
             {
                 "prompts": prompts,
                 "prompt_mask": mask,
                 "uid": ids,
                 "row_id": ids,
-                "data_source": objects(row.data_source for _, row in drawn),
-                "ground_truth": objects(copied(row.ground_truth) for _, row in drawn),
-                "extra_info": objects(copied(row.extra_info) for _, row in drawn),
-                "raw_prompt": objects(copied(row.raw_prompt) for _, row in drawn),
+                "data_source": objects(row.data_source for _, row in sampled),
+                "ground_truth": objects(copied(row.ground_truth) for _, row in sampled),
+                "extra_info": objects(copied(row.extra_info) for _, row in sampled),
+                "raw_prompt": objects(copied(row.raw_prompt) for _, row in sampled),
             }
         )

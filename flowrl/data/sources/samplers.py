@@ -21,7 +21,7 @@ Scores = Mapping[int, Sequence[float]]
 """The scores of each row's responses, by row."""
 
 
-class Drawn(NamedTuple):
+class SampledRow(NamedTuple):
     """One draw.
 
     Args:
@@ -39,13 +39,13 @@ class Order(ABC):
     """A live order of rows; `position` holds its complete state.
 
     Attributes:
-        heard: the last step whose scores it has received, counted from 1; 0 is none.
+        last_scored_step: the last step whose scores it has received, counted from 1; 0 is none.
     """
 
-    heard: int = 0
+    last_scored_step: int = 0
 
     @abstractmethod
-    def next(self, n: int) -> list[Drawn]:
+    def next(self, n: int) -> list[SampledRow]:
         """The next `n` draws."""
 
     @property
@@ -68,7 +68,7 @@ class Order(ABC):
             step: the completed step, counted from 1.
             scores: of the rows with responses in this step, including those that a gate dropped.
         """
-        self.heard = step
+        self.last_scored_step = step
 
 
 class Sampler(Spec):
@@ -99,15 +99,15 @@ class Epochs(Order):
         self._rows, self._key = rows, key
         self._begin(0)
 
-    def next(self, n: int) -> list[Drawn]:
-        drawn: list[Drawn] = []
-        while len(drawn) < n:
-            picked = self._order[self._offset : self._offset + n - len(drawn)]
-            drawn += [Drawn(self._epoch, row) for row in picked]
+    def next(self, n: int) -> list[SampledRow]:
+        sampled: list[SampledRow] = []
+        while len(sampled) < n:
+            picked = self._order[self._offset : self._offset + n - len(sampled)]
+            sampled += [SampledRow(self._epoch, row) for row in picked]
             self._offset += len(picked)
             if self._offset == self._rows:
                 self._begin(self._epoch + 1)
-        return drawn
+        return sampled
 
     @property
     def position(self) -> dict[str, Any]:
@@ -198,20 +198,20 @@ class _Posterior(Order):
         self._betas = np.ones((2, rows))
         self._pending = np.zeros(rows, dtype=np.int64)  # the call that sampled a pending row; 0 if not pending
 
-    def next(self, n: int) -> list[Drawn]:
-        drawn: list[Drawn] = []
+    def next(self, n: int) -> list[SampledRow]:
+        sampled: list[SampledRow] = []
         call = self._calls + 1
-        while len(drawn) < n:
+        while len(sampled) < n:
             seed = self._key.derive("by difficulty", self._calls).bits
             rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._betas)
             waiting = self._pending > 0
             nearest = np.lexsort((np.abs(rates - self._sampler.target), waiting))
-            nearest = nearest[: min(n - len(drawn), (~waiting).sum() or len(nearest))]
-            drawn += [Drawn(0, row, int(self._draws[row])) for row in nearest.tolist()]
+            nearest = nearest[: min(n - len(sampled), (~waiting).sum() or len(nearest))]
+            sampled += [SampledRow(0, row, int(self._draws[row])) for row in nearest.tolist()]
             self._draws[nearest] += 1
             self._pending[nearest] = call
             self._calls += 1
-        return drawn
+        return sampled
 
     def learn(self, step: int, scores: Scores) -> None:
         sampler = self._sampler
@@ -225,24 +225,24 @@ class _Posterior(Order):
         calls = self._pending[list(scores)]
         self._pending[self._pending <= calls[calls > 0].min(initial=self._calls)] = 0
         self._pending[list(scores)] = 0
-        self.heard = step
+        self.last_scored_step = step
 
     @property
     def position(self) -> dict[str, Any]:
         sampled = self._draws.nonzero()[0].tolist()
         known = {str(row): [int(self._draws[row]), *self._betas[:, row].tolist()] for row in sampled}
         pending = {str(row): int(self._pending[row]) for row in self._pending.nonzero()[0].tolist()}
-        counts = {"rows": len(self._draws), "asked": self._calls, "heard": self.heard}
-        return {**counts, "unheard": pending, "known": known}
+        counts = {"rows": len(self._draws), "calls": self._calls, "last_scored_step": self.last_scored_step}
+        return {**counts, "pending": pending, "known": known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, len(self._draws), "ByDifficulty")
         draws, betas = np.zeros_like(self._draws), np.ones_like(self._betas)
         pending = np.zeros_like(self._pending)
-        if not _is_mapping_of_rows(found["unheard"], len(draws)):
+        if not _is_mapping_of_rows(found["pending"], len(draws)):
             _refuse_position(position, len(draws), "ByDifficulty")
-        for row, call in found["unheard"].items():
-            if not is_count(call) or call > found["asked"]:
+        for row, call in found["pending"].items():
+            if not is_count(call) or call > found["calls"]:
                 _refuse_position(position, len(draws), "ByDifficulty")
             pending[int(row)] = call
         for row, known in found["known"].items():
@@ -251,7 +251,7 @@ class _Posterior(Order):
                 _refuse_position(position, len(draws), "ByDifficulty")
             draws[int(row)], betas[:, int(row)] = known[0], known[1:]
         self._draws, self._betas, self._pending = draws, betas, pending
-        self._calls, self.heard = found["asked"], found["heard"]
+        self._calls, self.last_scored_step = found["calls"], found["last_scored_step"]
 
 
 class ReplaySampler(Sampler):
@@ -285,25 +285,31 @@ class _ReplayOrder(Order):
         self._queue: list[int] = []
         self._replays: dict[int, int] = {}
 
-    def next(self, n: int) -> list[Drawn]:
+    def next(self, n: int) -> list[SampledRow]:
         replayed, self._queue = (self._queue[: (count := int(self._sampler.share * n))], self._queue[count:])
-        drawn = self._epochs.next(n - len(replayed))
+        sampled = self._epochs.next(n - len(replayed))
         for row in replayed:
             self._replays[row] = self._replays.get(row, 0) + 1
-            drawn.append(Drawn(drawn[0].epoch, row, self._replays[row]))
-        return drawn
+            sampled.append(SampledRow(sampled[0].epoch, row, self._replays[row]))
+        return sampled
 
     def learn(self, step: int, scores: Scores) -> None:
         for row, row_scores in scores.items():
             if row not in self._queue and self._sampler.above < statistics.fmean(row_scores) < self._sampler.below:
                 self._queue.append(row)
-        self.heard = step
+        self.last_scored_step = step
 
     @property
     def position(self) -> dict[str, Any]:
         known = {str(row): times for row, times in self._replays.items()}
         epochs = self._epochs.position
-        return {"rows": self._rows, "heard": self.heard, "fresh": epochs, "waiting": list(self._queue), "known": known}
+        return {
+            "rows": self._rows,
+            "last_scored_step": self.last_scored_step,
+            "fresh": epochs,
+            "waiting": list(self._queue),
+            "known": known,
+        }
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, self._rows, "ReplaySampler")
@@ -311,7 +317,7 @@ class _ReplayOrder(Order):
         if not _is_list_of_rows(found["waiting"], self._rows) or not counted:
             _refuse_position(position, self._rows, "ReplaySampler")
         self._epochs.seek(found["fresh"])
-        self._queue, self.heard = list(found["waiting"]), found["heard"]
+        self._queue, self.last_scored_step = list(found["waiting"]), found["last_scored_step"]
         self._replays = {int(row): times for row, times in found["known"].items()}
 
 
@@ -326,7 +332,7 @@ def _is_mapping_of_rows(value: Any, rows: int) -> bool:
 def _checked(position: Any, like: Mapping[str, Any], rows: int, sampler: str) -> dict[str, Any]:
     """`position`, if it has the keys of `like` and this number of rows."""
     found = dict(position) if isinstance(position, Mapping) else {}
-    counts = [value for key, value in found.items() if key in ("rows", "asked", "heard")]
+    counts = [value for key, value in found.items() if key in ("rows", "calls", "last_scored_step")]
     complete = found.keys() == like.keys() and all(is_count(count, 0) for count in counts)
     if not complete or not _is_mapping_of_rows(found["known"], rows) or found["rows"] != rows:
         _refuse_position(position, rows, sampler)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.proto.rows import refuse_no_count
-from flowrl.data.sources.samplers import Drawn, Order
+from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.errors import DataError, ParameterError
 from flowrl.spec import Spec, parameters
 
@@ -79,7 +79,7 @@ class Stream(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no learn(step, scores)")
 
     @property
-    def heard(self) -> int:
+    def last_scored_step(self) -> int:
         """The last step whose scores it has received, counted from 1; 0 is none."""
         return 0
 
@@ -149,7 +149,7 @@ class RowStream(Stream, Generic[RowT]):
         self.dropped, self._rows, self._order = dropped, rows, order
 
     @abstractmethod
-    def _batch(self, drawn: Sequence[tuple[Drawn, RowT]]) -> DataProto:
+    def _batch(self, sampled: Sequence[tuple[SampledRow, RowT]]) -> DataProto:
         """A batch of draws and their rows."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class RowStream(Stream, Generic[RowT]):
     def next(self, n: int) -> DataProto:
         """The next `n` draws."""
         refuse_no_count("next", n, "row per batch", ParameterError)
-        return self._drawn(self._order.next(n))
+        return self._rows_of(self._order.next(n))
 
     def batches(self, n: int) -> Iterator[DataProto]:
         """Every row once, in file order, `n` at a time (the last batch may be smaller), for validation.
@@ -175,12 +175,12 @@ class RowStream(Stream, Generic[RowT]):
         The position does not change, and rows have the ids of epoch 0.
         """
         refuse_no_count("batches", n, "row per batch", ParameterError)
-        every = [Drawn(0, row) for row in range(len(self))]
-        return (self._drawn(every[start : start + n]) for start in range(0, len(self), n))
+        every = [SampledRow(0, row) for row in range(len(self))]
+        return (self._rows_of(every[start : start + n]) for start in range(0, len(self), n))
 
     def all(self) -> DataProto:
         """Every row once, in file order, as one batch; see `batches`."""
-        return self._drawn([Drawn(0, row) for row in range(len(self))])
+        return self._rows_of([SampledRow(0, row) for row in range(len(self))])
 
     @property
     def position(self) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class RowStream(Stream, Generic[RowT]):
         self._order.learn(step, by_row)
 
     @property
-    def heard(self) -> int:
-        return self._order.heard
+    def last_scored_step(self) -> int:
+        return self._order.last_scored_step
 
-    def _drawn(self, drawn: Sequence[Drawn]) -> DataProto:
-        return self._batch([(one, self._rows[one.row]) for one in drawn])
+    def _rows_of(self, sampled: Sequence[SampledRow]) -> DataProto:
+        return self._batch([(one, self._rows[one.row]) for one in sampled])

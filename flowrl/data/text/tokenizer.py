@@ -106,7 +106,7 @@ class ChatTokenizer:
         return next((i for i, by in self.ends.items() if "chat template" in by), self.eos_id)
 
     @property
-    def said_ends(self) -> str:
+    def ends_text(self) -> str:
         """`ends` as text: ``"<eos> (1: tokenizer, config.json)"``."""
         texts = (f"{self._tokenizer.convert_ids_to_tokens(i)} ({i}: {', '.join(by)})" for i, by in self.ends.items())
         return ", ".join(texts)
@@ -146,7 +146,7 @@ class ChatTokenizer:
         Raises:
             DataError: there is no chat template, or it rejects these messages or arguments.
         """
-        return self._templated_ids(messages, template_kwargs, go_on=True)
+        return self._templated_ids(messages, template_kwargs, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a complete conversation in the chat template, including the last message of the assistant.
@@ -154,41 +154,44 @@ class ChatTokenizer:
         Raises:
             DataError: as `prompt_ids`.
         """
-        return self._templated_ids(messages, None, go_on=False)
+        return self._templated_ids(messages, None, add_generation_prompt=False)
 
     def conversation_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
-        go_on: bool = False,
+        add_generation_prompt: bool = False,
     ) -> str:
         """The text of a conversation in the chat template, including special tokens.
 
         Args:
-            go_on: whether to end where the assistant's next turn begins.
+            add_generation_prompt: whether to end where the assistant's next turn begins.
 
         Raises:
             DataError: as `prompt_ids`.
         """
-        return as_text(self.rendered(messages, template_kwargs, go_on))
+        return as_text(self.rendered(messages, template_kwargs, add_generation_prompt))
 
     def rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
-        go_on: bool = False,
+        add_generation_prompt: bool = False,
     ) -> str:
         """`conversation_text`, in which control tokens that the messages spell are quoted, for `encode`."""
         messages, template_kwargs = self._quoted(messages, template_kwargs)
-        return cast(str, self._templated(messages, template_kwargs, go_on, tokenize=False))
+        return cast(str, self._templated(messages, template_kwargs, add_generation_prompt, tokenize=False))
 
     def _templated_ids(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, go_on: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
     ) -> list[int]:
         quoted = self._quoted(messages, template_kwargs)
         if quoted[0] is messages and quoted[1] is template_kwargs:
-            return cast("list[int]", self._templated(messages, template_kwargs, go_on))
-        return self.encode(cast(str, self._templated(*quoted, go_on, tokenize=False)))
+            return cast("list[int]", self._templated(messages, template_kwargs, add_generation_prompt))
+        return self.encode(cast(str, self._templated(*quoted, add_generation_prompt, tokenize=False)))
 
     def _quoted(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
@@ -205,7 +208,7 @@ class ChatTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None,
-        go_on: bool,
+        add_generation_prompt: bool,
         tokenize: bool = True,
     ) -> Any:
         if not self._tokenizer.chat_template:
@@ -221,7 +224,7 @@ class ChatTokenizer:
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=go_on,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=tokenize,
                 return_dict=False,
                 **arguments,

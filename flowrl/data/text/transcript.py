@@ -74,7 +74,9 @@ class Transcript:
         self.prompt_length = len(self.ids)
         """Number of tokens of the prompt."""
         self.answers: list[SampledSpan] = []
-        self._shown = "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, go_on=True)
+        self._shown = (
+            "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, add_generation_prompt=True)
+        )
 
     def answer(self, ids: Sequence[int], log_probs: Sequence[float]) -> SampledSpan:
         """Append what the policy sampled.
@@ -115,7 +117,7 @@ class Transcript:
                 code="episode.invalid-reply",
             )
         marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
-        _, _, suffix = self._tokenizer.rendered(marked, self._arguments, go_on=True).rpartition(_MARK)
+        _, _, suffix = self._tokenizer.rendered(marked, self._arguments, add_generation_prompt=True).rpartition(_MARK)
         delta, last = self._tokenizer.encode(suffix), self.ids[-1]
         if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
             delta = delta[1:]
@@ -131,7 +133,9 @@ class Transcript:
             )
         if self._check != "off":
             self._shown += f"{self.messages[-1]['content']}{as_text(suffix)}"
-            rendered = self._tokenizer.conversation_text([*self.messages, *messages], self._arguments, go_on=True)
+            rendered = self._tokenizer.conversation_text(
+                [*self.messages, *messages], self._arguments, add_generation_prompt=True
+            )
             self._refuse_rewritten(self._shown, rendered)
         self.messages.extend(messages)
         self.ids.extend(delta)

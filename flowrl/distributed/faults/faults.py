@@ -97,7 +97,7 @@ def named(host: ProcessSpec | None) -> str:
     return "the general host" if host is None else f"{'+'.join(host.roles)} rank {host.rank}"
 
 
-def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
+def result_of(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
     """The result of a call to a host.
 
     The timeout is `patience` in seconds, by default the place's deadline.

@@ -12,7 +12,7 @@ import ray
 
 from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.faults import ray_processes as watch
-from flowrl.distributed.faults.faults import answer, named, stuck
+from flowrl.distributed.faults.faults import named, result_of, stuck
 from flowrl.run.placement.place import ProcessSpec
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class PendingCalls:
     def _refuse_dead(self, call: PendingCall) -> None:
         """Ping the host of a call, and raise if it is dead; a busy host responds later."""
         if call.ping is not None and ray.wait([call.ping], timeout=0)[0]:
-            answer(call.ping, call.host, call.what, self._place)
+            result_of(call.ping, call.host, call.what, self._place)
             call.ping = None
         if call.ping is None:
             call.ping = self._actor_of(call.host).pid.remote()

@@ -42,7 +42,7 @@ from flowrl.run.engine.runner import Lengths
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
-from flowrl.sync.route import Seat
+from flowrl.sync.route import Location
 from flowrl.sync.stream import Ticket, send
 from flowrl.sync.weight_selection import WeightSelection, rounded
 
@@ -56,7 +56,7 @@ class HostTask:
         when, task: the step, and node and step as facts, for errors.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
-        now: injected into the operator, with the share of these rows if several ranks split the batch.
+        now: injected into the operator, with the shard of these rows if several ranks split the batch.
         sources: by role of a trainer in another process, the source of its weights.
     """
 
@@ -130,7 +130,7 @@ class Host:
         self._built: EngineBuilder | None = None
         self._store: Any = None
 
-    def settle(self, backends: Sequence[Backend]) -> Seat:
+    def load_modules(self, backends: Sequence[Backend]) -> Location:
         """Import the modules of these backends; returns where Ray placed this process."""
         for backend in backends:
             for module in backend.imports:
@@ -138,7 +138,7 @@ class Host:
         context = ray.get_runtime_context()
         seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
         devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()
-        return Seat(str(context.get_node_id()), os.getpid(), devices)
+        return Location(str(context.get_node_id()), os.getpid(), devices)
 
     def sees(self, file: str) -> bool:
         """Whether a file exists on this machine."""
@@ -148,26 +148,27 @@ class Host:
         """The process id."""
         return os.getpid()
 
-    def rendezvous_address(self, alone: bool, timeout: float) -> tuple[str, int]:
+    def rendezvous_address(self, one_node: bool, timeout: float) -> tuple[str, int]:
         """Open a rendezvous store for the ranks, on the loopback if the whole job is on this machine; returns address
         and port."""
-        address = LOOPBACK if alone else ray.util.get_node_ip_address()
+        address = LOOPBACK if one_node else ray.util.get_node_ip_address()
         self._store = store_at(address, timeout)
         return address, self._store.port
 
-    def build(self, bindings: Mapping[str, Any], meeting: tuple[str, int] | None, alone: bool, timeout: float) -> None:
+    def build(
+        self, bindings: Mapping[str, Any], rendezvous: tuple[str, int] | None, one_node: bool, timeout: float
+    ) -> None:
         """Load the engines.
 
-        `meeting` is the rendezvous of several ranks (see `rendezvous_address`), `alone` whether all processes of the
-        job with engines are on this machine. The `timeout` in seconds is that of the rendezvous and of every
-        collective.
+        `rendezvous` is the `rendezvous_address` of several ranks, `one_node` whether all processes of the job with
+        engines are on this machine. The `timeout` in seconds is that of the rendezvous and of every collective.
         """
         assert self.plan is not None
-        if alone:
+        if one_node:
             stay_on_loopback()
-        if meeting is not None:
+        if rendezvous is not None:
             patience = timedelta(seconds=timeout)
-            store = c10d.TCPStore(*meeting, None, False, timeout=patience) if self._store is None else self._store
+            store = c10d.TCPStore(*rendezvous, None, False, timeout=patience) if self._store is None else self._store
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=store,

@@ -13,7 +13,7 @@ import ray
 from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.faults import ray_processes as watch
-from flowrl.distributed.faults.faults import GONE, HostDiedError, answer, died, naming
+from flowrl.distributed.faults.faults import GONE, HostDiedError, died, naming, result_of
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, PendingCalls
 from flowrl.distributed.hosts.host import Host
 from flowrl.errors import FlowrlError, NodeError
@@ -21,7 +21,7 @@ from flowrl.protocols.protocols import Closable
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.turns import Turns
-from flowrl.sync.route import Seat
+from flowrl.sync.route import Location
 
 _LOAD_SECONDS = 600  # the least deadline for loading engines
 _GENERAL_AT_ONCE = 8
@@ -50,7 +50,7 @@ class Hosts:
         self.unsynced_hosts: set[ProcessSpec] = set()  # engines that lost their weights asleep, until a sync
         self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
-        self.seats: dict[ProcessSpec, Seat] = {}
+        self.locations: dict[ProcessSpec, Location] = {}
         self.pending = PendingCalls(place, self.actor, lambda: [*self.actors, None])
         self.start_general()
 
@@ -76,17 +76,17 @@ class Hosts:
         groups: dict[tuple[str, ...], list[ProcessSpec]] = {}
         for plan in plans:
             groups.setdefault(plan.roles, []).append(plan)
-        self.seats |= zip(plans, self._settle(plans, patience), strict=True)
+        self.locations |= zip(plans, self._locate(plans, patience), strict=True)
         # All processes of the job count, because ranks of one machine may send to an engine on another.
-        alone = len({seat.node for seat in self.seats.values()}) == 1
+        one_node = len({location.node for location in self.locations.values()}) == 1
         for roles, ranks in groups.items():
             loading = _loading(roles)
             bindings = {role: self.bindings[role] for role in roles}
-            meeting, seconds = None, self.place.deadline
+            rendezvous, seconds = None, self.place.deadline
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
-                meeting = self.ask(ranks[:1], loading, "rendezvous_address", alone, seconds)[0]
+                rendezvous = self.ask(ranks[:1], loading, "rendezvous_address", one_node, seconds)[0]
             try:
-                self.ask(ranks, loading, "build", bindings, meeting, alone, seconds, patience=patience)
+                self.ask(ranks, loading, "build", bindings, rendezvous, one_node, seconds, patience=patience)
             except NodeError as error:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
@@ -100,12 +100,12 @@ class Hosts:
         found = getattr(self.actor(plan), name)
         return found.options(concurrency_group=SWAPPING) if swapping else found
 
-    def _settle(self, plans: Sequence[ProcessSpec], patience: float) -> list[Seat]:
+    def _locate(self, plans: Sequence[ProcessSpec], patience: float) -> list[Location]:
         """Start these processes concurrently and import what they need; returns where Ray placed them."""
         with naming("starting"):
             backends = {plan: [self.bindings[role] for role in plan.roles] for plan in plans}
-            calls = {self.actors[plan].settle.remote(backends[plan]): plan for plan in plans}
-        return self._answers(calls, "starting", "settle", patience)
+            calls = {self.actors[plan].load_modules.remote(backends[plan]): plan for plan in plans}
+        return self._results(calls, "starting", "load_modules", patience)
 
     def ask(
         self,
@@ -125,9 +125,9 @@ class Hosts:
         """
         with naming(what):
             calls = {self.method(plan, method, swapping).remote(*arguments): plan for plan in plans}
-        return self._answers(calls, what, method, patience)
+        return self._results(calls, what, method, patience)
 
-    def _answers(
+    def _results(
         self, calls: Mapping[Any, ProcessSpec], what: str, method: str, patience: float | None = None
     ) -> list[Any]:
         """The results of these calls (host by reference); see `ask`."""
@@ -137,15 +137,15 @@ class Hosts:
         try:
             while waiting := [ref for ref in calls if ref not in results]:
                 for ref in self.pending.next(waiting):
-                    results[ref] = self._answer(ref, calls[ref], what, calls.values())
+                    results[ref] = self._result(ref, calls[ref], what, calls.values())
         finally:
             self.pending.discard(calls)
         return [results[ref] for ref in calls]
 
-    def _answer(self, ref: Any, plan: ProcessSpec, what: str, called: Iterable[ProcessSpec]) -> Any:
+    def _result(self, ref: Any, plan: ProcessSpec, what: str, called: Iterable[ProcessSpec]) -> Any:
         """The result of a call; if it failed because another called host died, raises that death."""
         try:
-            return answer(ref, plan, what, self.place)
+            return result_of(ref, plan, what, self.place)
         except HostDiedError:
             raise
         except NodeError as error:
@@ -245,7 +245,7 @@ class Hosts:
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts that share a slot with another awake host."""
-        self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._turns.awake)], what)
+        self._sleep([plan for plan in plans if any(plan.shares_slots_with(other) for other in self._turns.awake)], what)
 
 
 def _loading(roles: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ c10d: Any = dist  # its annotations lack the documented stores
 
 
 def store_at(address: str, seconds: float) -> Any:
-    """A store that listens at an address of this machine, on a free port, with a timeout of so many seconds."""
+    """A store that listens at an address of this machine, on a free port, with a timeout in seconds."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     return c10d.TCPStore(

@@ -41,7 +41,7 @@ class InFlightSteps:
             None for the final outputs.
         on_node: called with the name of each node as it starts.
         now: the step that scheduled parameters use; None for the step itself.
-        more: returns batches of so many further prompts for the inputs of the region.
+        more: returns batches of this many further prompts for the inputs of the region.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class InFlightSteps:
         )
 
     def _start_round(self, step: int, one: OpenStep, missing: int) -> None:
-        """Start another round on so many further prompts; a restarted step has sampled them already."""
+        """Start another round on this many further prompts; a restarted step has sampled them already."""
         one.earlier_rounds.append(self._of_round(step, one))
         one.round = Round(len(one.round_results), missing)
         if len(one.batches) == one.round.number:

@@ -67,7 +67,7 @@ class NodeInfo:
                 position,
                 frozenset() if node.is_input else runner.slots(node),
                 tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
-                tuple(name for name, wanted in outputs if isinstance(wanted, ColumnType)),
+                tuple(name for name, typed in outputs if isinstance(typed, ColumnType)),
                 *_row_axes(graph, node),
                 instances.waits[node.name],
                 instances.frees[node.name],

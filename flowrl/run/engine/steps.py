@@ -85,7 +85,7 @@ class Steps:
         return_nodes: Sequence[str] = (),
         on_node: OnNode = lambda name: None,
         more: Draw | None = None,
-        tell: Callable[[int], Collection[Edge]] = lambda step: (),
+        columns: Callable[[int], Collection[Edge]] = lambda step: (),
     ) -> Iterator[StepResult]:
         """Run these steps, and yield the result of each, in order.
 
@@ -93,16 +93,16 @@ class Steps:
 
         Args:
             draw: returns the batch of a step, or that of each input by its name; called once per step, in order.
-            more: returns a batch of so many further prompts for a `Collect`, or that of each of its inputs by name.
-            tell: further columns that the result of a step includes, those of all rounds, by their names in the graph
-                before fusing.
+            more: returns a batch of this many further prompts for a `Collect`, or that of each of its inputs by name.
+            columns: further columns that the result of a step includes, those of all rounds, by their names before
+                fusing.
         """
         returned = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
         @functools.lru_cache(maxsize=lag + 1)
         def requested(step: int) -> Mapping[str, Collection[str] | None]:
             some: dict[str, list[str]] = {}
-            for node, output in tell(step):
+            for node, output in columns(step):
                 some.setdefault(self._fused.get(node, node), []).append(output)
             return {**some, **dict.fromkeys(returned)}
 
@@ -127,7 +127,7 @@ class Steps:
             result = self._protected(functools.partial(self._finish, in_flight, step), in_flight)
             in_flight.close(step)
             self.state = in_flight.snapshot_state
-            named = {*return_nodes, *(edge.node for edge in tell(step))}
+            named = {*return_nodes, *(edge.node for edge in columns(step))}
             yield result.under({name: self._fused[name] for name in self._fused if name in named})
 
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
@@ -141,7 +141,7 @@ class Steps:
 
     def _protected(self, act: Callable[[], T], in_flight: InFlightSteps) -> T:
         """Call `act`; if a process is lost, recover and restart the steps in flight."""
-        return self._weights.protect(act, in_flight.restart) if self._weights.spare else act()
+        return self._weights.protect(act, in_flight.restart) if self._weights.snapshot_folder else act()
 
     def _complete(
         self, given: Batches, infos: Mapping[str, NodeInfo], inputs: Iterable[str]
@@ -149,13 +149,13 @@ class Steps:
         """The batch of each of these inputs; refuses missing columns."""
         batches = dict.fromkeys(inputs, given) if isinstance(given, DataProto) else given
         for name in inputs:
-            wanted = infos[name].columns
+            required = infos[name].columns
             found = batches[name].columns if name in batches else {}
-            if missing := [column for column in wanted if column not in found]:
+            if missing := [column for column in required if column not in found]:
                 raise GraphError(
                     f"The batch for the input {name!r} of {self.plan.graph.name} lacks {', '.join(missing)}. Pass one "
-                    f"with the columns {', '.join(wanted)}, such as PromptData(...).load(...).next(n), or a batch for "
-                    f"each input: {{{name!r}: ...}}.",
+                    f"with the columns {', '.join(required)}, such as PromptData(...).load(...).next(n), or a batch "
+                    f"for each input: {{{name!r}: ...}}.",
                     code="step.missing-columns",
                     graph=self.plan.graph.name,
                     node=name,
@@ -181,13 +181,13 @@ class Steps:
             in_flight.drain()
             self._weights.sync()
         result = in_flight.finish(step)
-        if self._weights.spare and self.plan.graph.trained:
+        if self._weights.snapshot_folder and self.plan.graph.trained:
             self._weights.snapshot()
         return result
 
     # ---- between steps
 
-    def still(self) -> None:
+    def drain(self) -> None:
         """Wait for all running nodes: with a lag, later steps are in flight when one is done."""
         if self._in_flight is not None:
             self.runner.timeline = self.timeline
@@ -202,7 +202,7 @@ class Steps:
 
     def save(self, folder: Path) -> None:
         """Checkpoint each trained role into its own folder, and with a lag the steps in flight."""
-        self.still()
+        self.drain()
         self._weights.protect(lambda: self._weights.save(folder))
         if (steps := self._in_flight) is not None:
             save_snapshots(steps.snapshots, steps.lag, steps.infos, self.runner, folder / AHEAD)

@@ -27,11 +27,11 @@ class TrainedWeights:
     """The weights of a job's trained roles.
 
     Args:
-        spare: a local folder for a snapshot after each step, which `protect` restores; None for no snapshots.
+        snapshot_folder: a local folder for a snapshot after each step, which `protect` restores; None for no snapshots.
     """
 
-    def __init__(self, plan: Plan, runner: Runner, seed: int, spare: Path | None = None) -> None:
-        self._plan, self._runner, self._seed, self.spare = plan, runner, seed, spare
+    def __init__(self, plan: Plan, runner: Runner, seed: int, snapshot_folder: Path | None = None) -> None:
+        self._plan, self._runner, self._seed, self.snapshot_folder = plan, runner, seed, snapshot_folder
         self._snapshot: Path | None = None
         self._numbers = itertools.count()
 
@@ -56,10 +56,10 @@ class TrainedWeights:
         self.sync()
 
     def snapshot(self) -> None:
-        """If there is a spare folder, replace the snapshot in it."""
-        if self.spare is None:
+        """If there is a `snapshot_folder`, replace the snapshot in it."""
+        if self.snapshot_folder is None:
             return
-        new, old = self.spare / str(next(self._numbers)), self._snapshot
+        new, old = self.snapshot_folder / str(next(self._numbers)), self._snapshot
         self.save(new)
         self._snapshot = new
         if old is not None:

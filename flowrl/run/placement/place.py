@@ -73,7 +73,7 @@ class ProcessSpec:
     def name(self) -> str:
         return f"{'+'.join(self.roles)}[{self.rank}]"
 
-    def meets(self, other: ProcessSpec) -> bool:
+    def shares_slots_with(self, other: ProcessSpec) -> bool:
         """Whether two different processes share a slot, so that they take turns."""
         return self != other and not set(self.slots).isdisjoint(other.slots)
 

@@ -30,7 +30,7 @@ def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
 
 
 def rows_of_ranks(task: Task, ranks: int) -> list[Counts | None]:
-    """The rows of each rank of an operator over the whole batch, as its `shares` deals them.
+    """The rows of each rank of an operator over the whole batch, as its `shards` splits them.
 
     None is all rows, for every rank if the lengths of the rows are unknown.
     """
@@ -38,7 +38,7 @@ def rows_of_ranks(task: Task, ranks: int) -> list[Counts | None]:
     if task.lengths is None:
         return [None] * ranks
     key = node_key(task.seed, task.step or 0, operator.name)
-    dealt = operator.shares(torch.from_numpy(task.lengths.tokens), ranks, key)
+    dealt = operator.shards(torch.from_numpy(task.lengths.tokens), ranks, key)
     return [None] * ranks if dealt is None else [rows.numpy() for rows in dealt]
 
 

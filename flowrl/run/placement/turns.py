@@ -1,4 +1,4 @@
-"""`Turns`: who is awake on the slots of a place."""
+"""`Turns`: which processes are awake on the slots of a place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Turns:
     """Which processes are awake. Those that share a slot begin asleep and take turns; the others are always awake."""
 
     def __init__(self, processes: Sequence[ProcessSpec]) -> None:
-        self._others = {one: [other for other in processes if one.meets(other)] for one in processes}
+        self._others = {one: [other for other in processes if one.shares_slots_with(other)] for one in processes}
         self.awake: set[ProcessSpec] = set()
 
     def shared(self, processes: Iterable[ProcessSpec]) -> bool:
@@ -20,8 +20,8 @@ class Turns:
 
     def awake_on(self, processes: Collection[ProcessSpec]) -> list[ProcessSpec]:
         """The other processes that are awake on a slot of these."""
-        wanted = {other for one in processes for other in self._others[one]}
-        return [one for one in self._others if one in self.awake & wanted]
+        neighbors = {other for one in processes for other in self._others[one]}
+        return [one for one in self._others if one in self.awake & neighbors]
 
     def needed(
         self, coming: Sequence[ProcessSpec], keep_awake: Collection[ProcessSpec] = ()

@@ -66,7 +66,7 @@ def _digest(folder: Path) -> str | None:
     except OSError as error:
         what = f"{error.filename} cannot be read ({error.strerror})"
         raise BindError(
-            f"The model file {what}. Give yourself read permission, or bind a backend with another model.",
+            f"The model file {what}. Make it readable, or bind a backend with another model.",
             code="job.unreadable-model",
             path=error.filename,
             reason=error.strerror,

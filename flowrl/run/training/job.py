@@ -20,6 +20,7 @@ from flowrl.core.graphs.spans import spanned, swaps
 from flowrl.core.operators.session import Session
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.vocabulary import refuse_other_vocabularies
+from flowrl.draw.notebook import job_html
 from flowrl.edits.edit import edit
 from flowrl.errors import BindError, FlowrlError, GraphError
 from flowrl.protocols.backend import refuse_unfit, refuse_unsynced
@@ -81,6 +82,10 @@ class Job(Generic[GraphT]):
         """
         graph = spanned(self.graph)
         return fused(graph) if self.optimize else graph
+
+    def _repr_html_(self) -> str:
+        place = {} if self.place is None else {"place": str(self.place)}
+        return job_html(self.graph, f"{self.graph.name}, bound", place)
 
     def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
         """`Graph.edit` of the job's graph; ``edit(bind={"rollout": ...})`` replaces only an engine."""
@@ -297,7 +302,7 @@ def ends_of_responses(graph: Graph) -> str | None:
     on this machine."""
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
-            return tokenizer.said_ends
+            return tokenizer.ends_text
     return None
 
 

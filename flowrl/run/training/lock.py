@@ -62,7 +62,7 @@ class FolderLock:
             self.release()
             raise
 
-    def give_way(self) -> None:
+    def free_reserve(self) -> None:
         """Free the reserved bytes."""
         os.ftruncate(self._file, self._text)
 

@@ -16,12 +16,12 @@ import xxhash
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import writing
 from flowrl.data.proto.formats import check_json
+from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Summary, Timeline, idle
-from flowrl.run.recording.recorder import Recorder
 from flowrl.run.recording.span_log import SpanLog
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
@@ -51,6 +51,19 @@ class Run:
     metrics: Sequence[Mapping[str, float]]
     validations: Sequence[Mapping[str, float]]
     engines: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        curves = [f"{self.folder}: {len(self.metrics)} steps done; flowrl.open({str(self.folder)!r}) looks into them"]
+        for name in ("reward/mean", "kl/ref"):
+            if self.metrics and name in self.metrics[0] and name in self.metrics[-1]:
+                curves.append(f"  {name} {self.metrics[0][name]:.3f} -> {self.metrics[-1][name]:.3f}")
+        return "\n".join(curves)
+
+    def _repr_html_(self) -> str:
+        last = self.metrics[-1] if self.metrics else {}
+        names = [name for name in last if name.startswith(("reward/", "kl/", "actor/"))]
+        rows = [(name, last[name], sparkline([m.get(name) for m in self.metrics])) for name in names]
+        return block(repr(self).splitlines()[0], table(rows))
 
 
 class Loop:
@@ -83,8 +96,11 @@ class Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
-        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
+        self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
+        # here: pyarrow starts threads, so a module that imports `Training` could not be loaded before workers are forked
+        from flowrl.run.recording.recorder import Recorder
+
         self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
         self.spans = SpanLog(folder)
         self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
@@ -130,7 +146,7 @@ class Loop:
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"])
-        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.scored = {int(step): numbers for step, numbers in state["last_scored_step"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
@@ -141,10 +157,10 @@ class Loop:
     def _checkpoint(self, step: int) -> None:
         if not self._has_checkpoint(step) and (self.training.checkpoint_every is None or not self.ending.received):
             return
-        self.steps.still()
+        self.steps.drain()
         state = {
             "data": self.sources.position,
-            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
+            "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
             "state": self.steps.state,
             "content": self.content,
             "made_with": jsonable(self.identity),
@@ -177,8 +193,8 @@ class Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validations and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
+        more, columns, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, columns=columns)
         for step in steps:
             cells = jsonable(self.steps.state)
             self.started = time.perf_counter()
@@ -195,7 +211,7 @@ class Loop:
             self.ending.end_after(step + 1, self.folder.path)
 
     def _draw(self, step: int) -> Batches:
-        self.heard[step] = self.sources.heard
+        self.scored[step] = self.sources.last_scored_step
         batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # reading data does not count as part of the step
         return batches
@@ -212,7 +228,7 @@ class Loop:
         self.totals["total/tokens"] += computed.get("response_length/total", 0.0)
         of_run = {"time": time.time(), **self.totals}
         timing = {**result.timing(seconds), **recording}
-        metrics = {"step": step + 1, **computed, **self.heard.pop(step), **timing, **of_run}
+        metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")

@@ -20,7 +20,7 @@ Found = tuple[Path, Mapping[str, Any]]
 _STATE: Mapping[str, type] = {
     "step": int,
     "data": dict,
-    "heard": dict,
+    "last_scored_step": dict,
     "content": dict,
     "state": dict,
     "made_with": dict,

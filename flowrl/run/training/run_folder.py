@@ -107,7 +107,7 @@ class RunFolder:
         except StorageError:
             if self._lock is None:
                 raise
-            self._lock.give_way()
+            self._lock.free_reserve()
             write(self.path / "run.json", text)
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, ParameterError, offer
 from flowrl.record_types import record_columns
-from flowrl.records import rows_of_draw
+from flowrl.records import rows_per_item
 from flowrl.run.engine.steps import folder_of_trained, writers_of_tokens
 from flowrl.run.training.job import tokenizer_of
 from flowrl.run.training.prompt_lengths import refuse_long_prompts
@@ -96,7 +96,7 @@ def refuse_no_tokenizer(graph: Graph, sources: Mapping[str, Source]) -> None:
 def refuse_no_feedback(graph: Graph, sources: Mapping[str, Source]) -> None:
     """Refuse a source that learns from scores which no node reports."""
     for name, source in sources.items():
-        if source.learns and not tellers(graph, name):
+        if source.learns and not feedback_nodes(graph, name):
             raise ParameterError(
                 f"The source of the input {name!r} learns from the scores of its rows, but no node of {graph.name} "
                 f"reports them. Insert a Feedback after the reward: "
@@ -170,7 +170,7 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
             missing=missing,
             found=list(has),
         )
-    rows, factor = graph[name].operator.rows_factor, rows_of_draw(source.record)
+    rows, factor = graph[name].operator.rows_factor, rows_per_item(source.record)
     if rows != factor:
         raise ParameterError(
             f"The input {name!r} of {graph.name} has {rows} row(s) per draw, but {kind} has {factor}. Annotate the "
@@ -184,7 +184,7 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
         )
 
 
-def tellers(graph: Graph, name: str) -> list[str]:
+def feedback_nodes(graph: Graph, name: str) -> list[str]:
     """The nodes that report the scores of an input's rows."""
     return [
         n.name for n in graph.nodes.values() if Effect.SAMPLER_FEEDBACK in n.effects and input_of(graph, n.name) == name
@@ -222,7 +222,7 @@ class Sources:
         }
         _refuse_rows_of_other_templates(graph, self.streams)
         refuse_long_prompts(graph, self.streams)
-        self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
+        self._learns = {name: feedback_nodes(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)
 
     def warn_of_few(self, draws: int) -> None:
@@ -274,9 +274,9 @@ class Sources:
             self.streams[name].learn(step, by_group)
 
     @property
-    def heard(self) -> dict[str, float]:
+    def last_scored_step(self) -> dict[str, float]:
         """As metrics: the last step whose scores each source that learns has received; its next draw uses these."""
-        return {f"data/{name}/heard": float(self.streams[name].heard) for name in self._learns}
+        return {f"data/{name}/last_scored_step": float(self.streams[name].last_scored_step) for name in self._learns}
 
     @property
     def digests(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.sources.source import Source
+from flowrl.draw.notebook import job_html
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
 from flowrl.protocols.protocols import Trainer
@@ -219,6 +220,12 @@ class Training(Spec):
                     folder.describe({"status": status, "ended": time.time(), "error": text, **described})
                 raise
         return run
+
+    def _repr_html_(self) -> str:
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
+        changed.pop("job", None)
+        return job_html(self.job.graph, f"{self.job.graph.name}: {self.steps} steps", changed)
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the original: all but backends, place and length.

@@ -89,7 +89,7 @@ class Validating:
     def _run(self, step: int, one: _Ready, on_start: Callable[[str], None]) -> Validated:
         validation, steps = one.held_out.validation, one.steps
         on_start(one.name)
-        self._training.still()
+        self._training.drain()
         steps.during = f"in the validation {one.name!r} after step {step}"
         steps.state.clear()  # so that a validation does not depend on those before it
         if one.held_out.syncs:

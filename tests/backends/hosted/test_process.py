@@ -1,4 +1,4 @@
-"""Tests of `process.py` and `keeper.py`: a subprocess that is called over pipes.
+"""Tests of `process.py` and `reaper.py`: a subprocess that is called over pipes.
 
 They cover its replies, its death, and the removal of its resources.
 """
@@ -25,8 +25,8 @@ import torch
 
 from flowrl.backends import TorchTrainer
 from flowrl.backends.hosted.arrival import IncomingWeights, expected_weights
-from flowrl.backends.hosted.keeper import members, shared_memory, start_keeper
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.hosted.reaper import members, shared_memory, start_reaper
 from flowrl.backends.sglang import engine as sglang
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.run.engine.build import EngineBuilder
@@ -126,7 +126,7 @@ class TestProcess:
         assert not members(group)
         assert not Path(folder.name).exists()
 
-    def test_the_keeper_removes_files_after_both_processes_are_killed(self) -> None:
+    def test_the_reaper_removes_files_after_both_processes_are_killed(self) -> None:
         """Ray kills an actor and the processes that it has started this way."""
         code = (
             "import json, os, signal, tempfile; from flowrl.backends.hosted.process import EngineProcess;"
@@ -142,13 +142,13 @@ class TestProcess:
         assert not Path("/dev/shm", reply["memory"]).exists()
         eventually(lambda: state(reply["child"]) in (None, "Z"))
 
-    def test_the_keeper_removes_shared_memory_after_a_process_and_its_children_are_killed(self) -> None:
+    def test_the_reaper_removes_shared_memory_after_a_process_and_its_children_are_killed(self) -> None:
         """Ray kills actors this way; no other process could remove it."""
         code = (
             "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
-            "from flowrl.backends.hosted.keeper import start_keeper;"
+            "from flowrl.backends.hosted.reaper import start_reaper;"
             "memory = SharedMemory(create=True, size=64);"
-            "life = start_keeper([Path('/dev/shm', memory.name)]);"
+            "life = start_reaper([Path('/dev/shm', memory.name)]);"
             "print(memory.name, flush=True);"
             "from multiprocessing.resource_tracker import _resource_tracker;"
             "os.kill(_resource_tracker._pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
@@ -157,15 +157,15 @@ class TestProcess:
         assert done.returncode == -signal.SIGKILL, done.stderr
         eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
 
-    def test_the_keeper_is_not_a_child_of_its_starter(self) -> None:
-        """Killing a process with its children does not kill its keeper, which ends when its pipe closes."""
+    def test_the_reaper_is_not_a_child_of_its_starter(self) -> None:
+        """Killing a process with its children does not kill its reaper, which ends when its pipe closes."""
         descriptor, name = tempfile.mkstemp(dir="/dev/shm")
         os.close(descriptor)
-        life = start_keeper([Path(name)])
+        life = start_reaper([Path(name)])
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         command_lines = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
-        # Selected by folder: keepers of reward processes are children of this process.
-        assert not [path for path in command_lines if b"flowrl-keeper-" in path.read_bytes()]
+        # Selected by folder: reapers of reward processes are children of this process.
+        assert not [path for path in command_lines if b"flowrl-reaper-" in path.read_bytes()]
         assert Path(name).exists()
         os.close(life)
         eventually(lambda: not Path(name).exists())

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from flowrl.backends.hosted.keeper import NOTE
+from flowrl.backends.hosted.reaper import NOTE
 
 
 def main(requests: Connection, replies: Connection) -> None:
@@ -29,7 +29,7 @@ def main(requests: Connection, replies: Connection) -> None:
                 replies.send({"error": "ValueError: no"})
             case "die":
                 os._exit(3)
-            case "grow":  # and die, once the keeper has recorded it
+            case "grow":  # and die, once the reaper has recorded it
                 more = SharedMemory(create=True, size=4096)
                 resource_tracker.unregister(more._name, "shared_memory")  # type: ignore[attr-defined]
                 print(more.name, flush=True)

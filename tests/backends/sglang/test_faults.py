@@ -20,8 +20,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flowrl.backends import SGLang, TorchTrainer
-from flowrl.backends.hosted.keeper import members
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.hosted.reaper import members
 from flowrl.backends.sglang import engine as module
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.data.metrics import Metrics

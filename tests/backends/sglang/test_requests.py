@@ -226,9 +226,9 @@ def test_dropped_requests_are_aborted_before_the_next_call(
     assert len(manager.rid_to_state) == 2
     process.pool.drop("a")
     process.pool.drop("b")
-    process.wait(process.pool.settled())
+    process.wait(process.pool.drain())
     assert not manager.rid_to_state
-    process.wait(process.pool.settled())
+    process.wait(process.pool.drain())
 
 
 def test_an_sglang_error_is_raised(process: Process, manager: Manager) -> None:

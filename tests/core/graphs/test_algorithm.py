@@ -52,7 +52,7 @@ def advantages(row: Row, *, gamma: float = 1.0) -> Any:
     return Whiten()(adv.advantages, row.response_mask)
 
 
-def test_traces_into_a_graph() -> None:
+def test_calling_an_algorithm_traces_its_operators_into_a_graph() -> None:
     graph = scored(n=3)
     assert graph.name == "scored"
     assert list(graph.nodes) == ["batch", "repeat", "generate", "reward"]
@@ -64,7 +64,7 @@ def test_traces_into_a_graph() -> None:
     assert scored(n=3).fingerprint() == graph.fingerprint() != scored(n=4).fingerprint()
 
 
-def test_the_same_lines_run_on_tensors() -> None:
+def test_step_runs_the_traced_lines_on_tensors() -> None:
     row = Row(torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
     by_hand = torch.tensor([0.25, 0.5, 1.0])  # lam=0.95 at gamma=0.5 / 0.95 discounts by exactly a half a token
     got = advantages.step(row, gamma=0.5 / 0.95)
@@ -73,7 +73,7 @@ def test_the_same_lines_run_on_tensors() -> None:
     assert list(advantages(gamma=0.5).nodes) == ["row", "gae", "whiten"]
 
 
-def test_every_step_on_tensors_counts() -> None:
+def test_each_step_call_increments_the_step_of_the_session() -> None:
     row = Row(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     session = Session({}, seed=0)
     with session.active():
@@ -84,14 +84,14 @@ def test_every_step_on_tensors_counts() -> None:
     assert session.step == 2
 
 
-def test_inputs_are_left_out_of_the_call_and_the_rest_is_checked() -> None:
+def test_a_call_passes_parameters_only_and_checks_their_names() -> None:
     assert repr(scored) == "<algorithm scored(n: 'int' = 2, fn: 'Any' = <function exact at " + repr(exact)[19:] + ")>"
     assert scored.__doc__ == "The smallest evaluation: responses and their scores."
     with raises("algorithm.bad-call", algorithm="scored", reason="got an unexpected keyword argument 'm'"):
         scored(m=3)
 
 
-def test_several_inputs() -> None:
+def test_each_record_parameter_is_an_input_of_the_graph() -> None:
     @algorithm
     def two(row: Row, other: Row) -> Any:
         first = Sum()(row.values, row.values)
@@ -107,7 +107,7 @@ def test_several_inputs() -> None:
         mixed()
 
 
-def test_returns_may_be_symbols_records_tuples_and_none() -> None:
+def test_an_algorithm_may_return_symbols_records_nested_tuples_and_none() -> None:
     @algorithm
     def nested(row: Row) -> Any:
         heads = TwoHeads()(row.values)
@@ -121,7 +121,7 @@ def test_returns_may_be_symbols_records_tuples_and_none() -> None:
     ("result", "code"),
     [(None, "graph.no-sink"), ({}, "algorithm.wrong-return"), (torch.zeros(2), "algorithm.wrong-return")],
 )
-def test_refuses_other_returns(result: Any, code: str) -> None:
+def test_other_return_values_are_refused(result: Any, code: str) -> None:
     @algorithm
     def wrong(row: Row) -> Any:
         TwoHeads()(row.values)
@@ -129,6 +129,25 @@ def test_refuses_other_returns(result: Any, code: str) -> None:
 
     with raises(code, algorithm="wrong"):
         wrong()
+
+
+def test_returning_an_output_of_another_graph_is_refused() -> None:
+    """Even if this graph has a node and an output of the same names."""
+    outputs: list[Any] = []
+
+    @algorithm
+    def first(row: Row) -> Any:
+        outputs.append(TwoHeads()(row.values).values)
+        return outputs
+
+    @algorithm
+    def second(row: Row) -> Any:
+        TwoHeads()(row.values)
+        return outputs
+
+    first()
+    with raises("algorithm.foreign-input", algorithm="second", found="two_heads.values"):
+        second()
 
 
 def test_an_algorithm_needs_an_input() -> None:
@@ -155,7 +174,7 @@ def test_an_algorithm_is_a_plain_function() -> None:
         assert f"is {what}; expected" in error.value.message
 
 
-def test_records_may_be_local() -> None:
+def test_records_defined_in_a_function_are_accepted() -> None:
     class Mine(NamedTuple):
         values: c.Values
 
@@ -240,7 +259,7 @@ def test_symbols_can_be_printed_and_stored() -> None:
         borrowed()
 
 
-def test_names_must_differ() -> None:
+def test_nodes_of_one_name_are_refused() -> None:
     @algorithm
     def twice(row: Row, named: bool) -> Any:
         first = TwoHeads()(row.values)
@@ -253,7 +272,7 @@ def test_names_must_differ() -> None:
     assert 'TwoHeads(...).named("two_heads_2nd")' in error.value.message
 
 
-def test_constants_are_parameters_not_inputs() -> None:
+def test_a_constant_tensor_as_an_operator_input_is_refused() -> None:
     @algorithm
     def constant(batch: PromptBatch) -> Any:
         return LengthPenalty()(torch.zeros(2, 2), Generate()(batch).response_mask)
@@ -262,7 +281,7 @@ def test_constants_are_parameters_not_inputs() -> None:
         constant()
 
 
-def test_records_and_columns_are_not_mixed_up() -> None:
+def test_a_record_in_place_of_a_column_is_refused() -> None:
     @algorithm
     def whole(batch: PromptBatch) -> Any:
         rollout = Generate()(batch)

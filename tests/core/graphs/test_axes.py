@@ -1,4 +1,4 @@
-"""New axes of an operator, and several row axes in one operator: what fits, and what a graph refuses."""
+"""New axes and several row axes of operators: accepted and refused graphs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_responses_of_two_generates_join_on_a_new_response_axis() -> None:
     assert axes(graph, "shorter.input_ids") == ("batch@batch", "sequence@shorter")  # a prompt and its response
 
 
-def test_joined_rows_are_scored_as_what_they_are(tiny: str) -> None:
+def test_joined_rows_have_the_log_probs_of_their_own_tokens(tiny: str) -> None:
     engines = job_of("grpo", tiny).build()
     prompts = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
     steps = walk(with_demos(Join()), rollout=engines["rollout"], actor=engines["actor"])
@@ -130,7 +130,7 @@ def test_the_shorter_of_two_responses_has_its_own_width(tiny: str) -> None:
     assert torch.equal(lengths[2], torch.minimum(lengths[0], lengths[1]))
 
 
-def test_a_port_with_rows_of_its_own_leaves_the_others_alone() -> None:
+def test_a_port_with_its_own_row_axis_does_not_constrain_other_ports() -> None:
     mask, demos = torch.ones(3, 2, dtype=torch.bool), torch.ones(1, 5, dtype=torch.bool)
     assert torch.equal(Above()(mask, demos), torch.full((3, 2), -3.0))
 
@@ -180,14 +180,14 @@ class OneAxis(Operator):
         ),
     ],
 )
-def test_an_operator_that_would_fail_on_other_widths_is_refused_when_the_graph_is_made(
+def test_an_operator_with_undeclared_axes_is_refused_when_the_graph_is_built(
     make: Any, code: str, facts: dict[str, Any]
 ) -> None:
     with raises(code, **facts):
         make()
 
 
-def test_an_undeclared_cut_is_refused_with_a_fix() -> None:
+def test_an_output_narrower_than_its_axis_is_refused_with_the_declaration_to_add() -> None:
     class Cut(Operator):
         def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
             return response_mask[:, :1]
@@ -204,7 +204,7 @@ def own_axes(annotation: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Rows["demo", RolloutBatch], r"Rows\[\.\.\.\] needs a record .* Rows\[RolloutBatch, \"demo\"\]"),
         (
@@ -216,8 +216,8 @@ def own_axes(annotation: Any) -> Any:
         (lambda: own_axes(Rows[Graph, "b"]), r"A batchless value has no axes of its own. Remove the name 'b'"),
     ],
 )
-def test_invalid_axes_of_a_port_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(DefinitionError, match=said):
+def test_invalid_axes_of_a_port_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(DefinitionError, match=message):
         make()
 
 

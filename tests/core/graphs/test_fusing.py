@@ -1,4 +1,4 @@
-"""What is fused in a plan, what is not and why; see `tests/run/engine/test_fused.py` for the numbers."""
+"""Fused passes of plans, and the reasons against fusing; see `tests/run/engine/test_fused.py` for the numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestFused:
         assert as_in_graph(update, Edge("update_actor", own)) == Edge("update_actor", own)
         assert repr(update) == f"{graph['update_actor'].operator!r}, fused with old_log_prob"
 
-    def test_grpo(self) -> None:
+    def test_grpo_computes_old_log_probs_in_its_update(self) -> None:
         graph = bound("grpo")
         before = graph.fingerprint(), graph.mermaid()
         one = fused(graph)
@@ -79,12 +79,12 @@ class TestFused:
         assert scorers(one) == {"old_log_prob": "update_actor"} and scorers(graph) == {}
         assert fusings(one) == [] and fused(one) == one
 
-    def test_the_column_has_the_same_rows(self) -> None:
+    def test_the_fused_column_keeps_its_type_and_axes(self) -> None:
         graph = bound("grpo")
         types = {str(edge): typed for edge, typed in [*graph.types.items(), *fused(graph).types.items()]}
         assert types["update_actor.old_log_probs"] == types["old_log_prob.old_log_probs"]
 
-    def test_parameters_and_steps_stay(self) -> None:
+    def test_fusing_keeps_parameters_and_step_conditions(self) -> None:
         graph = (
             bound("grpo", clip=0.3)
             .edit(set={"update_actor.entropy": 0.01})
@@ -101,17 +101,17 @@ class TestFused:
         "name",
         ["grpo", "dr_grpo", "gspo", "grpo_sft", "cispo", "gmpo", "sapo", "dppo", "reinforce_plus_plus_baseline"],
     )
-    def test_what_the_shelf_gains(self, name: str) -> None:
+    def test_these_algorithms_of_the_package_fuse(self, name: str) -> None:
         assert why(bound(name)) is None
 
     @pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "remax"])
-    def test_without_kl_in_the_reward(self, name: str) -> None:
+    def test_algorithms_with_kl_in_the_reward_fuse_once_it_is_dropped(self, name: str) -> None:
         assert why(bound(name).edit(drop=["kl_shape"])) is None
 
-    def test_with_a_lag(self) -> None:
+    def test_a_lag_does_not_prevent_fusing(self) -> None:
         assert why(bound("grpo").edit(lag=1)) is None
 
-    def test_only_one_of_two_twins_is_fused(self) -> None:
+    def test_only_one_of_two_old_log_prob_nodes_is_fused(self) -> None:
         graph = bound("grpo").edit(
             insert={"other": After("old_log_prob", OldLogProb())},
             wire={"mismatch.old_log_probs": "other.old_log_probs"},
@@ -121,14 +121,14 @@ class TestFused:
         assert [line.before for line in Plan(one).state_edges if line.role == "actor"] == ["other"]
 
 
-class Kept(NamedTuple):
-    """What a judge of log-probs leaves."""
+class JudgeOutput(NamedTuple):
+    """The output of `Judge`."""
 
     seen: int
 
 
 class Masks(NamedTuple):
-    """What a model of something else than tokens may read."""
+    """The inputs of a model over something other than tokens."""
 
     response_mask: c.ResponseMask
     policy_version: c.PolicyVersion
@@ -139,7 +139,7 @@ class Judge(Operator):
 
     ref: Reads[Scorer] = Role("ref")
 
-    def __call__(self, old_log_probs: c.OldLogProbs) -> Kept: ...
+    def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
 
 
 class Flat(Operator):
@@ -164,7 +164,7 @@ class Record(NamedTuple):
 
 
 class TestNotFused:
-    def test_what_feeds_the_update_reads_it(self) -> None:
+    def test_no_fusing_if_an_ancestor_of_the_update_reads_the_column(self) -> None:
         assert why(bound("ppo")) == "kl_shape reads it before"
         assert why(bound("distill")) == "reverse_kl reads it before"
         decoupled = bound("grpo").edit(insert={"correction": After("group_advantage", RolloutCorrection())})
@@ -177,33 +177,33 @@ class TestNotFused:
             ({"mini_batch": 4}, "update_actor changes weights between mini-batches (mini_batch=4)"),
         ],
     )
-    def test_weights_change_within_the_update(self, settings: Any, reason: str) -> None:
+    def test_no_fusing_if_the_update_takes_several_optimizer_steps(self, settings: Any, reason: str) -> None:
         assert why(bound("grpo", **settings)) == reason
 
-    def test_epochs_over_time(self) -> None:
+    def test_no_fusing_if_the_number_of_epochs_is_scheduled(self) -> None:
         graph = bound("grpo").edit(set={"update_actor.ppo_epochs": Constant(1)})
         assert (why(graph) or "").startswith("update_actor makes several passes over the rows (ppo_epochs=Constant(")
 
-    def test_a_loss_that_sees_all_rows_at_once(self) -> None:
+    def test_no_fusing_with_a_loss_over_the_whole_batch(self) -> None:
         assert why(bound("kl_cov")) == "update_actor needs all rows at once (the loss KLCov is of a batch)"
 
-    def test_an_unknown_update_class(self) -> None:
+    def test_no_fusing_with_a_subclass_of_the_update(self) -> None:
         mine = bound("grpo").edit(replace={"update_actor": Mine().named("update_actor")})
         assert why(mine) == "update_actor is of a subclass, Mine"
 
-    def test_models_that_read_different_records(self) -> None:
+    def test_no_fusing_if_scorer_and_update_read_different_records(self) -> None:
         assert why(bound("grpo").edit(set={"old_log_prob.reads": Record})) == "update_actor reads another record"
         both = {"old_log_prob.reads": Record, "update_actor.reads": Record}
         assert why(bound("grpo").edit(set=both)) is None
 
-    def test_other_rows(self) -> None:
+    def test_no_fusing_if_scorer_and_update_read_different_rows(self) -> None:
         graph = bound("grpo").edit(
             insert={"flat": After("generate", Flat())},
             wire={"old_log_prob.rollout.response_mask": "generate.response_mask"},
         )
         assert why(graph) == "it reads generate.response_mask, and update_actor flat.response_mask"
 
-    def test_other_steps(self) -> None:
+    def test_no_fusing_if_scorer_and_update_run_in_different_steps(self) -> None:
         graph = bound("grpo").edit(when={"update_actor": When(every=2)})
         assert why(graph) == "update_actor does not run in the same steps"
 
@@ -213,17 +213,17 @@ class TestNotFused:
         assert found.why_not == "FakeTrainer does not declare that it trains and scores with the same bits"
         assert fusings(graph.bound({}), unbound=True)[0].why_not is None
 
-    def test_what_is_returned(self) -> None:
+    def test_no_fusing_if_the_graph_returns_the_column(self) -> None:
         graph = bound("grpo")
         returned = graph.build(graph.name, graph.nodes, [*graph.sinks, "old_log_prob"], bindings=graph.bindings)
         assert why(returned) == "grpo returns what it writes"
 
-    def test_a_reader_that_uses_weights(self) -> None:
-        """Behind the update they might be others."""
+    def test_no_fusing_if_a_reader_uses_weights_from_before_the_update(self) -> None:
+        """After the update, these weights might differ."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
         assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
 
-    def test_backends(self) -> None:
+    def test_no_fusing_unless_the_backend_declares_the_same_bits(self) -> None:
         graph = bound("grpo")
         says_nothing = graph.edit(bind={"actor": FakeTrainer()})
         assert why(says_nothing) == "FakeTrainer does not declare that it trains and scores with the same bits"
@@ -239,18 +239,18 @@ class TestNotFused:
 
 
 class TestDescribe:
-    def test_lines(self) -> None:
+    def test_the_plan_describes_fused_and_unfused_passes(self) -> None:
         graph = bound("grpo", n=4)
-        said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
-        assert describe(graph, True) == [f"{said} the rows of a step"]
-        assert describe(graph, True, prompts=8) == [f"{said} 32 rows"]
-        [apart] = describe(graph, False, prompts=8)
-        assert "optimize=False" in apart and "32 rows" in apart
+        summary = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
+        assert describe(graph, True) == [f"{summary} the rows of a step"]
+        assert describe(graph, True, prompts=8) == [f"{summary} 32 rows"]
+        [line] = describe(graph, False, prompts=8)
+        assert "optimize=False" in line and "32 rows" in line
         assert describe(bound("ppo"), True) == ["old_log_prob is not fused into update_actor: kl_shape reads it before"]
         assert describe(bound("sft"), True) == []
 
 
-def test_torch_declares_same_bits() -> None:
+def test_torch_trainers_declare_the_same_bits_but_subclasses_do_not() -> None:
     from flowrl.backends import TorchTrainer  # here, since it takes seconds
 
     class Derived(TorchTrainer):

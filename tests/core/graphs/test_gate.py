@@ -46,21 +46,21 @@ class Answered(Operator):
 
     granularity = "row"
 
-    def __call__(self, response_text: c.ResponseText, uid: c.Uid) -> c.Kept:
+    def __call__(self, response_text: c.ResponseText, uid: c.Uid) -> c.RowMask:
         return torch.tensor([bool(text) for text in response_text])
 
 
 class Odd(Operator):
     """Reads what is there on two row axes, and nothing else."""
 
-    def __call__(self, uid: c.Uid) -> c.Kept:
+    def __call__(self, uid: c.Uid) -> c.RowMask:
         return torch.ones(len(uid), dtype=torch.bool)
 
 
 class Half(Operator):
     """Every row with a chance of a half, out of the key."""
 
-    def __call__(self, response_mask: c.ResponseMask, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.Kept:
+    def __call__(self, response_mask: c.ResponseMask, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.RowMask:
         metrics.sum("half/asked", len(response_mask))
         return torch.rand(len(response_mask), generator=key.generator()) < 0.5
 
@@ -69,7 +69,7 @@ class Half(Operator):
 
 
 @pytest.mark.parametrize("graph", [GRPO, PPO])
-def test_an_edit_leads_every_edge_that_crosses_through_the_gate(graph: Graph) -> None:
+def test_an_inserted_gate_is_on_every_edge_to_nodes_downstream(graph: Graph) -> None:
     filtered = graph.edit(insert={"filter": After("reward", Filter(Spread()))})
     before = filtered.ancestors("filter")
     assert before == {"batch", "repeat", "generate", "reward"}
@@ -84,7 +84,7 @@ def test_an_edit_leads_every_edge_that_crosses_through_the_gate(graph: Graph) ->
 
 
 @pytest.mark.parametrize("graph", [GRPO, PPO])
-def test_dropping_the_gate_gives_the_graph_as_it_was(graph: Graph) -> None:
+def test_dropping_a_gate_restores_the_original_graph(graph: Graph) -> None:
     filtered = graph.edit(insert={"filter": After("reward", Filter(Spread()))})
     assert filtered.edit(drop=["filter"]).fingerprint() == graph.fingerprint()
     assert Graph.from_dict(filtered.to_dict()).fingerprint() == filtered.fingerprint()
@@ -106,7 +106,7 @@ def test_later_edits_may_read_all_columns_through_a_gate() -> None:
     assert "token_level_scores" not in second["filter"].operator.signature.outputs
 
 
-def test_gates_follow_each_other() -> None:
+def test_a_second_gate_reads_the_rows_that_the_first_passes() -> None:
     twice = FILTERED.edit(insert={"short": After("filter", Filter(Length(most=5)))})
     assert wires(twice, "old_log_prob")["rollout.input_ids"] == "short.input_ids"
     assert wires(twice, "short")["rows.input_ids"] == "filter.input_ids"
@@ -121,12 +121,12 @@ def test_nodes_inserted_with_a_gate_are_in_the_order_of_the_mapping() -> None:
     penalty, gate = After("reward", LengthPenalty()), After("reward", Filter(Spread()))
     first = GRPO.edit(insert={"penalty": penalty, "filter": gate})
     assert wires(first, "filter")["token_level_scores"] == "penalty.token_level_scores"
-    behind = GRPO.edit(insert={"filter": gate, "penalty": penalty})
-    assert wires(behind, "filter")["token_level_scores"] == "reward.token_level_scores"
-    assert wires(behind, "penalty")["token_level_scores"] == "filter.token_level_scores"
+    downstream = GRPO.edit(insert={"filter": gate, "penalty": penalty})
+    assert wires(downstream, "filter")["token_level_scores"] == "reward.token_level_scores"
+    assert wires(downstream, "penalty")["token_level_scores"] == "filter.token_level_scores"
 
 
-def test_a_gate_replaces_another_and_its_predicate_has_parameters() -> None:
+def test_a_gate_can_be_replaced_and_its_predicate_has_parameters() -> None:
     other = FILTERED.edit(replace={"filter": Filter(Length(most=5)).named("short")})
     assert wires(other, "old_log_prob")["rollout.input_ids"] == "short.input_ids"
     assert {"token_level_scores", "response_mask"} & {field.port for field in other["short"].inputs} == {
@@ -139,7 +139,7 @@ def test_a_gate_replaces_another_and_its_predicate_has_parameters() -> None:
     assert "columns" not in FILTERED.mermaid()
 
 
-def test_a_predicate_reads_the_rows_that_pass_and_may_be_wired() -> None:
+def test_a_predicate_is_wired_to_the_rows_of_the_gate_by_type_or_explicitly() -> None:
     answered = GRPO.edit(insert={"filter": After("generate", Filter(Answered()))})
     assert wires(answered, "filter")["uid"] == "repeat.uid"  # and not that of before Repeat
     assert "reward" in answered.descendants("filter")
@@ -163,7 +163,7 @@ def test_a_predicate_reads_the_rows_that_pass_and_may_be_wired() -> None:
         GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.uid": "batch.uid"})
 
 
-def test_a_gate_where_nothing_would_pass_is_refused() -> None:
+def test_a_gate_without_downstream_readers_of_its_rows_is_refused() -> None:
     with raises("gate.no-rows", node="filter", anchor="update_actor"):
         GRPO.edit(insert={"filter": After("update_actor", Filter(Spread()))})
     scored = GRPO.subgraph("reward")
@@ -172,11 +172,11 @@ def test_a_gate_where_nothing_would_pass_is_refused() -> None:
 
 
 @operator
-def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.Kept:
+def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.RowMask:
     return response_mask.sum(-1) >= least
 
 
-def test_a_gate_may_wait_and_what_decides_may_be_a_function_that_changes_over_time() -> None:
+def test_a_gate_may_run_in_some_steps_with_a_scheduled_function_predicate() -> None:
     keep = long(least=Linear(1.0, 5.0, steps=4))
     waiting = GRPO.edit(insert={"filter": After("reward", Filter(keep).when(every=2))})
     gate = waiting["filter"]
@@ -192,7 +192,7 @@ def test_a_gate_may_wait_and_what_decides_may_be_a_function_that_changes_over_ti
     )
 
 
-def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
+def test_the_target_group_count_of_a_gate_cannot_be_scheduled() -> None:
     def collecting(**settings: Any) -> Graph:
         return GRPO.edit(insert={"collect": After("reward", Collect(Spread(), **settings))})
 
@@ -229,7 +229,7 @@ def test_a_call_passes_records_and_named_columns() -> None:
     assert set(graph["filter"].operator.signature.outputs) == {"token_level_scores", "response_mask", "uid"}
 
 
-def test_the_same_lines_run_on_tensors() -> None:
+def test_a_direct_call_filters_records_and_columns() -> None:
     rollout = answers(rows=4)
     scores = torch.tensor([[0.0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 2]])
     uid = column(["a", "a", "b", "b"])
@@ -249,8 +249,8 @@ def test_a_call_in_a_skipped_step_returns_nothing_and_skips_downstream_calls() -
         for step in range(3):
             session.begin_step(step)
             kept, ids = waits(rollout, uid=column(list("aabb")))
-            behind = Filter(Length(most=4))(kept)
-            assert (type(ids) is np.ndarray) == (type(behind.input_ids) is torch.Tensor) == (step != 1)
+            downstream = Filter(Length(most=4))(kept)
+            assert (type(ids) is np.ndarray) == (type(downstream.input_ids) is torch.Tensor) == (step != 1)
 
 
 def test_gates_of_nested_algorithms_have_their_prefix() -> None:
@@ -277,17 +277,17 @@ def test_a_predicate_has_the_key_and_the_metrics_of_the_gate() -> None:
 class Asks(Operator):
     ref: Reads[Scorer] = Role("ref")
 
-    def __call__(self, uid: c.Uid) -> c.Kept: ...
+    def __call__(self, uid: c.Uid) -> c.RowMask: ...
 
 
 class Counts(Operator):
     calls = State(lambda self: 0)
 
-    def __call__(self, uid: c.Uid) -> c.Kept: ...
+    def __call__(self, uid: c.Uid) -> c.RowMask: ...
 
 
 class Named(Operator):
-    def __call__(self, rows: c.Uid) -> c.Kept: ...
+    def __call__(self, rows: c.Uid) -> c.RowMask: ...
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_calls_that_cannot_pass_rows_are_refused(call: Any, code: str, facts: di
         call()
 
 
-def test_a_value_has_no_rows() -> None:
+def test_a_value_without_rows_cannot_pass_a_gate() -> None:
     @algorithm
     def valued(batch: PromptBatch) -> Any:
         rollout = Generate()(batch)

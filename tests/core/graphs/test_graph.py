@@ -22,6 +22,7 @@ from flowrl.core.graphs.graph import Node, Use
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
+from flowrl.draw.svg import svg
 from flowrl.errors import BindError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import ppo
@@ -140,7 +141,7 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], list[str], list[tuple[str, str]], 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape: str) -> None:
+def test_graphs_of_various_shapes_have_the_expected_nodes_edges_and_sinks(shape: str) -> None:
     body, nodes, edges, sinks = SHAPES[shape]
 
     @algorithm
@@ -162,7 +163,7 @@ def test_shapes(shape: str) -> None:
     assert Graph.from_dict(graph.to_dict()) == graph
 
 
-def test_ppo_is_the_graph_of_the_design() -> None:
+def test_ppo_has_these_nodes_and_edges() -> None:
     graph = ppo(exact)
     assert list(graph.nodes) == [
         "batch", "repeat", "generate", "old_log_prob", "mismatch", "ref_log_prob", "value", "reward", "kl_shape", "gae",
@@ -178,7 +179,7 @@ def test_ppo_is_the_graph_of_the_design() -> None:
     }
 
 
-def test_lookup_names_what_there_is() -> None:
+def test_a_lookup_of_an_unknown_node_names_the_known_ones() -> None:
     graph = scored()
     assert "reward" in graph
     assert "value" not in graph
@@ -232,14 +233,14 @@ def with_a_live_engine(batch: PromptBatch) -> Any:
     ],
     ids=["trace", "replace", "set", "insert", "build"],
 )
-def test_a_live_engine_is_no_part_of_a_graph(make: Callable[[], Any]) -> None:
+def test_a_live_engine_in_a_graph_is_refused(make: Callable[[], Any]) -> None:
     """It is for calls on tensors, so no graph can be made with one."""
     with raises("graph.live-engine", field="actor") as error:
         make()
     assert "OldLogProb(actor=Role('actor')), and bind the role: graph.bind(actor=...)" in error.value.message
 
 
-def test_subgraph_keeps_what_it_uses() -> None:
+def test_a_subgraph_keeps_only_the_bindings_it_uses() -> None:
     graph = ppo(exact).edit(bind=BINDINGS, lag=1)
     part = graph.subgraph(until="reward")
     assert set(part.bindings) == {"rollout"}
@@ -266,7 +267,7 @@ def test_a_cycle_is_named() -> None:
         Graph.build("loop", nodes_of(("b", "b")), ["b"])
 
 
-def test_a_cycle_that_no_sink_reaches_is_no_matter() -> None:
+def test_a_cycle_that_no_sink_reaches_is_pruned() -> None:
     loop = nodes_of(("b", "c"), ("c", "b"))
     assert "b" not in Graph.build("g", {**scored().nodes, **loop}, ["reward"])
 
@@ -290,20 +291,22 @@ def test_a_cycle_that_no_sink_reaches_is_no_matter() -> None:
         (scored().nodes, ["value"], "graph.unknown-node", {"node": "value"}),
     ],
 )
-def test_build_refuses(nodes: dict[str, Node], sinks: list[str], code: str, facts: dict[str, str]) -> None:
+def test_malformed_nodes_and_sinks_are_refused(
+    nodes: dict[str, Node], sinks: list[str], code: str, facts: dict[str, str]
+) -> None:
     with raises(code, **facts):
         Graph.build("g", nodes, sinks)
 
 
 @pytest.mark.parametrize("lag", [-1, 1.0, True, "1"])
-def test_a_lag_is_a_count(lag: Any) -> None:
+def test_a_lag_that_is_not_a_count_is_refused(lag: Any) -> None:
     with raises("lag.not-a-count", graph="ppo", given=lag):
         ppo(exact).edit(lag=lag)
     with raises("lag.unsupported", lag="2"):
         scored().edit(lag=2)
 
 
-def test_nothing_about_a_graph_can_be_changed() -> None:
+def test_graphs_are_immutable() -> None:
     graph = scored().edit(bind={"rollout": FakeRollout()})
     before = graph.fingerprint()
     with pytest.raises(FrozenInstanceError):
@@ -332,7 +335,7 @@ def test_the_networkx_view_carries_operators_and_fields() -> None:
     assert generations == [["batch"], ["repeat"], ["generate"], ["first", "second"], ["mix"]]
 
 
-def test_the_fingerprint_is_of_what_is_computed() -> None:
+def test_the_fingerprint_depends_only_on_what_is_computed() -> None:
     graph = ppo(exact)
     same = {
         "traced again": ppo(exact),
@@ -395,15 +398,13 @@ def test_the_fingerprint_is_the_same_in_another_process(tmp_path: Path, monkeypa
     assert out.stdout.strip() == importlib.import_module("fingerprinted").mapped().fingerprint()
 
 
-def test_repr_and_jupyter() -> None:
+def test_repr_lists_nodes_and_jupyter_shows_mermaid() -> None:
     graph = scored()
     lines = repr(graph).splitlines()
     assert lines[0] == "scored: 4 nodes -> reward"
     assert lines[1].split() == ["batch", "Input(PromptBatch)"]
     assert lines[2].split() == ["repeat", "Repeat(n=2)", "<-", "batch"]
-    bundle = graph._repr_mimebundle_()
-    assert bundle["text/plain"] == repr(graph)
-    assert bundle["text/markdown"] == f"```mermaid\n{graph.mermaid()}\n```"
+    assert graph._repr_mimebundle_() == {"text/plain": repr(graph), "image/svg+xml": svg(graph)}
 
 
 def test_graphs_are_equal_by_value() -> None:
@@ -412,7 +413,7 @@ def test_graphs_are_equal_by_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bindings", "said"),
+    ("bindings", "message"),
     [
         ({"rolout": FakeRollout()}, r"has no role 'rolout' .*did you mean 'rollout'\? .* \[graph.unknown-role\]"),
         ({"rollout": object()}, r"The role 'rollout' is bound to <object .*>, which is not a backend"),
@@ -427,14 +428,14 @@ def test_graphs_are_equal_by_value() -> None:
         ),
     ],
 )
-def test_unfit_backends_are_refused_before_anything_loads(bindings: dict[str, Any], said: str) -> None:
-    with pytest.raises(BindError, match=said):
+def test_unsuitable_backends_are_refused_before_anything_loads(bindings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BindError, match=message):
         ppo(exact).edit(bind=bindings)
-    with pytest.raises(BindError, match=said):
+    with pytest.raises(BindError, match=message):
         ppo(exact).bind(**bindings)
 
 
-def test_binding_changes_no_node_and_keeps_what_is_bound() -> None:
+def test_bind_adds_backends_and_changes_no_node() -> None:
     graph = ppo(exact).edit(bind={"actor": BINDINGS["actor"]})
     job = graph.bind(**{role: backend for role, backend in BINDINGS.items() if role != "actor"})
     assert job.graph.nodes is graph.nodes and job.graph.bindings == BINDINGS

@@ -141,7 +141,7 @@ def test_an_unwired_port_has_a_suggestion(line: Callable[[Parts], Any], end: str
         trace(line)
 
 
-def test_an_optional_port_follows_the_parameters() -> None:
+def test_an_optional_port_is_required_only_by_some_parameters() -> None:
     kl = UpdateActor(kl=KLLoss("k3", 0.1))
 
     def actor(p: Parts, update: UpdateActor, *more: Any) -> Any:

@@ -48,7 +48,7 @@ class Ages(Operator):
 
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_graph_has_it_and_what_runs_follows(name: str, caches: Any) -> None:
+def test_a_lag_appears_in_the_diff_and_wires_token_versions_at_run_time(name: str, caches: Any) -> None:
     plain, lag = corrected(name), Lag(2, spans=True, caches=caches)
     graph = plain.edit(lag=lag)
     assert str(plain.diff(graph)).splitlines()[1:] == [f"~ lag of Sync -> Generate: 0 -> {lag!r}"]
@@ -71,7 +71,7 @@ def test_the_graph_has_it_and_what_runs_follows(name: str, caches: Any) -> None:
     assert '"lag 2<br/>spans"' in drawn[0] and '"lag 2"' in drawn[1] and "spans" not in drawn[1]
 
 
-def test_a_file_holds_it(tmp_path: Path) -> None:
+def test_a_lag_round_trips_through_a_file(tmp_path: Path) -> None:
     graph = corrected("grpo").edit(lag=Lag(2, spans=True, caches="reuse"))
     flowrl.save(graph, tmp_path / "graph.json")
     assert flowrl.load(tmp_path / "graph.json") == graph
@@ -99,7 +99,7 @@ def test_versions_of_tokens_pass_through_gates() -> None:
     assert wires(two, "filter")["rows.token_version"] == "collect.token_version"
 
 
-def test_episodes_have_them_too() -> None:
+def test_episodes_have_token_versions() -> None:
     graph = corrected("grpo").edit(replace={"generate": Interact(Echo)}).edit(lag=Lag(1, spans=True))
     assert wires(spanned(graph), "update_actor")["token_version"] == "interact.token_version"
 
@@ -115,12 +115,12 @@ def test_spans_need_a_lag_and_caches_need_spans(given: Any, fix: str) -> None:
 
 
 @pytest.mark.parametrize("versions", [-1, 1.0, True, "1"])
-def test_a_lag_counts_versions(versions: Any) -> None:
+def test_an_invalid_number_of_versions_is_refused(versions: Any) -> None:
     with pytest.raises(ParameterError, match="versions"):
         Lag(versions)
 
 
-def test_a_custom_operator_with_an_optional_port_reads_them() -> None:
+def test_a_custom_operator_with_an_optional_port_reads_token_versions() -> None:
     graph = corrected("grpo").edit(insert={"ages": After("correction", Ages())}, lag=Lag(1, spans=True))
     assert "token_version" not in wires(graph, "ages")
     assert wires(spanned(graph), "ages")["token_version"] == "generate.token_version"
@@ -175,7 +175,7 @@ def test_a_sync_that_cannot_swap_is_refused() -> None:
     ],
     ids=["UpdateActor", "Sync", "grpo", "ppo", "edit", "set"],
 )
-def test_a_bound_on_staleness_is_the_lag_of_the_graph(call: Any, name: str) -> None:
+def test_staleness_parameters_of_other_libraries_are_refused_with_the_lag_to_set(call: Any, name: str) -> None:
     with raises("lag.max-staleness", parameter=name, given=2) as error:
         call(**{name: 2})
     fix = error.value.message.split("`")[1]
@@ -184,7 +184,7 @@ def test_a_bound_on_staleness_is_the_lag_of_the_graph(call: Any, name: str) -> N
     assert (fixed.lag, check(fixed.edit(allow={"FR006": "a test"}))) == (Lag(2), [])
 
 
-def test_a_bound_that_is_no_count_of_versions_is_a_lag_of_one() -> None:
+def test_a_fractional_staleness_bound_is_refused_with_lag_1_as_the_fix() -> None:
     with raises("lag.max-staleness", given=0.5) as error:
         Sync(staleness_threshold=0.5)  # type: ignore[call-arg]
     assert "graph.edit(lag=Lag(1))" in error.value.message
@@ -199,7 +199,7 @@ class Bounded(Operator):
         return advantages
 
 
-def test_a_custom_operator_may_have_such_a_parameter() -> None:
+def test_a_custom_operator_may_define_max_staleness() -> None:
     assert Bounded(max_staleness=2).max_staleness == 2
     with raises("lag.max-staleness", parameter="staleness_threshold"):
         Bounded(max_staleness=2, staleness_threshold=2)  # type: ignore[call-arg]

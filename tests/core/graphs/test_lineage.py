@@ -48,7 +48,7 @@ def sampled(graph: Graph, update: str) -> list[str]:
 
 class TestWhatIsLegal:
     @pytest.mark.parametrize("graph", [graphs.remax(exact), judged(), self_play(), league(), twice()])
-    def test_nothing_is_found(self, graph: Graph) -> None:
+    def test_graphs_with_several_policies_or_samplers_have_no_finding(self, graph: Graph) -> None:
         assert found(graph) == []
 
     def test_only_what_the_update_reads_is_trained_on(self) -> None:
@@ -57,17 +57,17 @@ class TestWhatIsLegal:
         assert sampled(league(), "update_actor") == ["generate"]
         assert sampled(league(), "update_b") == ["generate_b"]
 
-    def test_what_is_on_the_way_to_other_rows_is_not_its_own(self) -> None:
+    def test_nodes_of_other_rows_are_not_in_the_lineage_of_an_update(self) -> None:
         own = {node.name for node in own_lineage(league(), "update_b")}
         assert {"generate_b", "old_b", "duel_b", "group_advantage_b"} <= own
         assert not own & {"generate", "old_log_prob", "group_advantage", "repeat"}
 
-    def test_greedy_responses_that_run_ahead_need_no_correction(self) -> None:
+    def test_greedy_baseline_responses_need_no_lag_correction(self) -> None:
         ahead = graphs.remax(exact).edit(lag=1)
         assert found(ahead) == [("FR006", "generate")]  # and not greedy
         assert found(ahead.edit(set={"update_actor.loss.ratio_to": "rollout"})) == []
 
-    def test_a_policy_that_judges_itself_and_one_that_improves_on_a_draft(self) -> None:
+    def test_self_judging_and_draft_improving_policies_have_no_finding(self) -> None:
         own_judge = judged().edit(set={"judge.rollout": Role("rollout"), "judge.top_k": 5})
         assert "judge_prompt" in {node.name for node in own_lineage(own_judge, "update_actor")}
         assert found(own_judge) == []
@@ -88,10 +88,10 @@ class TestWhatIsLegal:
 
 
 class TestPlanted:
-    def test_the_rows_of_the_policy_are_greedy(self) -> None:
+    def test_greedy_training_rows_are_found(self) -> None:
         assert found(graphs.remax(exact).edit(set={"generate.temperature": 0.0})) == [("FR007", "generate")]
 
-    def test_the_greedy_rows_are_trained_on(self) -> None:
+    def test_training_on_the_greedy_baseline_rows_is_found(self) -> None:
         @algorithm
         def baseline(batch: PromptBatch, *, on_greedy: bool):  # type: ignore[no-untyped-def]
             prompts = Repeat(2)(batch)
@@ -103,32 +103,32 @@ class TestPlanted:
         assert found(baseline(on_greedy=True)) == [("FR007", "greedy")]
         assert found(baseline(on_greedy=False)) == []
 
-    def test_the_judge_s_rows_are_trained_on(self) -> None:
+    def test_training_on_rows_of_the_judge_is_found(self) -> None:
         graph = judged(train_on="judge", temperature=1.0)
         assert found(graph) == [("FR002", "update_actor")]
         assert "on responses of 'judge'" in graph.check()[0].message
         assert ("FR007", "judge") in found(judged(train_on="judge"))
 
-    def test_the_frozen_opponent_s_rows_are_trained_on(self) -> None:
+    def test_training_on_rows_of_the_frozen_opponent_is_found(self) -> None:
         assert found(self_play(train_on="opponent")) == [("FR002", "update_actor")]
 
-    def test_the_other_policy_s_rows_are_trained_on(self) -> None:
+    def test_training_on_rows_of_another_policy_is_found(self) -> None:
         assert found(league(crossed=True)) == [("FR002", "update_b")]
 
-    def test_old_log_probs_of_the_other_policy(self) -> None:
+    def test_old_log_probs_of_another_policy_are_found(self) -> None:
         assert found(league(old_of="actor")) == [("FR009", "old_b")]
 
-    def test_a_second_update_without_prior_updates(self) -> None:
+    def test_a_second_update_without_prior_updates_is_found(self) -> None:
         graph = twice(prior_updates=0)
         assert found(graph) == [("FR002", "update_actor"), ("FR008", "update_actor")]
         assert "UpdateActor(prior_updates=1)" in graph.check()[1].message
         assert found(graph.edit(set={"again.prior_updates": 1})) == []
 
-    def test_a_third_is_off_by_two(self) -> None:
+    def test_a_third_update_needs_prior_updates_2(self) -> None:
         assert ("FR008", "last") in found(twice(third=1))
         assert found(twice(third=2)) == []
 
-    def test_a_sync_between_the_two(self) -> None:
+    def test_a_sync_between_two_updates_is_found(self) -> None:
         assert found(twice(sync_first=True)) == [("FR002", "again")]
 
     def test_tokens_on_a_new_axis_still_come_from_the_generator(self) -> None:
@@ -199,7 +199,7 @@ def moved(before: Any, engine: Any) -> bool:
     [(judged(), ("judge",)), (self_play(), ("opponent",)), (league(), ("actor_b", "rollout_b")), (twice(), ())],
     ids=["judged", "self_play", "league", "twice"],
 )
-def test_two_steps(graph: Graph, others: tuple[str, ...], tiny: str) -> None:
+def test_graphs_with_several_policies_run_two_steps(graph: Graph, others: tuple[str, ...], tiny: str) -> None:
     bound: dict[str, Any] = {"actor": trainer(tiny), "rollout": TorchRollout()}
     bound |= {"actor_b": trainer(tiny), "rollout_b": TorchRollout(tiny, device="cpu")} if "actor_b" in others else {}
     bound |= {role: still(tiny) for role in others if role not in bound}
@@ -221,7 +221,7 @@ def test_two_steps(graph: Graph, others: tuple[str, ...], tiny: str) -> None:
         assert result.values["again"]["updated"].version == 4 == engines["rollout"].receipt.version
 
 
-def test_the_second_of_two_updates_starts_where_the_first_one_ended(tiny: str) -> None:
+def test_the_second_of_two_updates_starts_from_the_weights_of_the_first(tiny: str) -> None:
     """By hand: the same two updates as graphs of their own, on the same rows."""
     job = twice().bind(actor=trainer(tiny), rollout=TorchRollout())
     both = job.build(0)

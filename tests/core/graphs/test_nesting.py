@@ -38,16 +38,16 @@ def noisy(advantages: c.Advantages, key: Key = INJECTED) -> c.Advantages:
 
 
 @operator
-def tell(advantages: c.Advantages, metrics: Metrics = INJECTED) -> None:
+def log_sum(advantages: c.Advantages, metrics: Metrics = INJECTED) -> None:
     """Log the sum."""
-    metrics.sum("told/sum", advantages.sum())
+    metrics.sum("logged/sum", advantages.sum())
 
 
-class Tell(Operator):
+class LogSum(Operator):
     """The same as a class."""
 
     def __call__(self, advantages: c.Advantages, metrics: Metrics = INJECTED) -> None:
-        metrics.sum("told/sum", advantages.sum())
+        metrics.sum("logged/sum", advantages.sum())
 
 
 @algorithm
@@ -85,7 +85,7 @@ def test_an_algorithm_records_its_nodes_in_another() -> None:
     assert list(deep().nodes)[1:] == ["all_noisy", "all_whiten", "all_again_noisy", "all_again_whiten"]
 
 
-def test_the_same_lines_run_on_tensors_under_the_same_keys() -> None:
+def test_nested_algorithms_on_tensors_use_the_keys_of_their_nodes() -> None:
     session = Session({}, seed=5)
     with session.active():
         found = deep.step(rows())
@@ -116,7 +116,7 @@ def test_a_graph_can_have_nested_algorithms() -> None:
     assert graph.fingerprint() == two(exact).fingerprint()
 
 
-def test_what_collides_or_misses_is_refused() -> None:
+def test_duplicate_names_and_missing_inputs_of_nested_algorithms_are_refused() -> None:
     @algorithm
     def clash(row: Masked) -> Any:
         return shaken(row), shaken(row)
@@ -143,52 +143,54 @@ def _swapped(row: Masked) -> Any:
     return shaken(Masked(row.response_mask, row.advantages))
 
 
-@pytest.mark.parametrize("sink", [tell, Tell()])
-def test_what_writes_nothing_is_a_sink(sink: Operator, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sink", [log_sum, LogSum()])
+def test_an_operator_without_outputs_is_a_sink(sink: Operator, tmp_path: Path) -> None:
     @algorithm
-    def told(row: Masked) -> Any:
+    def logged(row: Masked) -> Any:
         assert sink(row.advantages) is None
         return Whiten()(row.advantages, row.response_mask)
 
-    graph = told()
-    assert graph.sinks == ("whiten", "tell") and graph["tell"].operator.signature.outputs == {}
+    graph = logged()
+    assert graph.sinks == ("whiten", "log_sum") and graph["log_sum"].operator.signature.outputs == {}
     result = local_steps(Plan(graph), {}, seed=0).step(DataProto(rows()._asdict()), 0)
-    assert result.metrics["told/sum"].compute() == 7.0 and result.columns["tell"].columns == {}
+    assert result.metrics["logged/sum"].compute() == 7.0 and result.columns["log_sum"].columns == {}
     session = Session({}, seed=0)
     with session.active():
-        told.step(rows())
-    assert session.all_metrics()["told/sum"].compute() == 7.0
+        logged.step(rows())
+    assert session.all_metrics()["logged/sum"].compute() == 7.0
 
-    trained = ppo("tests.support.kernel:exact").edit(insert={"tell": After("gae", sink)})
-    assert trained.sinks == (*ppo(exact).sinks, "tell") and "tell" in trained.mermaid()
+    trained = ppo("tests.support.kernel:exact").edit(insert={"log_sum": After("gae", sink)})
+    assert trained.sinks == (*ppo(exact).sinks, "log_sum") and "log_sum" in trained.mermaid()
     assert trained.check() == []
-    flowrl.save(trained, tmp_path / "told.yaml")
-    assert flowrl.load(tmp_path / "told.yaml").fingerprint() == trained.fingerprint()
+    flowrl.save(trained, tmp_path / "logged.yaml")
+    assert flowrl.load(tmp_path / "logged.yaml").fingerprint() == trained.fingerprint()
 
 
 def test_edits_keep_a_sink_without_outputs() -> None:
-    trained = ppo(exact).edit(insert={"tell": After("gae", tell)})
+    trained = ppo(exact).edit(insert={"log_sum": After("gae", log_sum)})
     for edited in (
         trained.edit(drop=["whiten"]),
-        trained.edit(rename={"tell": "told"}),
-        trained.edit(replace={"tell": Tell()}),
+        trained.edit(rename={"log_sum": "logged"}),
+        trained.edit(replace={"log_sum": LogSum()}),
         trained.edit(set={"gae.lam": 0.5}),
         trained.edit(drop=["update_actor", "sync"]),
     ):
-        name = "told" if "told" in edited else "tell"
+        name = "logged" if "logged" in edited else "log_sum"
         assert name in edited.sinks and edited[name].sources == ["gae"]
-    assert "tell" not in trained.edit(drop=["tell"])
-    alone = trained.edit(replace={"whiten": tell.named("also")}, wire={"update_actor.advantages": "gae.advantages"})
+    assert "log_sum" not in trained.edit(drop=["log_sum"])
+    alone = trained.edit(replace={"whiten": log_sum.named("also")}, wire={"update_actor.advantages": "gae.advantages"})
     assert alone.sinks[-1] == "also" and alone["update_actor"].inputs != {} and alone["also"].sources == ["gae"]
-    assert "+ tell: tell  <- gae" in str(ppo(exact).diff(trained)).splitlines()
-    assert "- tell: tell" in str(trained.diff(ppo(exact)))
+    assert "+ log_sum: log_sum  <- gae" in str(ppo(exact).diff(trained)).splitlines()
+    assert "- log_sum: log_sum" in str(trained.diff(ppo(exact)))
 
 
-def test_a_sink_has_nothing_to_read() -> None:
+def test_reading_from_a_sink_without_outputs_is_refused() -> None:
     with raises("edit.lost-source", node="whiten", port="update_actor.advantages", known=()):
-        ppo(exact).edit(replace={"whiten": tell})
-    with raises("graph.unknown-output", output="tell.told"):
-        grpo(exact).edit(insert={"tell": After("group_advantage", tell)}, wire={"update_actor.advantages": "tell.told"})
+        ppo(exact).edit(replace={"whiten": log_sum})
+    with raises("graph.unknown-output", output="log_sum.logged"):
+        grpo(exact).edit(
+            insert={"log_sum": After("group_advantage", log_sum)}, wire={"update_actor.advantages": "log_sum.logged"}
+        )
 
     @operator
     def sly(advantages: c.Advantages) -> None:

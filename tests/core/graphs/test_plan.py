@@ -57,47 +57,47 @@ def names(plan: Plan) -> list[str]:
 
 
 class TestStateEdges:
-    def test_ppo(self) -> None:
+    def test_ppo_reads_weights_before_they_are_updated(self) -> None:
         assert set(state_edges(ppo(exact))) == {
             StateEdge("old_log_prob", "update_actor", "actor"),
             StateEdge("value", "update_critic", "critic"),
             StateEdge("generate", "sync", "rollout"),
         }
 
-    def test_a_reader_that_data_does_not_hold_back(self) -> None:
+    def test_a_reader_without_a_data_dependency_precedes_the_writer(self) -> None:
         graph = probed()
         assert StateEdge("probe", "update_critic", "critic") in state_edges(graph)
         assert not nx.has_path(graph.network, "probe", "update_critic")
         order = names(Plan(graph))
         assert order.index("probe") < order.index("update_critic") < order.index("reprobe")
 
-    def test_who_depends_on_the_writer_reads_what_it_wrote(self) -> None:
+    def test_a_node_downstream_of_the_writer_reads_the_new_weights(self) -> None:
         assert not any("reprobe" in (edge.before, edge.after) for edge in state_edges(probed()))
 
-    def test_roles_do_not_mix(self) -> None:
+    def test_roles_have_separate_state_edges(self) -> None:
         graph = probed().edit(replace={"probe": Probe(critic=Role("other"))})
         assert not any(edge.before == "probe" for edge in state_edges(graph))
 
 
 class TestOrder:
     @pytest.mark.parametrize("make", [ppo, grpo])
-    def test_readers_update_sync(self, make: Any) -> None:
+    def test_weights_are_read_then_updated_then_synced(self, make: Any) -> None:
         order = names(Plan(make(exact)))
         assert "batch" not in order
         for reader in ("generate", "old_log_prob", "ref_log_prob", "reward"):
             assert order.index(reader) < order.index("update_actor")
         assert order.index("update_actor") < order.index("sync") == max(order.index("sync"), order.index("reward"))
 
-    def test_it_is_the_graph_s_own_order_where_state_allows(self) -> None:
+    def test_the_plan_keeps_the_order_of_the_graph_where_state_allows(self) -> None:
         assert names(Plan(ppo(exact))) == list(ppo(exact).nodes)[1:]
         assert list(probed().nodes).index("probe") > list(probed().nodes).index("update_critic")
 
-    def test_it_is_the_same_every_time(self) -> None:
+    def test_plans_are_deterministic(self) -> None:
         assert len({tuple(names(Plan(ppo(exact)))) for _ in range(5)}) == 1
         graph = ppo(exact)
         assert names(Plan(Graph.from_dict(graph.to_dict()))) == names(Plan(graph))
 
-    def test_syncs(self) -> None:
+    def test_a_plan_lists_its_syncs(self) -> None:
         assert [node.name for node in Plan(ppo(exact)).syncs] == ["sync"]
         assert Plan(ppo(exact).subgraph(until="update_actor")).syncs == []
 
@@ -131,8 +131,8 @@ class TestOrder:
 
 
 class TestWaves:
-    def test_ppo(self) -> None:
-        """By hand: old, ref, value and reward wait for nothing but the rollout; the two updates for what they learn."""
+    def test_waves_of_ppo_match_those_by_hand(self) -> None:
+        """Old, ref, value and reward depend only on the rollout, and each update on its training signal."""
         assert [[node.name for node in wave] for wave in Plan(ppo(exact)).waves] == [
             ["repeat"],
             ["generate"],
@@ -144,31 +144,31 @@ class TestWaves:
             ["sync"],
         ]
 
-    def test_a_writer_waits_for_readers_that_data_does_not_put_before_it(self) -> None:
+    def test_a_writer_is_in_a_later_wave_than_its_readers(self) -> None:
         waves = [{node.name for node in wave} for wave in Plan(probed()).waves]
         at = {name: i for i, wave in enumerate(waves) for name in wave}
         assert at["probe"] < at["update_critic"] < at["reprobe"]
 
 
 class TestText:
-    def test_grpo(self) -> None:
+    def test_the_text_of_grpo_is_unchanged(self) -> None:
         assert str(Plan(grpo(exact))) == GRPO
 
-    def test_only_what_is_wired_is_read(self) -> None:
+    def test_the_text_lists_only_wired_inputs(self) -> None:
         reads = str(Plan(ppo(exact))).partition("update_actor")[2].partition("sync")[0]
         assert "from whiten: advantages" in reads and "ref_log_prob" not in reads
 
-    def test_long_lines_are_folded(self) -> None:
+    def test_lines_are_at_most_120_characters_long(self) -> None:
         assert max(map(len, str(Plan(ppo(exact))).splitlines())) <= 120
 
-    def test_nothing_but_inputs_and_one_node(self) -> None:
+    def test_a_graph_of_one_node_has_a_plan(self) -> None:
         text = str(Plan(ppo(exact).subgraph(until="repeat")))
         assert text.splitlines()[:2] == [
             "ppo: 1 nodes in 1 waves; nodes of a wave run in parallel",
             "1  repeat  general  row",
         ]
 
-    def test_homes(self) -> None:
+    def test_a_node_runs_where_its_role_lives(self) -> None:
         graph = ppo(exact)
         homes = {name: graph[name].home for name in ("generate", "update_critic", "sync", "gae")}
         assert homes == {"generate": "rollout", "update_critic": "critic", "sync": "rollout", "gae": None}
@@ -207,7 +207,7 @@ weights are read before they are written:
 
 
 class TestReaders:
-    def test_ppo(self) -> None:
+    def test_readers_are_counted_per_node(self) -> None:
         plan = Plan(ppo(exact))
         for name in plan.graph.nodes:
             readers = {node.name for node in plan.graph.nodes.values() if name in node.sources}

@@ -89,8 +89,8 @@ def test_twins_are_found_and_the_suggested_edit_removes_one() -> None:
     graph = pair(Shift(1), Shift(1))
     assert found(graph) == [Twin("one", "other", None)]
     line = str(Plan(graph)).splitlines()[-1]
-    told, _, call = line.partition(": ")
-    assert told == "other computes the same as one; merge them"
+    description, _, call = line.partition(": ")
+    assert description == "other computes the same as one; merge them"
     mended: Graph = eval(f"graph.{call}", {"graph": graph})
     assert list(mended.nodes) == ["batch", "one", "both"]
     assert found(mended) == []
@@ -98,11 +98,11 @@ def test_twins_are_found_and_the_suggested_edit_removes_one() -> None:
     assert torch.equal(result(graph), PROMPTS.columns["prompt_mask"].roll(1, dims=1))
 
 
-def test_other_numbers_are_another_operator() -> None:
+def test_operators_with_different_parameters_are_not_twins() -> None:
     assert found(pair(Shift(1), Shift(2))) == []
 
 
-def test_other_steps_are_another_node() -> None:
+def test_nodes_in_different_steps_are_not_twins() -> None:
     assert found(pair(Shift(1), Shift(1)).edit(when={"other": When(start=3)})) == []
 
 
@@ -114,13 +114,13 @@ def test_other_steps_are_another_node() -> None:
         (Asked(), "each calls code outside of the graph"),
     ],
 )
-def test_twins_that_may_differ_have_the_reason(operator: Operator, why: str) -> None:
+def test_twins_with_random_stateful_or_external_results_state_the_reason(operator: Operator, why: str) -> None:
     graph = pair(operator, operator)
     assert found(graph) == [Twin("one", "other", why)]
     assert str(Plan(graph)).endswith(f"other reads the same as one, but differs: {why}")
 
 
-def test_what_twins_write_counts_as_one_input() -> None:
+def test_readers_of_twins_are_twins() -> None:
     @algorithm
     def chains(batch: PromptBatch) -> Any:
         ends = [Shift(2).named(f"b{i}")(Shift(1).named(f"a{i}")(batch.prompt_mask)) for i in range(2)]
@@ -129,7 +129,7 @@ def test_what_twins_write_counts_as_one_input() -> None:
     assert found(chains()) == [Twin("a0", "a1", None), Twin("b0", "b1", None)]
 
 
-def test_separate_random_samples_are_not_one_input() -> None:
+def test_readers_of_separate_random_samples_are_not_twins() -> None:
     @algorithm
     def chains(batch: PromptBatch) -> Any:
         ends = [Shift(2).named(f"b{i}")(Drawn().named(f"a{i}")(batch.prompt_mask)) for i in range(2)]
@@ -163,5 +163,5 @@ def test_readers_of_a_dropped_sink_move_to_its_twin() -> None:
 
 
 @pytest.mark.parametrize("make", [ppo, grpo, remax])
-def test_the_shelf_computes_nothing_twice(make: Any) -> None:
+def test_no_algorithm_of_the_package_has_twins(make: Any) -> None:
     assert all(twin.why_not for twin in found(make(exact)))

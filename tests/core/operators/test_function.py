@@ -71,7 +71,7 @@ def judged(rollout: Sequences, *, judge: Reads[Scorer] = Role("judge")) -> c.Ref
 ONES = torch.ones(1, 3)
 
 
-def test_it_computes_like_the_function() -> None:
+def test_a_function_operator_computes_like_its_function() -> None:
     assert half(ONES).tolist() == [[0.5] * 3]
     assert half(advantages=ONES).tolist() == [[0.5] * 3]
     assert scaled(ONES).tolist() == [[0.5] * 3]
@@ -85,7 +85,7 @@ def test_it_computes_like_the_function() -> None:
     assert torch.equal(first, second) and not torch.equal(first, ONES)
 
 
-def test_it_is_an_operator() -> None:
+def test_a_function_operator_has_name_repr_equality_and_parameters() -> None:
     assert isinstance(half, Operator) and (half.name, repr(half), half.__doc__) == ("half", "half", "Half as much.")
     assert repr(scaled(factor=2.0)) == "scaled(factor=2.0)" == repr(scaled(factor=2.0).named("other"))
     assert scaled(factor=0.5) == scaled != scaled(factor=2.0)
@@ -96,7 +96,7 @@ def test_it_is_an_operator() -> None:
         judged(answers())
 
 
-def test_it_works_in_graphs_edits_diffs_and_pictures() -> None:
+def test_a_function_operator_works_in_graphs_edits_diffs_and_pictures() -> None:
     @algorithm
     def both(row: Masked) -> Any:
         white = Whiten()(half(row.advantages), row.response_mask)
@@ -118,7 +118,7 @@ def test_it_works_in_graphs_edits_diffs_and_pictures() -> None:
     assert "factor=2.0" in edited.mermaid() and 'half["' in edited.mermaid()
 
 
-def test_kernel_and_effects_are_those_of_a_class() -> None:
+def test_roles_types_and_effects_are_checked_as_those_of_a_class() -> None:
     """A graph of functions is checked and bound by roles and types as one of classes."""
     graph = grpo(exact).edit(replace={"ref_log_prob": judged})
     assert {"judge", "actor", "rollout"} == set(graph.roles()) and graph.check() == []
@@ -126,7 +126,7 @@ def test_kernel_and_effects_are_those_of_a_class() -> None:
         grpo(exact).edit(replace={"group_advantage": half}, wire={"half.advantages": "reward.token_level_scores"})
 
 
-def test_two_of_one_name_are_refused_as_two_of_a_class() -> None:
+def test_two_function_operators_of_one_name_are_refused() -> None:
     @algorithm
     def twice(row: Masked) -> Any:
         return half(half(row.advantages))
@@ -270,7 +270,7 @@ def test_a_diff_shows_another_source() -> None:
     ]
 
 
-def test_one_of_a_function_runs_and_is_not_written() -> None:
+def test_a_local_function_operator_runs_but_cannot_be_saved() -> None:
     @operator
     def local(advantages: c.Advantages) -> c.Advantages:
         return advantages
@@ -281,13 +281,13 @@ def test_one_of_a_function_runs_and_is_not_written() -> None:
         graph.to_dict()
 
 
-def test_it_travels_by_name_where_it_can_be_imported(mine: Any) -> None:
+def test_an_importable_function_operator_is_pickled_by_name(mine: Any) -> None:
     for one in (mine.third, mine.third(of=2.0).named("w")):
         again = pickle.loads(pickle.dumps(one))
         assert type(again) is type(one) and again == one and again.name == one.name
 
 
-def test_it_travels_by_value_from_a_script(tmp_path: Path) -> None:
+def test_a_function_operator_of_a_script_is_pickled_by_value(tmp_path: Path) -> None:
     """As Ray sends it; annotations are text there, and the process that reads it has never seen the script."""
     end = "\nimport sys, cloudpickle\ncloudpickle.dump([third, third(of=2.0)], open(sys.argv[1], 'wb'))\n"
     (tmp_path / "script.py").write_text("from __future__ import annotations\n" + SCRIPT + end)

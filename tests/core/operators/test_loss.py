@@ -16,7 +16,7 @@ from flowrl import columns as c
 from flowrl.core.operators.loss import Unit
 from flowrl.core.operators.ports import FromParameters, PortField
 from flowrl.core.operators.roles import Role, Writes
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.draw import mermaid
 from flowrl.graphs import grpo, ppo
@@ -81,8 +81,8 @@ def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_do_not_split() -> 
     objective, mask = TokenObjective(Tilted()), torch.ones(4, 2, dtype=torch.bool)
     advantages, log_probs = torch.arange(8.0).view(4, 2), -torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
     read = {"advantages": advantages, "tilt": Tilt(2.5)}
-    share = Share(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
-    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], share, read)[0].replicated
+    shard = Shard(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
+    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], shard, read)[0].replicated
     assert part is not None and part.batch.tilt is read["tilt"]
     output = log_probs[[3, 0]].requires_grad_()
     found = objective(output, None, part.batch, part.weights, Metrics())
@@ -100,7 +100,7 @@ def test_an_edit_wires_the_ports_of_the_new_loss_and_removes_those_of_the_old_on
     assert wires(critic, "update_critic").keys() & {"returns", "values"} == {"returns"}
 
 
-def test_files_processes_and_pictures_know_it() -> None:
+def test_a_custom_loss_is_saved_pickled_and_drawn() -> None:
     graph = grpo(exact).edit(set={"update_actor.loss": Entropic(coef=0.2)})
     assert Graph.from_dict(graph.to_dict()) == graph
     assert pickle.loads(pickle.dumps(graph["update_actor"].operator)) == graph["update_actor"].operator
@@ -162,7 +162,7 @@ class TestReturned:
         objective, output = TokenObjective(loss, aggregation), self.new.clone().requires_grad_()
         return objective(output, None, None, objective.weights(self.mask), Metrics()).item()
 
-    def test_the_loss_of_a_row_is_that_of_its_tokens(self) -> None:
+    def test_a_row_loss_is_weighted_by_the_tokens_of_its_row(self) -> None:
         assert self.value(OfRows()) == pytest.approx((3 + 3) / 2)
         assert self.value(OfRows(), "token-mean") == pytest.approx((3 + 3 + 3) / 3)
 
@@ -232,7 +232,7 @@ class Counting:
 
 
 def test_a_loss_with_state_is_refused_where_it_is_defined() -> None:
-    """Its value would live on the object, go on in the next run, and restart in a resumed one."""
+    """Its value would be on the object, continue in the next run, and restart in a resumed one."""
     with raises("operator.state", state="calls") as own:
 
         class Counted(Loss):
@@ -256,7 +256,7 @@ def test_a_class_without_call_is_refused() -> None:
             coef: float = 1.0
 
 
-def test_an_update_of_the_users_own_takes_its_loss() -> None:
+def test_a_custom_update_has_the_ports_of_its_loss() -> None:
     class Own(Operator):
         """Trains in another way, with any loss."""
 
@@ -273,7 +273,7 @@ def test_an_update_of_the_users_own_takes_its_loss() -> None:
             def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
 
 
-def test_a_name_means_one_column() -> None:
+def test_a_loss_cannot_redefine_the_name_of_a_column() -> None:
     class Clash(Loss):
         unit: ClassVar[Unit] = "row"
 
@@ -298,7 +298,7 @@ def test_a_state_is_refused_where_the_class_of_a_loss_is_written() -> None:
     assert f"{__file__}:" in caught.value.message
 
 
-def test_a_state_of_what_is_no_operator_is_refused_when_it_is_read() -> None:
+def test_state_of_a_spec_other_than_an_operator_is_refused_when_read() -> None:
     class Schedule(Spec):
         steps = State(lambda self: 0)
 

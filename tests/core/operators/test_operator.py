@@ -100,7 +100,7 @@ def test_class_constants_may_be_set_without_annotation() -> None:
 # ---------------------------------------------------------------------------------------------------------- on tensors
 
 
-def test_computes_on_tensors_by_position_and_name() -> None:
+def test_inputs_are_passed_by_position_or_name() -> None:
     scores, mask = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, False]])
     expected = torch.tensor([[0.5, 0.5, 1.0], [0.5, 1.0, 1.0]])
     penalty = LengthPenalty(0.5)
@@ -156,7 +156,7 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
         ((F32, BOOL), {"mask": BOOL}, "call.arguments", {"reason": "got an unexpected keyword argument 'mask'"}),
     ],
 )
-def test_eager_calls_are_checked(
+def test_inputs_of_direct_calls_are_checked(
     arguments: tuple[Any, ...], keywords: dict[str, Any], code: str, facts: dict[str, Any]
 ) -> None:
     with raises(code, node="length_penalty", **facts) as error:
@@ -164,7 +164,7 @@ def test_eager_calls_are_checked(
     assert isinstance(error.value, PortError)
 
 
-def test_record_ports_are_checked_too() -> None:
+def test_columns_of_records_in_direct_calls_are_checked() -> None:
     old = OldLogProb(actor=TrainerEngine())
     with raises("call.type", node="old_log_prob", port="rollout", found="a Tensor"):
         old(torch.zeros(2, 3))
@@ -206,7 +206,7 @@ def test_values_without_batch_are_checked() -> None:
         Wait()(3)  # type: ignore[arg-type]
 
 
-def test_rows_may_change_if_the_class_declares_it() -> None:
+def test_new_axes_declares_a_change_of_rows() -> None:
     class Half(Operator):
         new_axes: ClassVar[tuple[str, ...]] = ("batch",)
 
@@ -234,7 +234,7 @@ def test_the_field_of_a_role_may_contain_a_live_engine() -> None:
         Scaled(TrainerEngine())  # type: ignore[arg-type]
 
 
-def test_a_role_is_resolved_by_the_session_and_only_there() -> None:
+def test_a_role_needs_a_session_with_its_engine() -> None:
     ones = torch.ones(1, 2)
     with raises("session.no-job", node="scaled", missing="role", role="scale") as error:
         Scaled()(ones)
@@ -310,7 +310,7 @@ def test_the_base_of_operators_cannot_be_constructed() -> None:
         Operator()
 
 
-def test_columns_are_no_parameters() -> None:
+def test_columns_in_place_of_parameters_are_refused() -> None:
     for column in (torch.zeros(2), np.zeros(2), Impure(torch.zeros(2), 1)):
         with raises("operator.mixed-call", operator="Scaled"):
             Scaled(column)  # type: ignore[arg-type]
@@ -331,13 +331,13 @@ class Growing(Schedule):
         return float(self.calls.value)
 
 
-def test_only_operators_have_state() -> None:
+def test_state_of_a_schedule_is_refused() -> None:
     """Nothing would save that of another spec, and a training resumes to other numbers."""
     with raises("operator.state", state="calls", owner="Growing"):
         Growing().at(0)
 
 
-def test_names() -> None:
+def test_operators_have_default_and_given_names() -> None:
     gae = GAE(0.9)
     assert (gae.name, gae.named("gae_long").name, gae.name) == ("gae", "gae_long", "gae")
     assert gae.named("gae_long").gamma == 0.9

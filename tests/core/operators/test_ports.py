@@ -240,12 +240,12 @@ def test_faulty_classes_are_named_with_file_and_line(body: dict[str, Any], code:
 @pytest.mark.parametrize(
     "arguments", [("a.b", "kind"), (3, "kind"), ("mine", None), ("mine", ""), ("mine", "kind", "x")]
 )
-def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...]) -> None:
+def test_an_invalid_column_definition_is_refused(arguments: tuple[Any, ...]) -> None:
     with raises("column.definition"):
         Column(*arguments)
 
 
-def test_an_annotation_has_one_column() -> None:
+def test_an_annotation_with_two_columns_is_refused() -> None:
     def call(self: Any, values: Annotated[c.Values, Column("other", "value")]) -> c.Values: ...
 
     with raises("column.definition"):

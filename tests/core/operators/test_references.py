@@ -43,7 +43,7 @@ def test_reference_and_resolve_are_inverse(tmp_path: Path, monkeypatch: pytest.M
         functions.resolve(scores("number"))
 
 
-def test_check_looks_without_running(tmp_path: Path) -> None:
+def test_check_reads_a_file_without_running_it(tmp_path: Path) -> None:
     file = tmp_path / "loud.py"
     file.write_text("def f(): pass\nif f:\n    from os import path as g\nraise SystemExit('was run')\n")
     functions.check(f"{file}:f")
@@ -144,7 +144,7 @@ def test_check_accepts_names_of_unknown_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ref", ["f.py", "f", ":f", "a b:f", "a.py:f g", "a.py:", ""])
-def test_the_form_of_a_reference(ref: str) -> None:
+def test_a_malformed_reference_is_refused(ref: str) -> None:
     with raises("reference.format", reference=ref):
         functions.check(ref)
 

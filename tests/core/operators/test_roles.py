@@ -29,7 +29,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("name", [3, None, "", "two words", "1st", "a.b", "class", ["actor"], {"a": 1}])
-def test_the_name_of_a_role_is_an_identifier(name: Any) -> None:
+def test_a_role_name_that_is_not_an_identifier_is_refused(name: Any) -> None:
     for make in (Role, RoleRef):
         with raises("role.name"):
             make(name)
@@ -66,14 +66,14 @@ def define(annotation: Any) -> type[Operator]:
         Reads[Writes[Trainer]],
     ],
 )
-def test_a_role_field_reads_or_writes_one_runtime_checkable_protocol(annotation: Any) -> None:
+def test_a_role_field_needs_an_access_mode_and_a_runtime_checkable_protocol(annotation: Any) -> None:
     with raises("role.annotation", annotation=str(annotation)) as error:
         define(annotation)
     assert re.fullmatch(r".*test_roles\.py:\d+: Faulty\.actor", str(error.value.facts["where"]))
 
 
 @pytest.mark.parametrize("annotation", [Reads[Scorer], Writes[Trainer], Reads[Rollout]])
-def test_values_of_a_role_field(annotation: Any) -> None:
+def test_a_role_field_accepts_roles_and_engines(annotation: Any) -> None:
     operator: Callable[..., Any] = define(annotation)
     assert operator().actor == Role("actor")
     if annotation is not Reads[Rollout]:

@@ -1,4 +1,4 @@
-"""Calls of operators: what ``super().__call__`` does, and that a `__call__` runs as it was written."""
+"""Calls of operators: ``super().__call__`` and decorators of `__call__`."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_subclass_that_calls_super_is_traced_as_one_node() -> None:
     assert torch.equal(Halved()(values, mask), Whiten()(values, mask) / 2)
 
 
-def test_super_is_called_with_its_own_ports() -> None:
+def test_super_refuses_unknown_ports() -> None:
     class Wrong(Base):
         def __call__(self, values: c.Values) -> c.Values:
             return super().__call__(values, returns=values)
@@ -202,7 +202,7 @@ def test_the_initial_value_of_a_state_may_be_a_getter() -> None:
     assert State(attrgetter("coef")).initial(KLShape(0.5)) == 0.5
 
 
-def test_decorators_of_a_call_apply() -> None:
+def test_decorators_of_call_apply() -> None:
     """A `__call__` under ``@torch.no_grad()`` computes without a gradient."""
 
     class Still(Operator):

@@ -26,7 +26,7 @@ from tests.support.kernel import exact
 WARM = ppo(exact).edit(when={"update_actor": When(start=20)})
 
 
-def test_in_which_steps() -> None:
+def test_every_and_start_select_the_steps() -> None:
     assert [step for step in range(9) if When(every=3, start=2).runs(step)] == [2, 5, 8]
     assert [step for step in range(4) if When(every=2).runs(step)] == [0, 2]
     assert all(ALWAYS.runs(step) for step in range(9)) and When(1, 0) == ALWAYS
@@ -44,7 +44,7 @@ def test_the_first_idle_step_is_found(sinks: list[list[When]]) -> None:
     assert first_idle(sinks) == (idle[0] if idle else None)
 
 
-def test_it_stays_with_a_node_through_edits() -> None:
+def test_a_step_condition_stays_with_its_node_through_edits() -> None:
     @algorithm
     def lines(batch: PromptBatch) -> Any:
         prompts = Repeat(2)(batch)
@@ -70,7 +70,7 @@ def test_it_stays_with_a_node_through_edits() -> None:
     assert set(both.whens("sync")) == {When(start=20), When(every=2)} and both.whens("update_critic") == (When(2),)
 
 
-def test_diffs_pictures_and_files_show_it(tmp_path: Path) -> None:
+def test_diffs_pictures_and_files_show_step_conditions(tmp_path: Path) -> None:
     assert str(ppo(exact).diff(WARM)).splitlines()[1:] == ["~ update_actor.when: None -> When(every=1, start=20)"]
     assert "when(start=20)" in WARM.mermaid() and "always → when(start=20)" in ppo(exact).diff(WARM).mermaid()
     assert "when(start=20)" in repr(WARM) and "when" not in repr(ppo(exact))
@@ -131,7 +131,7 @@ def test_a_step_in_which_nothing_runs_is_refused_before_a_run() -> None:
         graph.refuse_idle()
 
 
-def test_a_sync_follows_every_update() -> None:
+def test_a_sync_that_skips_steps_of_its_update_is_found() -> None:
     assert WARM.check() == []
     seldom = WARM.edit(when={"sync": When(every=2)})
     [finding] = seldom.check()
@@ -142,13 +142,13 @@ def test_a_sync_follows_every_update() -> None:
     assert ppo(exact).edit(when={"generate": When(every=2)}).check() == []  # all of it waits
 
 
-def test_a_validation_runs_all_of_its_graph() -> None:
+def test_a_validation_ignores_step_conditions() -> None:
     seldom = ppo(exact).edit(when={"reward": When(every=5)})
     graph = Validation(PromptData("x.jsonl")).graph(seldom)
     assert graph.whens("reward") == () and seldom["reward"].when == When(every=5)
 
 
-def test_defaults_make_no_difference() -> None:
+def test_default_step_conditions_equal_none() -> None:
     assert str(When()) == "" and str(When(2)) == "when(every=2)" and str(When(2, 3)) == "when(every=2, start=3)"
     assert GAE().when() == GAE() and GAE().when(every=2) == GAE()  # it is of the node, as a name is
     with raises("parameter.invalid", parameter="every", given="'often'"):

@@ -1,4 +1,4 @@
-"""What a DataProto takes outside of its process: its own rows, and not those that it was cut from."""
+"""Size of a pickled or saved DataProto: its own rows, not those of the batch it was sliced from."""
 
 from __future__ import annotations
 

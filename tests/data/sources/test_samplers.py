@@ -50,7 +50,7 @@ def test_restoring_a_position_restores_the_sampler(sampler: Sampler, rows: int, 
     position = json.loads(json.dumps(uninterrupted.position))
     resumed = start(sampler, rows)
     resumed.seek(position)
-    assert resumed.position == uninterrupted.position and resumed.heard == uninterrupted.heard
+    assert resumed.position == uninterrupted.position and resumed.last_scored_step == uninterrupted.last_scored_step
     for step, n in enumerate(sizes[cut:], start=cut + 1):
         assert answer(resumed, sampler, step, n) == answer(uninterrupted, sampler, step, n)
     assert resumed.position == uninterrupted.position
@@ -161,7 +161,7 @@ def test_scores_outside_worst_and_best_are_clamped() -> None:
         order.next(2)
         order.learn(4, {1: scores})
     assert orders[0].position == orders[1].position
-    assert orders[0].position["known"]["1"][1:] == [1.0 + 1.5, 1.0 + 1.5] and orders[0].heard == 4
+    assert orders[0].position["known"]["1"][1:] == [1.0 + 1.5, 1.0 + 1.5] and orders[0].last_scored_step == 4
 
 
 def test_replay_resamples_hard_rows() -> None:

@@ -28,7 +28,7 @@ def test_scores_are_recorded_for_their_rows(tmp_path: Path) -> None:
     stream.learn(1, {"0/2/0": [1.0, 1.0], "0/0/0": [0.0]})
     known = stream.position["known"]
     assert known["2"][1:] == [3.0, 1.0] and known["0"][1:] == [1.0, 2.0] and known["1"][1:] == [1.0, 1.0]
-    assert stream.heard == 1
+    assert stream.last_scored_step == 1
 
 
 def test_scores_of_repeated_groups_count_once(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def test_harmless_conversations_have_the_ids_of_transformers(name: str) -> None:
     messages = [{"role": "user", "content": "the 12 <think>and</think> the"}]
     expected = tokenizer._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.prompt_ids(messages) == expected
-    assert tokenizer.control_tokens.encode(tokenizer.conversation_text(messages, go_on=True)) == expected
+    assert (
+        tokenizer.control_tokens.encode(tokenizer.conversation_text(messages, add_generation_prompt=True)) == expected
+    )
 
 
 @pytest.mark.parametrize("check", ["strict", "loose", "off"])

@@ -40,7 +40,7 @@ def test_a_transcript_equals_the_rendered_template_and_keeps_sampled_ids(
         transcript.answer(ids, [-0.5] * len(ids))
         transcript.reply([{"role": "user", "content": reply}])
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
-    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
+    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, add_generation_prompt=True)
     assert transcript.messages == messages
     for start, ids in sampled:
         assert transcript.ids[start : start + len(ids)] == ids
@@ -58,7 +58,7 @@ def test_the_template_ends_a_truncated_turn(name: str) -> None:
     delta = transcript.reply([{"role": "user", "content": "go on"}])
     assert delta[0] == end_of(name) and sum(transcript.sampled) == len(cut)
     messages = [*QUESTION, {"role": "assistant", "content": "and the"}, {"role": "user", "content": "go on"}]
-    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
+    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, add_generation_prompt=True)
 
 
 def test_a_sampled_alternative_end_token_is_kept() -> None:

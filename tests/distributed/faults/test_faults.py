@@ -12,7 +12,7 @@ import ray
 from ray import exceptions
 
 from flowrl.distributed.faults import faults
-from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain, died
+from flowrl.distributed.faults.faults import Failure, HostDiedError, chain, died, result_of
 from flowrl.distributed.faults.ray_processes import RayDiedError
 from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.place import Colocate
@@ -27,7 +27,7 @@ HOST = ProcessSpec(("actor",), 1, 2, (1,))
 # Errors of Ray that another process may cause, constructed as Ray does; True if a new process would recover.
 RAISED = {
     exceptions.ActorDiedError(): True,
-    exceptions.ActorUnavailableError("no answer", b"a" * 16): True,
+    exceptions.ActorUnavailableError("no result_of", b"a" * 16): True,
     exceptions.OutOfMemoryError("Task was killed due to the node running low on memory."): True,
     exceptions.NodeDiedError("the node died"): True,
     exceptions.WorkerCrashedError(): True,
@@ -58,7 +58,7 @@ def test_errors_of_ray_name_the_task_and_the_host(error: Exception, monkeypatch:
     monkeypatch.setattr(faults.ray, "get", raising(error))
     code = "host.died" if RAISED[error] else "cluster.ray-failed"
     with raises(code, task="update_actor in step 3", host="actor rank 1") as caught:
-        answer(None, HOST, "update_actor in step 3", Colocate(2))
+        result_of(None, HOST, "update_actor in step 3", Colocate(2))
     assert isinstance(caught.value, HostDiedError) is RAISED[error]
     assert caught.value.__cause__ is error
     assert next(iter(str(error).strip().splitlines()), "").rstrip(".") in caught.value.message
@@ -74,14 +74,14 @@ def test_errors_of_ray_name_the_task_and_the_host(error: Exception, monkeypatch:
 def test_a_call_that_times_out_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults.ray, "get", raising(exceptions.GetTimeoutError("too long")))
     with raises("host.stuck", task="update_actor in step 3", host="actor rank 1", seconds=60.0):
-        answer(None, HOST, "update_actor in step 3", Colocate(2, deadline=60.0))
+        result_of(None, HOST, "update_actor in step 3", Colocate(2, deadline=60.0))
 
 
 def test_an_actor_that_fails_to_start_is_not_reported_as_died(monkeypatch: pytest.MonkeyPatch) -> None:
     error = exceptions.ActorDiedError(exceptions.RayTaskError("__init__", "no such module", ImportError()))
     monkeypatch.setattr(faults.ray, "get", raising(error))
     with raises("host.start-failed", task="starting", host="the general host") as caught:
-        answer(None, None, "starting", Colocate(2))
+        result_of(None, None, "starting", Colocate(2))
     assert not isinstance(caught.value, HostDiedError) and "no such module" in caught.value.message
 
 
@@ -89,7 +89,7 @@ def test_an_error_of_a_worker_keeps_code_and_facts(monkeypatch: pytest.MonkeyPat
     cause = SyncError("no receipt", code="sync.made-up", version=3)
     monkeypatch.setattr(faults.ray, "get", raising(exceptions.RayTaskError("wake", "trace", cause)))
     with raises("sync.made-up", task="waking", host="actor rank 1", version=3, error="SyncError") as caught:
-        answer(None, HOST, "waking", Colocate(2))
+        result_of(None, HOST, "waking", Colocate(2))
     assert caught.value.message == "waking failed on actor rank 1: SyncError: no receipt"
     assert caught.value.__cause__ is cause
 

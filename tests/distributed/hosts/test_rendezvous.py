@@ -18,7 +18,7 @@ from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.turns import Turns
-from flowrl.sync.route import Seat
+from flowrl.sync.route import Location
 
 
 def addresses_of(port: int) -> set[str]:
@@ -67,13 +67,13 @@ def test_a_job_on_one_machine_uses_loopback_only(nodes: tuple[str, ...], monkeyp
         return [("address", 1)] * len(to)
 
     monkeypatch.setattr(Hosts, "ask", ask)
-    monkeypatch.setattr(Hosts, "_settle", lambda *_: [Seat(*seat) for seat in zip(nodes, (0, 1, 0), strict=True)])
+    monkeypatch.setattr(Hosts, "_locate", lambda *_: [Location(*seat) for seat in zip(nodes, (0, 1, 0), strict=True)])
     stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
     monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda *host, **_: stub if host else lambda _: stub))
     backend = SimpleNamespace(collective=True)
     started: Any = object.__new__(Hosts)
     vars(started).update(
-        actors={}, seats={}, seed=0, place=SimpleNamespace(deadline=9.0), _swapping=(), _turns=Turns(plans)
+        actors={}, locations={}, seed=0, place=SimpleNamespace(deadline=9.0), _swapping=(), _turns=Turns(plans)
     )
     vars(started).update(bindings={"actor": backend, "rollout": backend}, _turns=Turns(plans))
     started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)

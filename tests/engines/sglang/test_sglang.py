@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load, save
 
 from flowrl.backends import SGLang, TorchTrainer
-from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.hosted.reaper import members, shared_memory
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.protocols.protocols import Sampling
@@ -197,7 +197,7 @@ class TestSync(SyncTests):
 OWNER = """if True:
     import os, signal, sys
     from flowrl.backends import SGLang, TorchTrainer
-    from flowrl.backends.hosted.keeper import shared_memory
+    from flowrl.backends.hosted.reaper import shared_memory
     from tests.engines.contract.answers import CONTEXT, assert_frozen_engine_generates
     engine = SGLang(sys.argv[1], frozen=True, dtype="float32", max_num_seqs=4).build(CONTEXT)
     assert_frozen_engine_generates(engine, sys.argv[1], TorchTrainer(sys.argv[1], device="cpu").build(CONTEXT))

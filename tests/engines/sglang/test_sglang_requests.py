@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.backends import SGLang
-from flowrl.backends.hosted.keeper import members
+from flowrl.backends.hosted.reaper import members
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics

@@ -51,7 +51,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
     found = {}
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
-        assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
+        assert len({seat.node for seat in executor.runner.hosts.locations.values()}) == 3
         selection = WeightSelection("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
         exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", selection, 20_000)[0]
         scored = selection.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
@@ -59,7 +59,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
-                monkeypatch.setattr(delivery, "choose", lambda *seats: ("object store", (0,)))
+                monkeypatch.setattr(delivery, "choose", lambda *locations: ("object store", (0,)))
             executor.load(tmp_path / "start")
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]
@@ -72,7 +72,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
 
 
 class CrookedEngine(ToyTrainerEngine):
-    """Damages its weights during the transfer, once, as the file ``mischief`` of its desk says."""
+    """Damages its weights once during a transfer, as the file ``mischief`` requests."""
 
     def mischief(self) -> str:
         file = self.desk.folder / "mischief"
@@ -87,9 +87,9 @@ class CrookedEngine(ToyTrainerEngine):
 class SendsOtherWeights(ToyTrainer):
     def build(self, context: Any) -> CrookedEngine:
         engine = CrookedEngine("actor", self, context)
-        tell, carry = TransferGroup.tell, GlooCarrier.send
+        announce, carry = TransferGroup.broadcast_message, GlooCarrier.send
 
-        def damaged_tell(group: TransferGroup, message: Any) -> None:
+        def damaged_message(group: TransferGroup, message: Any) -> None:
             match engine.mischief():
                 case "missing" if "tensors" in message:
                     message = message | {"tensors": message["tensors"][:-1]}
@@ -97,7 +97,7 @@ class SendsOtherWeights(ToyTrainer):
                     message = message | {"version": message["version"] - 1}
                 case "old" if "role" in message:
                     message = message | {"version": message["version"] - 1}
-            tell(group, message)
+            announce(group, message)
 
         def damaged_send(carrier: GlooCarrier, flat: Tensor) -> None:
             if engine.mischief() == "flip":
@@ -105,7 +105,7 @@ class SendsOtherWeights(ToyTrainer):
                 flat[3] ^= 1
             carry(carrier, flat)
 
-        TransferGroup.tell, GlooCarrier.send = damaged_tell, damaged_send  # type: ignore[method-assign]
+        TransferGroup.broadcast_message, GlooCarrier.send = damaged_message, damaged_send  # type: ignore[method-assign]
         return engine
 
 

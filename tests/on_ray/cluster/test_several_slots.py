@@ -52,7 +52,7 @@ def refuse_two_at_once(events: list[dict[str, Any]], plans: list[ProcessSpec]) -
         if event["what"] in ("sleep", "dead"):
             awake.pop(who, None)
         elif event["what"] in ("build", "wake"):
-            others = [other for other in awake if of[who].meets(awake[other])]
+            others = [other for other in awake if of[who].shares_slots_with(awake[other])]
             assert not others, f"{event} while {others} are awake"
             awake[who] = of[who]
 

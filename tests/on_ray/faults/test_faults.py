@@ -17,7 +17,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
-from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain
+from flowrl.distributed.faults.faults import Failure, HostDiedError, chain, result_of
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
@@ -360,6 +360,6 @@ def test_a_process_that_cannot_start_is_not_reported_as_died() -> None:
 
     actor: Any = ray.remote(Broken).options(num_cpus=0).remote()
     with raises("host.start-failed", task="loading actor", host="the general host") as caught:
-        answer(actor.pid.remote(), None, "loading actor", Colocate(1))
+        result_of(actor.pid.remote(), None, "loading actor", Colocate(1))
     assert not isinstance(caught.value, HostDiedError)
     assert "no module of that name" in caught.value.message and "out-of-memory" not in caught.value.message

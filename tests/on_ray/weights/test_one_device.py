@@ -18,7 +18,7 @@ from flowrl.graphs import grpo
 from flowrl.protocols.protocols import Closable
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync import ipc
-from flowrl.sync.route import Seat
+from flowrl.sync.route import Location
 from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
@@ -127,7 +127,7 @@ def test_trainer_and_engine_are_awake_together_only_if_both_fit_in_memory(memory
     hosts: Any = SimpleNamespace(
         ranks=lambda role: [actor] if role == "actor" else [rollout],
         bindings={role: Toy(desk="", memory=size) for role, size in sizes.items()},
-        seats={actor: Seat("local", 1, ("0",)), rollout: Seat("local", 2, ("0",))},
+        locations={actor: Location("local", 1, ("0",)), rollout: Location("local", 2, ("0",))},
         place=Colocate(1, memory=memory),
     )
     chosen = delivery.Delivery(hosts, "actor", "rollout", "sync")

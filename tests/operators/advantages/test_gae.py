@@ -47,7 +47,7 @@ def gae_by_sums(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
 class TestGAE:
     @examples(100)
     @given(masks(), st.integers(0, 2**31), unit, unit)
-    def test_equals_the_sum_over_the_tokens_on_the_mask(
+    def test_gae_equals_the_sum_over_the_tokens_on_the_mask(
         self, mask: Tensor, seed: int, gamma: float, lam: float
     ) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
@@ -58,7 +58,7 @@ class TestGAE:
         assert advantages.dtype == returns.dtype == torch.float32
         assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 
-    def test_worked_example(self) -> None:
+    def test_gae_equals_a_worked_example(self) -> None:
         # delta = [0 + .5*2 - 1, 1 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1] = [-.25, -1]; R = A + V = [.75, 1]
         mask = torch.tensor([[True, True]])
         advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), mask, 0.5, 0.5)
@@ -86,25 +86,25 @@ class TestGAE:
             assert advantages[row, at].tolist() == dense[0].tolist()
             assert returns[row, at].tolist() == dense_returns[0].tolist()
 
-    def test_refuses_a_reward_off_the_mask(self) -> None:
+    def test_a_reward_off_the_mask_is_refused(self) -> None:
         mask = torch.tensor([[True, True, False], [True, False, False]])
         rewards = torch.zeros(2, 3)
         rewards[1, 2] = 1.0
         with raises("reward.off-mask", column="token_level_rewards", row=1, token=2):
             gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)
 
-    def test_refuses_to_broadcast(self) -> None:
+    def test_gae_refuses_values_of_another_shape(self) -> None:
         with raises("rows.shape-mismatch", expected=(2, 3), found=(2, 1)):
             gae(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool), 1.0, 1.0)
 
-    def test_bf16_is_computed_in_float32(self) -> None:
+    def test_bfloat16_inputs_are_computed_in_float32(self) -> None:
         mask = torch.ones(1, 300, dtype=torch.bool)
         rewards = torch.full((1, 300), 0.5, dtype=torch.bfloat16)
         advantages, _ = gae(rewards, torch.zeros(1, 300, dtype=torch.bfloat16), mask, 1.0, 1.0)
         assert advantages.dtype == torch.float32
         assert advantages[0, 0] == 150.0  # bf16 would stop growing at 128
 
-    def test_advantages_are_constants(self) -> None:
+    def test_advantages_have_no_gradient(self) -> None:
         mask, values = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, requires_grad=True)
         advantages, returns = gae(torch.zeros(1, 2), values, mask, 1.0, 1.0)
         assert not advantages.requires_grad and not returns.requires_grad
@@ -143,7 +143,9 @@ class TestLongResponses:
         st.sampled_from([0.0, 1e-6, 0.95, 0.999, 1.0]),
         st.sampled_from([0.0, 100.0]),
     )
-    def test_errors_are_a_few_roundings(self, mask: Tensor, seed: int, gamma: float, lam: float, level: float) -> None:
+    def test_long_responses_have_errors_of_a_few_roundings(
+        self, mask: Tensor, seed: int, gamma: float, lam: float, level: float
+    ) -> None:
         """Relative to advantages and values: of few tokens, all advantages may be small."""
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1) + level
         advantages, returns = gae(rewards, values, mask, gamma, lam)
@@ -205,7 +207,9 @@ class TestLongResponses:
 class TestReturnToGo:
     @examples(50)
     @given(masks(), st.integers(0, 2**31), unit)
-    def test_equals_the_discounted_sum_of_later_rewards(self, mask: Tensor, seed: int, gamma: float) -> None:
+    def test_return_to_go_equals_the_discounted_sum_of_later_rewards(
+        self, mask: Tensor, seed: int, gamma: float
+    ) -> None:
         rewards = numbers(mask, seed)
         found = ReturnToGo(gamma)(rewards, mask)
         for row in range(len(mask)):
@@ -218,7 +222,9 @@ class TestReturnToGo:
 class TestBaselineOfAnotherAnswer:  # ReMax
     @settings(deadline=None)
     @given(masks(), st.integers(0, 2**16), st.floats(0, 1))
-    def test_equals_the_return_to_go_minus_the_baseline_score(self, mask: Tensor, seed: int, gamma: float) -> None:
+    def test_the_advantage_is_the_return_to_go_minus_the_baseline_score(
+        self, mask: Tensor, seed: int, gamma: float
+    ) -> None:
         rewards = numbers(mask, seed)
         theirs = masks_like(mask, seed)
         scores = numbers(theirs, seed + 1)
@@ -270,7 +276,7 @@ class TestDecoupledGAE:
 class TestWhiten:
     @examples(100)
     @given(masks(), st.integers(0, 2**31), st.booleans())
-    def test_equals_the_formula(self, mask: Tensor, seed: int, shift_mean: bool) -> None:
+    def test_whitening_equals_its_formula(self, mask: Tensor, seed: int, shift_mean: bool) -> None:
         x = 3 * numbers(mask, seed) + 2
         flat = [float(v) for v in x[mask]]
         if len(flat) == 1:
@@ -285,13 +291,13 @@ class TestWhiten:
         assert found[mask].tolist() == pytest.approx(expected, abs=1e-5)
         assert found.dtype == torch.float32 and (found[~mask] == 0).all()
 
-    def test_equal_values_become_zero(self) -> None:
+    def test_whitening_makes_equal_values_zero(self) -> None:
         mask = torch.ones(7, 3, dtype=torch.bool)
         assert (whiten(torch.full((7, 3), 0.1), mask) == 0).all()
 
     @pytest.mark.parametrize("level", [0.0, -1e3, 1e6])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e25])
-    def test_errors_are_float32_rounding_only(self, level: float, scale: float) -> None:
+    def test_whitening_has_errors_of_float32_rounding_only(self, level: float, scale: float) -> None:
         """Also where the mean is far from 0, or squares do not fit into float32."""
         mask = torch.rand(60, 50, generator=torch.Generator().manual_seed(1)) < 0.7
         x = (numbers(mask, 0) + level) * scale
@@ -303,7 +309,7 @@ class TestWhiten:
 
     @pytest.mark.parametrize("shift_mean", [True, False])
     @pytest.mark.parametrize("bad", [NAN, math.inf])
-    def test_non_finite_values_do_not_leave_the_mask(self, shift_mean: bool, bad: float) -> None:
+    def test_whitening_keeps_non_finite_values_on_the_mask(self, shift_mean: bool, bad: float) -> None:
         mask = torch.tensor([[True, True, False], [True, False, False]])
         found = whiten(torch.tensor([[bad, 1.0, NAN], [2.0, 5.0, NAN]]), mask, shift_mean)
         assert (found[~mask] == 0).all() and not found[mask].isfinite().any()
@@ -329,6 +335,6 @@ class TestOperators:
         ("operator", "name"),
         [(GAE, "gamma"), (GAE, "lam"), (DecoupledGAE, "gamma"), (DecoupledGAE, "lam"), (DecoupledGAE, "critic_lam")],
     )
-    def test_refuse_parameters_out_of_range(self, operator: type[Operator], name: str, value: float) -> None:
+    def test_parameters_out_of_range_are_refused(self, operator: type[Operator], name: str, value: float) -> None:
         with pytest.raises(ParameterError, match=f"{name}="):
             operator(**{name: value})

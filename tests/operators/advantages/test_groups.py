@@ -111,7 +111,9 @@ def group_by_loops(
 class TestGroupAdvantage:
     @examples(100)
     @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
-    def test_equals_loops_over_groups(self, half: Tensor, seed: int, normalize_std: bool, random: object) -> None:
+    def test_group_advantages_equal_loops_over_groups(
+        self, half: Tensor, seed: int, normalize_std: bool, random: object
+    ) -> None:
         mask = torch.cat([half, half.flip(0), half.roll(1, 0)])
         uid = np.array([f"p{i % len(half)}" for i in range(len(mask))], dtype=object)
         random.shuffle(uid)  # type: ignore[attr-defined]
@@ -121,7 +123,7 @@ class TestGroupAdvantage:
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
         assert found.dtype == torch.float32
 
-    def test_worked_example(self) -> None:
+    def test_group_advantages_equal_a_worked_example(self) -> None:
         # Group a has scores 1 and 0: mean 1/2, sample std sqrt(1/2), so ±1/sqrt(2). Group b has 3, 1, 2: std 1.
         rewards = torch.tensor([[0.0, 1.0], [1.0, 2.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
         mask = torch.tensor([[True, True], [True, True], [True, False], [True, False], [True, True]])
@@ -148,12 +150,12 @@ class TestGroupAdvantage:
         r = 0.5**0.5
         assert group_advantage(rewards, mask, uid).flatten().tolist() == pytest.approx([r, -r, 0.0], abs=3e-6)
 
-    def test_refuses_a_group_of_one(self) -> None:
+    def test_a_group_of_one_is_refused(self) -> None:
         uid = np.array(["a", "lonely", "a"], dtype=object)
         with raises("rows.small-group", uid="lonely", found=1):
             group_advantage(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), uid)
 
-    def test_refuses_a_reward_off_the_mask_and_a_short_uid(self) -> None:
+    def test_a_reward_off_the_mask_and_a_short_uid_are_refused(self) -> None:
         mask = torch.tensor([[True, False]] * 2)
         with raises("reward.off-mask", row=0, token=1):
             group_advantage(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))
@@ -178,7 +180,7 @@ class TestBaselines:
     @pytest.mark.parametrize(("operator", "by_loops"), BY_LOOPS, ids=lambda value: getattr(value, "name", ""))
     @examples(60)
     @given(half=masks(), seed=st.integers(0, 2**31), equal=st.booleans(), random=st.randoms(use_true_random=False))
-    def test_equal_loops_over_groups(
+    def test_baselines_equal_loops_over_groups(
         self,
         operator: object,
         by_loops: Callable[..., dict[int, float]],
@@ -214,7 +216,7 @@ class TestBaselines:
         assert torch.equal(operator(clean, mask, uid), operator(dirty, mask, uid))  # type: ignore[operator]
 
     @pytest.mark.parametrize("operator", EVERY, ids=repr)
-    def test_refuse_single_row_groups_and_rewards_off_the_mask(self, operator: object) -> None:
+    def test_single_row_groups_and_rewards_off_the_mask_are_refused(self, operator: object) -> None:
         uid = np.array(["a", "lonely", "a"], dtype=object)
         with raises("rows.small-group", uid="lonely", found=1):
             operator(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), uid)  # type: ignore[operator]
@@ -245,7 +247,7 @@ class TestBaselines:
 class TestPassAtK:
     @examples(80)
     @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=6), min_size=1, max_size=3), st.integers(1, 3))
-    def test_equals_the_mean_over_all_subsets(self, groups: list[list[bool]], k: int) -> None:
+    def test_pass_at_k_advantages_equal_the_mean_over_all_subsets(self, groups: list[list[bool]], k: int) -> None:
         flat = [(f"p{i}", right) for i, group in enumerate(groups) for right in group]
         mask = torch.ones(len(flat), 2, dtype=torch.bool)
         rewards, uid = torch.zeros(len(flat), 2), np.array([name for name, _ in flat], dtype=object)
@@ -260,6 +262,6 @@ class TestPassAtK:
         with raises("rows.small-group", uid="a", expected=2, found=1):
             PassAtKAdvantage(2)(torch.zeros(4, 1), mask, uid)
 
-    def test_refuses_parameters_out_of_range(self) -> None:
+    def test_parameters_out_of_range_are_refused(self) -> None:
         with pytest.raises(ParameterError, match="k=0"):
             PassAtKAdvantage(0)

@@ -1,4 +1,4 @@
-"""What a mask lets through, and KL estimators against exact KL by enumeration."""
+"""Selection by masks, and KL estimators against exact KL by enumeration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestMasked:
     @examples(60)
     @given(masks(), st.data())
     def test_select_preserves_the_bits_of_selected_values(self, mask: Tensor, data: st.DataObject) -> None:
-        """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
+        """For all kinds of float32, including denormals and -0.0, and any strides."""
         floats = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
         x = torch.tensor(data.draw(floats)).view(mask.shape)
         given_bits, on = x.view(torch.int32).flatten().tolist(), mask.flatten().tolist()
@@ -97,7 +97,7 @@ class TestMasked:
         select(x, torch.tensor([[True, False]])).square().sum().backward()
         assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
 
-    def test_refuses_a_mask_that_is_not_bool(self) -> None:
+    def test_a_mask_that_is_not_bool_is_refused(self) -> None:
         with raises("rows.shape-mismatch", expected="torch.bool", found="torch.float32"):
             select(torch.zeros(1, 2), torch.ones(1, 2))
 
@@ -106,7 +106,9 @@ class TestEstimators:
     @pytest.mark.parametrize("estimator", ESTIMATORS)
     @examples(60)
     @given(st.floats(-15, 0), st.floats(-15, 0))
-    def test_value_and_gradient(self, estimator: Estimator, log_prob: float, ref: float) -> None:
+    def test_kl_estimators_have_the_value_and_gradient_of_their_formulas(
+        self, estimator: Estimator, log_prob: float, ref: float
+    ) -> None:
         x = torch.tensor([log_prob], requires_grad=True)
         y = torch.tensor([ref])
         value = kl_penalty(x, y, estimator)
@@ -163,7 +165,7 @@ class TestEstimators:
         assert x.grad is not None
         assert x.grad.tolist() == pytest.approx([1 - math.exp(4.99), 1.0], rel=1e-5)
 
-    def test_bf16_gives_float32_and_shapes_must_agree(self) -> None:
+    def test_bfloat16_gives_float32_and_shapes_must_match(self) -> None:
         assert kl_penalty(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16(), "k2").dtype == torch.float32
         with raises("rows.shape-mismatch", expected=(2, 3), found=(2, 1)):
             kl_penalty(torch.zeros(2, 3), torch.zeros(2, 1), "k1")

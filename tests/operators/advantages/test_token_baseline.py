@@ -38,7 +38,9 @@ def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray) -> T
 class TestFormula:
     @examples(80)
     @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
-    def test_equals_loops_over_rows_and_tokens(self, half: Tensor, seed: int, still: bool, random: object) -> None:
+    def test_the_baseline_equals_loops_over_rows_and_tokens(
+        self, half: Tensor, seed: int, still: bool, random: object
+    ) -> None:
         """Ragged rows with holes, groups in any order, and tokens that do not pull at all."""
         mask = torch.cat([half, half.flip(0), half.roll(1, 1)])
         uid = np.array([f"p{i % len(half)}" for i in range(len(mask))], dtype=object)
@@ -50,7 +52,7 @@ class TestFormula:
         torch.testing.assert_close(found.double(), by_loops(rewards, norms, mask, uid), atol=1e-5, rtol=1e-5)
         assert found.dtype == torch.float32
 
-    def test_worked_example(self) -> None:
+    def test_the_baseline_equals_a_worked_example(self) -> None:
         """Scores 1 and 0; the first row has pulled three times as hard by its first token, and is alone after it."""
         rewards, mask = torch.tensor([[0.0, 1.0], [0.0, NAN]]), torch.tensor([[True, True], [True, False]])
         norms, uid = torch.tensor([[1.5, 0.2], [0.5, NAN]]), np.array(["p", "p"], dtype=object)
@@ -80,7 +82,7 @@ class TestFormula:
         found = OTB(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), norms, mask, np.array(["p", "p"], dtype=object))
         assert found.isfinite().tolist() == [[True, False], [True, False]]
 
-    def test_refuses_single_row_groups_and_rewards_off_the_mask(self) -> None:
+    def test_single_row_groups_and_rewards_off_the_mask_are_refused(self) -> None:
         ones = torch.ones(3, 2, dtype=torch.bool)
         with raises("rows.small-group", uid="lonely", found=1):
             OTB(torch.zeros(3, 2), torch.zeros(3, 2), ones, np.array(["a", "lonely", "a"], dtype=object))

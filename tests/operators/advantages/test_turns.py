@@ -40,7 +40,7 @@ unit = st.floats(0, 1)
 
 @st.composite
 def episodes(draw: st.DrawFn, min_rows: int = 1) -> tuple[Tensor, Tensor]:
-    """Masks, and turns that may touch, have holes, or be masked entirely; off the mask stands anything."""
+    """Masks, and turns that may be adjacent, have holes, or be masked entirely; values off the mask are arbitrary."""
     mask = draw(masks(min_rows=min_rows))
     ends = torch.tensor([[draw(st.booleans()) for _ in range(mask.shape[1])] for _ in range(len(mask))])
     turns = ends.long().cumsum(1)
@@ -65,7 +65,7 @@ def returns_of(rewards: Tensor, turns: dict[int, list[int]], row: int, gamma: fl
 class TestTurnGAE:
     @examples(100)
     @given(episodes(), st.integers(0, 2**31), unit, unit)
-    def test_equals_the_sum_over_existing_turns(
+    def test_turn_gae_equals_the_sum_over_existing_turns(
         self, given_turns: tuple[Tensor, Tensor], seed: int, gamma: float, lam: float
     ) -> None:
         mask, turn_ids = given_turns
@@ -84,7 +84,7 @@ class TestTurnGAE:
         torch.testing.assert_close(returns.double(), expected_returns, atol=5e-5, rtol=5e-5)
         assert advantages.dtype == returns.dtype == torch.float32
 
-    def test_worked_example(self) -> None:
+    def test_turn_gae_equals_a_worked_example(self) -> None:
         # Two turns with two tokens of the environment between; R = [1 + 2, 4], V = [3, 5] at their first tokens.
         mask = torch.tensor([[True, True, False, False, True, True, True, False]])
         turn_ids = torch.tensor([[0, 0, -1, -1, 1, 1, 1, -1]])
@@ -127,7 +127,7 @@ class TestTurnGAE:
 class TestTurnGroupAdvantage:
     @examples(100)
     @given(episodes(min_rows=4), st.integers(0, 2**31), unit, st.booleans())
-    def test_equals_the_formula(
+    def test_turn_group_advantages_equal_the_formula(
         self, given_turns: tuple[Tensor, Tensor], seed: int, gamma: float, normalize: bool
     ) -> None:
         mask, turn_ids = given_turns
@@ -144,7 +144,7 @@ class TestTurnGroupAdvantage:
                 assert found[row, at].tolist() == pytest.approx([expected] * len(at), abs=1e-3)
         assert (found[~mask] == 0).all() and found.dtype == torch.float32
 
-    def test_worked_example(self) -> None:
+    def test_turn_group_advantages_equal_a_worked_example(self) -> None:
         # G = [1 + 2, 2], [0 + 4, 4], [5]: means 4 of the first turns, 3 of the second.
         mask = torch.tensor([[True, False, True], [True, False, True], [True, False, False]])
         turn_ids = torch.tensor([[0, -1, 1], [0, -1, 1], [0, -1, -1]])
@@ -271,7 +271,7 @@ def test_turn_ids_number_the_sampled_turns(batch: EpisodeBatch) -> None:
 
 
 def test_ppo_over_episodes_uses_only_sampled_tokens(batch: EpisodeBatch) -> None:
-    """From scores to losses, in float64 over rows whose holes are cut out; NaN stands in the holes."""
+    """From scores to losses, in float64 over rows without their holes, which contain NaN."""
     mask = batch.response_mask
     old, ref, values, new = (numbers(mask, seed) for seed in range(4))
     rewards = KLShape(0.1)(batch.token_level_scores, old, ref, mask, metrics=Metrics())

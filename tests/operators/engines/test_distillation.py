@@ -71,7 +71,7 @@ def test_the_divergence_with_beta_one_half_is_symmetric() -> None:
 
 
 class Marked(NamedTuple):
-    """Rows with what a teacher says of them."""
+    """Rows with the top-k log-probs of a teacher."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -187,7 +187,7 @@ def test_the_top_k_gradient_matches_the_formula(beta: float, pair: tuple[str, st
 
 
 class Stated(NamedTuple):
-    """Rows with all that a teacher says of them."""
+    """Rows with the hidden states and the head of a teacher."""
 
     input_ids: Tensor
     attention_mask: Tensor

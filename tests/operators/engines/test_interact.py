@@ -1,4 +1,4 @@
-"""`Interact` with the real engine: against `Generate` and a trainer's own log-probs, in graphs, and what it writes."""
+"""`Interact` with the real engine, against `Generate` and a trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = Key.of(5)
 
 
 class Echo(Environment):
-    """Three turns; says back how long the answer was, and rewards it by that."""
+    """Three turns; replies with the length of the response, and rewards it."""
 
     async def step(self, answer: Answer) -> Reply:
         length = len(answer.ids)
@@ -256,7 +256,7 @@ class TestSpecs:
         class ByBatch(TorchRollout):
             serves = (Rollout,)
 
-        with pytest.raises(flowrl.FlowrlError, match="interact needs a TakesRequests there"):
+        with pytest.raises(flowrl.FlowrlError, match="interact needs a InteractiveRollout there"):
             graph.bind(rollout=ByBatch(tiny))
 
 

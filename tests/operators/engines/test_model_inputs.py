@@ -1,4 +1,4 @@
-"""What a model is given of rows: tokens, or the columns of a custom record.
+"""Inputs of models: tokens, or the columns of a custom record.
 
 See also `tests/examples/test_cartpole.py`.
 """

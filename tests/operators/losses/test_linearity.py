@@ -24,7 +24,7 @@ from tests.rules.findings import fixed, found, the_message
 LOSSES = [
     loss
     for _, loss in inspect.getmembers(flowrl.operators, inspect.isclass)
-    if issubclass(loss, Loss) and loss is not Loss and "advantages" in loss._signature.ports
+    if issubclass(loss, Loss) and loss is not Loss and "advantages" in inspect.signature(loss.__call__).parameters
 ]
 ROWS, TOKENS = 6, 40
 
@@ -66,7 +66,7 @@ def test_every_loss_declares_which_weights_on_its_advantages_are_weights_on_its_
     assert (Effect.ADVANTAGE_PER_ROW in loss().effects) is (by_row and not by_token)
 
 
-def test_the_shelf_has_losses_of_all_three_kinds() -> None:
+def test_the_losses_of_flowrl_are_of_all_three_kinds() -> None:
     declared = [loss().effects & {Effect.NONLINEAR, Effect.ADVANTAGE_PER_ROW} for loss in LOSSES]
     assert len(LOSSES) == 11
     assert [declared.count(one) for one in (set(), {Effect.ADVANTAGE_PER_ROW}, {Effect.NONLINEAR})] == [6, 1, 4]

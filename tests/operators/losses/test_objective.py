@@ -41,7 +41,7 @@ class TestWeights:
         expected = aggregate(on_mask(x, mask), aggregation, norm)
         assert float((weights * x).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
-    def test_worked_example(self) -> None:
+    def test_token_weights_equal_a_worked_example(self) -> None:
         mask = torch.tensor([[True, False, True, True], [False] * 4, [True, False, False, False]])
         on = mask.float()
         assert torch.equal(token_weights(mask, "token-mean"), on / 4)
@@ -82,7 +82,7 @@ class TestWeights:
 class TestEveryLoss:
     @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31))
-    def test_equals_loops_over_tokens(
+    def test_the_objective_equals_loops_over_tokens(
         self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int
     ) -> None:
         loss = objectives(aggregation, norm)[which]
@@ -91,7 +91,9 @@ class TestEveryLoss:
         assert value == pytest.approx(by_loops(loss, rows), rel=1e-4, abs=1e-5)
         assert (gradient[~mask] == 0).all() and gradient.isfinite().all()
 
-    def test_gradient_equals_finite_differences(self, aggregation: Aggregation, norm: float | None, which: int) -> None:
+    def test_the_gradient_equals_finite_differences(
+        self, aggregation: Aggregation, norm: float | None, which: int
+    ) -> None:
         loss = objectives(aggregation, norm)[which]
         mask = torch.rand(6, 8, generator=torch.Generator().manual_seed(7)) < 0.7
         mask[2] = False
@@ -107,7 +109,7 @@ class TestEveryLoss:
 
     @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
-    def test_results_do_not_depend_on_micro_batches_and_ranks(
+    def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_and_ranks(
         self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int, data: st.DataObject
     ) -> None:
         """Loss, gradient and merged metrics do not depend on how rows are dealt to micro-batches and ranks."""

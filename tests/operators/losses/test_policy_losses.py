@@ -62,7 +62,9 @@ class TestPPOClip:
         assert (biased - policy.grad).norm() > 0.05 * policy.grad.norm()
 
     @every_aggregation
-    def test_at_ratio_1_the_gradient_is_the_policy_gradient(self, aggregation: Aggregation, norm: float | None) -> None:
+    def test_at_ratio_1_the_gradient_of_ppo_clip_is_the_policy_gradient(
+        self, aggregation: Aggregation, norm: float | None
+    ) -> None:
         loss = TokenObjective(PPOClip(0.2, dual_clip=3.0), aggregation, norm)
         mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(4)) < 0.6
         rows = make(PPOClip, mask, 1, 0.0)
@@ -72,7 +74,7 @@ class TestPPOClip:
         assert torch.equal(gradient, -rows.batch.advantages * weights)
         assert metrics.compute()["actor/pg_clipfrac"] == metrics.compute()["actor/approx_kl"] == 0
 
-    def test_worked_example(self) -> None:
+    def test_the_clipped_surrogate_equals_a_worked_example(self) -> None:
         """Ratio 2 or 1/2, clip 0.2 and 0.3, advantage ±1: where the clip bites, the gradient ends."""
         loss, ln2 = PPOClip(0.2, 0.3), math.log(2)
         for new, advantage, value, slope, clipped in [
@@ -103,7 +105,7 @@ class TestPPOClip:
         value, gradient, _ = one(new, -200.0, advantage, PPOClip(0.2))
         assert math.isfinite(value) and gradient == 0
 
-    def test_metrics_are_means_over_tokens(self) -> None:
+    def test_loss_metrics_are_means_over_tokens(self) -> None:
         mask = torch.tensor([[True, True, True], [True, False, False]])
         old = torch.zeros(2, 3)
         new = torch.tensor([[0.5, -0.5, 0.1], [0.5, NAN, NAN]])
@@ -125,7 +127,7 @@ class TestPPOClip:
         loss(rows.output, entropy, rows.batch, loss.weights(mask), Metrics()).backward()
         assert entropy.grad is not None and entropy.grad.tolist() == [[pytest.approx(-0.05)] * 2 + [0.0]]
 
-    def test_declares_its_inputs_and_refuses_missing_ones(self) -> None:
+    def test_ppo_clip_declares_its_inputs_and_refuses_missing_ones(self) -> None:
         assert not TokenObjective(PPOClip()).wants_entropy
         with_both = TokenObjective(PPOClip(0.2), kl=KLLoss("k3", 0.001), entropy=0.01)
         assert with_both.wants_entropy
@@ -149,7 +151,7 @@ class TestPPOClip:
             with pytest.raises(ParameterError, match=next(iter(wrong))):
                 kind(**wrong)
 
-    def test_refuses_to_broadcast(self) -> None:
+    def test_columns_of_another_shape_are_refused(self) -> None:
         mask = torch.ones(2, 3, dtype=torch.bool)
         rows = make(PPOClip, mask, 0)
         batch = rows.batch._replace(advantages=torch.ones(2, 1))

@@ -28,7 +28,7 @@ from tests.support.rows.loss_rows import (
 
 
 class TestValueClip:
-    def test_worked_example(self) -> None:
+    def test_the_clipped_value_loss_equals_a_worked_example(self) -> None:
         """Old value 0, clip 0.2, value 1: clipped to 0.2, which counts where it is the farther from the return."""
         mask, loss = torch.ones(1, 1, dtype=torch.bool), TokenObjective(ValueClip(0.2))
         for target, value, slope, clipped in [(2.0, 1.8**2 / 2, 0.0, 1.0), (-1.0, 2.0, 2.0, 0.0)]:

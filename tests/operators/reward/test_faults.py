@@ -75,7 +75,7 @@ BAD = {
     "nest_deeply": ("os.write(CHANNEL, b'[' * 100_000 + b'\\n'); return 0.5", "wrote into the result socket"),
     "write_without_end": ("while True: os.write(CHANNEL, b'x' * 65536)", "wrote into the result socket"),
     "close_every_descriptor": ("os.closerange(3, 4096); return 0.5", "closed the result socket of its process"),
-    "kill_its_keeper": ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)", "(signal SIGKILL)"),
+    "kill_its_supervisor": ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)", "(signal SIGKILL)"),
     "kill_its_group": ("os.killpg(0, signal.SIGKILL)", "ended its process (signal SIGKILL)"),
     "crash": ("ctypes.string_at(0)", "ended its process (signal SIGSEGV)"),
     "leave_a_child_behind": ("if os.fork(): os._exit(5)\ntime.sleep(1000)", "ended its process (exit status 5)"),

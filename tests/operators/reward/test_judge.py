@@ -59,7 +59,7 @@ def answered() -> tuple[RolloutBatch, PromptBatch]:
 
 
 def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
-    """What the judge says to questions about the rows of `answered` that have tokens, each alone, without padding."""
+    """Responses of the judge about each row of `answered` that has tokens, computed alone and without padding."""
     tokenizer, texts = char_tokenizer(), []
     for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):
         turn = [{"role": "user", "content": text}]
@@ -72,17 +72,17 @@ def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
 
 def test_the_judge_prompt_uses_the_template_and_its_response_is_parsed(engine: Any) -> None:
     rollout, prompts = answered()
-    heard, metrics, key = [], Metrics(), Key.of(7)
+    parsed, metrics, key = [], Metrics(), Key.of(7)
 
     def parse(text: str) -> float:
-        heard.append(text)
-        return len(heard) + 0.5
+        parsed.append(text)
+        return len(parsed) + 0.5
 
     judge = Judge(rollout=engine, template=TEMPLATE, parse=parse, max_new_tokens=9, temperature=1.3)
     scores = judge(rollout, prompts, key=key, metrics=metrics)
     assert scores.tolist() == [[0, 0, 1.5], [0, 0, 0], [0, 2.5, 0]]
     questions = ["Of ? is 4 like four? {0 to 9}", "Of ? is some {braces} like 6? {0 to 9}"]
-    assert heard == said_to(questions, engine, key) and heard[0] != heard[1]
+    assert parsed == said_to(questions, engine, key) and parsed[0] != parsed[1]
     logged = metrics.compute()
     assert (logged["reward/mean"], logged["reward/unparsed"], logged["reward/max"]) == (2.0, 0.0, 2.5)
     assert 0 < logged["judge/response_length/max"] <= 9
@@ -92,17 +92,17 @@ def test_a_judge_of_episodes_gets_the_whole_conversation(engine: Any) -> None:
     rollout, prompts = answered()
     turns = [("user", "two and two?"), ("assistant", "let me see"), ("tool", "{4}"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    heard: list[str] = []
+    parsed: list[str] = []
     judge = Judge(
         rollout=engine,
         template="{conversation}|{response}",
-        parse=lambda text: heard.append(text) or 0.5,
+        parse=lambda text: parsed.append(text) or 0.5,
         max_new_tokens=9,
         temperature=1.3,
     )
     judge(rollout, prompts, key=Key.of(7), conversation=column([messages, [], messages[:1]]))
     whole = "user: two and two?\n\nassistant: let me see\n\ntool: {4}\n\nassistant: 4|4"
-    assert heard == said_to([whole, "two and two?|some {braces}"], engine, Key.of(7))
+    assert parsed == said_to([whole, "two and two?|some {braces}"], engine, Key.of(7))
 
 
 def test_a_template_with_conversation_needs_the_conversation_column() -> None:

@@ -111,6 +111,33 @@ def test_prints_and_stdin_do_not_disturb_the_protocol(scores: Callable[[str], st
     assert values(Reward(scores("talking")), *rows(["a", "b"])) == [1.0, 1.0]
 
 
+def test_threads_that_find_a_server_unfit_at_once_share_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that starts a thread is imported by each worker; the server that imported it is closed once."""
+    module = tmp_path / "threaded.py"
+    module.write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    both, ready = threading.Barrier(2), reward_pool.ForkServer.wait_until_ready
+
+    def wait_until_ready(server: reward_pool.ForkServer) -> int:
+        threads = ready(server)
+        both.wait()
+        return threads
+
+    monkeypatch.setattr(reward_pool.ForkServer, "wait_until_ready", wait_until_ready)
+    source, found = reward_pool.FunctionSource(f"{module}:score", None), list[reward_pool.ForkServer]()
+    threads = [threading.Thread(target=lambda: found.append(reward_pool.fork_server(source))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] and found[0].alive
+    found[0].close()
+
+
 def test_callers_in_several_threads_share_the_workers(scores: Callable[[str], str]) -> None:
     results: dict[int, list[float]] = {}
 
@@ -257,7 +284,7 @@ def test_close_pools_ends_all_workers(scores: Callable[[str], str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 def test_a_reward_that_kills_its_supervisor_leaves_no_process(tmp_path: Path) -> None:
-    """Neither a child in a session of its own nor a grandchild, while other workers go on."""
+    """Neither a child in its own session nor a grandchild; other workers continue."""
     file = tmp_path / "kills.py"
     file.write_text(
         "import os, signal, subprocess, time\n\n"

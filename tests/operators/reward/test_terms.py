@@ -1,4 +1,4 @@
-"""Several rewards: weighed, gated, and as advantages, against loops over Python numbers."""
+"""Several rewards: weighted, gated, and as advantages, against loops over Python numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Feedback`: what it tells of groups, and that it changes nothing."""
+"""`Feedback` reports the scores of groups and changes no column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.kernel import exact
 NAN = float("nan")
 
 
-def told(scores: list[list[float]], uid: list[str]) -> Metrics:
+def reported(scores: list[list[float]], uid: list[str]) -> Metrics:
     given, metrics = torch.tensor(scores), Metrics()
     mask = ~given.isnan()
     out = Feedback()(given, mask, column(uid), metrics=metrics)
@@ -28,15 +28,15 @@ def told(scores: list[list[float]], uid: list[str]) -> Metrics:
 
 def test_feedback_reports_the_scores_of_each_group() -> None:
     rows = [[0.5, 0.25], [1.0, NAN], [NAN, NAN], [2.0, NAN], [NAN, NAN]]
-    metrics = told(rows, ["a", "b", "a", "b", "c"])
+    metrics = reported(rows, ["a", "b", "a", "b", "c"])
     assert metrics.scores() == {"a": (0.75,), "b": (1.0, 2.0)}  # a masked row has none, and so has all of c
     assert metrics.compute() == {"feedback/differ": 0.5}
-    assert told([[1.0], [1.0]], ["a", "a"]).compute() == {"feedback/differ": 0.0}
-    assert math.isnan(told([[NAN]], ["a"]).compute()["feedback/differ"])
+    assert reported([[1.0], [1.0]], ["a", "a"]).compute() == {"feedback/differ": 0.0}
+    assert math.isnan(reported([[NAN]], ["a"]).compute()["feedback/differ"])
 
 
 def test_scores_of_rounds_and_ranks_are_merged() -> None:
-    parts = [told([[1.0], [0.0]], ["a", "a"]), told([[1.0], [1.0]], ["b", "a"])]
+    parts = [reported([[1.0], [0.0]], ["a", "a"]), reported([[1.0], [1.0]], ["b", "a"])]
     whole = of_ranks(parts, replicated=False)
     assert whole.scores() == {"a": (1.0, 0.0, 1.0), "b": (1.0,)}
     assert whole.compute() == {"feedback/differ": 0.5}

@@ -1,4 +1,4 @@
-"""Overlong answers: the penalty as DAPO writes it, and the mask that leaves them out."""
+"""Overlong responses: the penalty of the DAPO paper, and the mask that excludes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides which rows go on, against a transcription of its own; and training on what a filter lets through."""
+"""Predicates of gates against independent code, and training on the rows that pass."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_length_keeps_rows_within_its_bounds(rows: list[tuple[str, float, int]],
 @given(ROWS, st.integers(0, 4), st.integers(0, 4))
 @example([("a", 0.0, 1), ("a", 1.0, 1)], 0, 3)
 def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]], best: int, worst: int) -> None:
-    """A row goes on if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
+    """A row passes if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
     if not best + worst:
         with raises("rows.invalid-settings", best=0, worst=0):
             Ranked(best, worst)

@@ -1,4 +1,4 @@
-"""Mini-batches that hold whole groups, and what a loss over more than a row is given."""
+"""Mini-batches of whole groups, and the batches that losses over groups or batches get."""
 
 from __future__ import annotations
 

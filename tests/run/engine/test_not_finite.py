@@ -64,7 +64,7 @@ class Everything(Operator):
 
     granularity: ClassVar[Granularity] = "group"
 
-    def __call__(self, scores: c.TokenLevelScores) -> c.Kept:
+    def __call__(self, scores: c.TokenLevelScores) -> c.RowMask:
         return torch.ones(len(scores), dtype=torch.bool)
 
 
@@ -80,7 +80,7 @@ class Finite(Operator):
 
     granularity: ClassVar[Granularity] = "group"
 
-    def __call__(self, scores: c.TokenLevelScores) -> c.Kept:
+    def __call__(self, scores: c.TokenLevelScores) -> c.RowMask:
         return scores.isfinite().all(1)
 
 

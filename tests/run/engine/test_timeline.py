@@ -52,7 +52,7 @@ def written(trace: Timeline, folder: Path) -> list[dict[str, Any]]:
 
 
 class TestFile:
-    def test_worked_example(self, tmp_path: Path) -> None:
+    def test_a_saved_timeline_equals_a_worked_example(self, tmp_path: Path) -> None:
         trace = Timeline()
         trace.add("generate", "rollout rank 0", START + 1, START + 3, bytes=64)
         trace.add("export actor", "driver", START, START + 0.5, kind="transfer")
@@ -74,7 +74,7 @@ class TestFile:
         assert [event["args"].get("step") for event in events] == [1, 42, None]
         assert Timeline.load(tmp_path / "trace.json").spans == trace.spans
 
-    def test_empty_input(self, tmp_path: Path) -> None:
+    def test_an_empty_timeline_is_an_empty_file(self, tmp_path: Path) -> None:
         assert written(Timeline(), tmp_path) == []
 
     @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ class TestCriticalPath:
         assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 2.9})[0] == ["a", "b", "c"]
         assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 3.1}) == (["alone"], 3.1)
 
-    def test_empty_input(self) -> None:
+    def test_an_empty_network_has_no_critical_path(self) -> None:
         assert critical_path(nx.DiGraph(), {}) == ([], 0.0)
         assert critical_path(self.diamond, {}) == ([], 0.0)
 
@@ -214,7 +214,7 @@ class TestCriticalPath:
 
 
 class TestIdle:
-    def test_worked_example(self) -> None:
+    def test_idle_shares_equal_a_worked_example(self) -> None:
         spans = [
             Span("a", "x", 0.0, 4.0),
             Span("b", "x", 2.0, 5.0),  # overlaps: x is busy from 0 to 5
@@ -228,7 +228,7 @@ class TestIdle:
         assert idle(spans) == pytest.approx(expected)
         assert idle(reversed(spans)) == pytest.approx(expected)
 
-    def test_empty_input(self) -> None:
+    def test_idle_shares_of_no_time_are_zero(self) -> None:
         assert idle(NO_SPANS) == {}
         assert idle([Span("a", "x", 1.0, 1.0)]) == {"x": 0.0}
 
@@ -283,7 +283,7 @@ class TestSummary:
             trace.add("export actor", "driver", at + 8, at + 9, bytes=10, kind="transfer")
         return trace
 
-    def test_worked_example(self) -> None:
+    def test_the_summary_equals_a_worked_example(self) -> None:
         steps = [{"generate": 4.0, "update_actor": 4.0, "sync": 1.0}, {"generate": 3.0, "update_actor": 5.0}]
         summary = self.trace().summary(self.plan, steps, [10.0, 10.0])
         found = [(t.name, t.calls, t.seconds, t.share, t.bytes) for t in summary.totals]

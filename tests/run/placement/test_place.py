@@ -262,8 +262,8 @@ class TestSeveralSlotsPerRank:
             "actor[0]": (0,), "ref[0]": (1,), "critic[0]": (2,), "rollout[0]": (0, 1),
         }  # fmt: skip
         rollout = hosts["rollout[0]"]
-        assert [name for name, host in hosts.items() if host.meets(rollout)] == ["actor[0]", "ref[0]"]
-        assert [name for name, host in hosts.items() if rollout.meets(host)] == ["actor[0]", "ref[0]"]
+        assert [name for name, host in hosts.items() if host.shares_slots_with(rollout)] == ["actor[0]", "ref[0]"]
+        assert [name for name, host in hosts.items() if rollout.shares_slots_with(host)] == ["actor[0]", "ref[0]"]
 
     def test_memory_is_counted_per_slot(self) -> None:
         graph = bound(rollout=Rollout(slots_per_rank=2, memory=40))

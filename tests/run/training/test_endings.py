@@ -87,11 +87,11 @@ def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monk
     disk = Full(monkeypatch, "run.json")
     disk.on, freed = True, []
 
-    def give_way(lock: FolderLock) -> None:
+    def free_reserve(lock: FolderLock) -> None:
         freed.append(True)
         disk.on = False
 
-    monkeypatch.setattr(FolderLock, "give_way", give_way)
+    monkeypatch.setattr(FolderLock, "free_reserve", free_reserve)
     folder.describe({"status": "failed"})
     folder.close()
     assert freed and described(tmp_path / "run")["status"] == "failed"

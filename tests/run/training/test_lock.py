@@ -120,7 +120,7 @@ def test_an_unreadable_lock_file_is_still_locked(tmp_path: Path) -> None:
 def test_the_lock_file_reserves_disk_space_until_needed(tmp_path: Path) -> None:
     folder_lock = FolderLock(tmp_path)
     assert (tmp_path / LOCK).stat().st_size == RESERVE
-    folder_lock.give_way()
+    folder_lock.free_reserve()
     assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
     folder_lock.release()
 

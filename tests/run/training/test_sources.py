@@ -261,14 +261,14 @@ def learning(tiny: str, gate: bool = False) -> Job:
 def test_sampler_state_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
     sources = PromptData(write_prompts(tmp_path / "p.jsonl"), sampler=sampler)
     uninterrupted = run(learning(tiny, gate), sources, tmp_path / "uninterrupted", checkpoint_every=2)
-    assert [metrics["data/batch/heard"] for metrics in uninterrupted.metrics] == [0, 1, 2, 3]
+    assert [metrics["data/batch/last_scored_step"] for metrics in uninterrupted.metrics] == [0, 1, 2, 3]
     with pytest.raises(Stop):
         run(learning(tiny, gate), sources, tmp_path / "cut", [Stopper(3, "reward")], checkpoint_every=2)
     again = run(learning(tiny, gate), sources, tmp_path / "cut", checkpoint_every=2, resume=True)
     assert without_times(list(again.metrics)) == without_times(list(uninterrupted.metrics))
     ends = [Checkpoints(tmp_path / name / "checkpoints", 1).latest() for name in ("uninterrupted", "cut")]
     assert ends[0] is not None and ends[1] is not None
-    assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["heard"] == 4
+    assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["last_scored_step"] == 4
 
 
 def test_feedback_upstream_of_a_gate_includes_dropped_rows(tiny: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Validations edit the job's graph: half_rewards operators, half_rewards engines, several validations at once."""
+"""Validations edit the job's graph: their own operators, their own engines, several validations at once."""
 
 from __future__ import annotations
 

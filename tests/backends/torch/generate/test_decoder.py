@@ -112,7 +112,9 @@ def test_responses_in_any_batch_equal_the_model_without_a_cache(kind: str, folde
 
     def submit_request(name: str) -> None:
         limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
-        requests[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
+        requests[name] = Request(
+            name, context[name], limit, KEY.response(name, turn[name]), retain_cache=turn[name] < 2
+        )
         engine.submit(requests[name])
 
     while remaining:
@@ -138,7 +140,7 @@ def test_rows_of_a_group_equal_those_of_the_model(kind: str, folder_of: Folder) 
     actor.model.eval()
     lengths = [3, 9, 3, 5, 9]
     limit = replace(SAMPLED, max_new_tokens=5)
-    requests = [Request(str(i), tokens(n, seed=n), limit, KEY.answer(str(i), 0)) for i, n in enumerate(lengths)]
+    requests = [Request(str(i), tokens(n, seed=n), limit, KEY.response(str(i), 0)) for i, n in enumerate(lengths)]
     for request, response in zip(requests, responses_of(engine, *requests), strict=True):
         assert same(response, sampled_alone(actor.model, request))
 
@@ -164,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
 
     def submit_request(self, name: str, ids: list[int], limit: int, temperature: float, keep: bool) -> None:
         sampling = Sampling(temperature, 3 if temperature > 1 else 0, 1.0, limit)
-        self.running[name] = Request(name, ids, sampling, KEY.answer(str(self.count)), keep)
+        self.running[name] = Request(name, ids, sampling, KEY.response(str(self.count)), keep)
         self.engine.submit(self.running[name])
         self.count += 1
 
@@ -230,7 +232,7 @@ def test_responses_equal_the_model_without_a_cache_for_any_order_of_requests(act
 def test_requests_with_different_samplings_share_a_step(actor: Actor, engine: TorchRolloutEngine) -> None:
     actor.model.eval()
     kinds = [GREEDY, SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25))]
-    requests = [Request(str(i), tokens(4, 7), k, KEY.answer(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
+    requests = [Request(str(i), tokens(4, 7), k, KEY.response(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
     for request, response in zip(requests, responses_of(engine, *requests), strict=True):
         assert same(response, sampled_alone(actor.model, request))
 
@@ -241,7 +243,7 @@ def test_generate_equals_submitting_requests_and_stepping(engine: TorchRolloutEn
     complete = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
     rows = zip(prompts, mask, names(4), strict=True)
     responses = responses_of(
-        engine, *(Request(row, ids[attended].tolist(), SAMPLED, KEY.answer(row)) for ids, attended, row in rows)
+        engine, *(Request(row, ids[attended].tolist(), SAMPLED, KEY.response(row)) for ids, attended, row in rows)
     )
     assert [response.ids for response in responses] == as_lists(complete)
     for response, log_probs in zip(responses, complete.log_probs, strict=True):
@@ -265,14 +267,14 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(folder_of: Fol
     actor = Actor(folder_of("llama"), version=3)
     engine = synced(actor)
     actor.model.eval()
-    one = Request("a", tokens(20, 1), SAMPLED, KEY.answer("a"), retain_cache=True)
+    one = Request("a", tokens(20, 1), SAMPLED, KEY.response("a"), retain_cache=True)
     (first,) = responses_of(engine, one)
     assert same(first, sampled_alone(actor.model, one)) and set(first.versions) == {3}
     with torch.no_grad():
         for parameter in actor.model.parameters():
             parameter.mul_(1.2)
     actor.version = 4
-    two = Request("a", [*one.ids, *first.ids, *tokens(3, 2)], SAMPLED, KEY.answer("a", 1))
+    two = Request("a", [*one.ids, *first.ids, *tokens(3, 2)], SAMPLED, KEY.response("a", 1))
     with raises("engine.version-mismatch", found=4, expected=3):
         engine.submit(two)
     engine.sync(actor)  # type: ignore[arg-type]
@@ -305,7 +307,7 @@ def test_stop_strings_match_in_the_response_only(actor: Actor, engine: TorchRoll
     assert across.ids == complete.ids and across.ended == "length"
     sampling, context = replace(free, stop=(text[2:4],)), ids
     for turn in range(3):
-        (response,) = responses_of(engine, Request("a", context, sampling, KEY.answer("a", turn), retain_cache=True))
+        (response,) = responses_of(engine, Request("a", context, sampling, KEY.response("a", turn), retain_cache=True))
         found = engine.tokenizer.text(response.ids)
         assert response.ended == ("stop" if text[2:4] in found else "length")
         assert text[2:4] not in engine.tokenizer.text(response.ids[:-1])
@@ -314,11 +316,11 @@ def test_stop_strings_match_in_the_response_only(actor: Actor, engine: TorchRoll
 
 
 def test_turns_have_different_random_numbers_and_turn_0_those_of_generate() -> None:
-    numbers = [KEY.answer("a", turn).numbers(6) for turn in range(3)]
+    numbers = [KEY.response("a", turn).numbers(6) for turn in range(3)]
     assert torch.equal(numbers[0], KEY.uniforms(["a"], 6)[0])
     assert len({tuple(row.tolist()) for row in numbers}) == 3
-    assert torch.equal(KEY.answer("a", 2).numbers(3), numbers[2][:3])
-    assert KEY.answer("a", 1) != KEY.answer("b", 1) != Key.of(4).answer("b", 1)
+    assert torch.equal(KEY.response("a", 2).numbers(3), numbers[2][:3])
+    assert KEY.response("a", 1) != KEY.response("b", 1) != Key.of(4).answer("b", 1)
 
 
 # Requests in flight

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.backends import SGD, AdamW, LoRA, TorchCritic, TorchScorer, TorchTrainer
-from flowrl.data.balance import Share
+from flowrl.data.balance import Shard
 from flowrl.data.metrics import Metrics
 from flowrl.operators import DPO, KLCov, KLLoss, PPOClip, ValueClip
 from flowrl.operators.losses.objective import TokenObjective
@@ -104,9 +104,9 @@ def value_batch(ranks: Ranks, kind: str) -> Any:
 
 def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
     """Mini-batches of these rows, with the token weights of `loss`."""
-    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    shard = Shard(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
     index = [torch.tensor(rows) for rows in parts]
-    return rank_parts(index, loss.weights, batch.response_mask, batch.attention_mask, share)
+    return rank_parts(index, loss.weights, batch.response_mask, batch.attention_mask, shard)
 
 
 ALL = range(ROWS)
@@ -173,9 +173,9 @@ def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> 
     batch = policy_batch(ranks, "llama")
     uid = np.array([f"{row % 3}" for row in range(ROWS)], dtype=object)
     columns = batch._asdict() | {"uid": uid, "token_level_scores": batch.advantages}
-    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    shard = Shard(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
     index = [torch.tensor(rows) for rows in (ALL, [6, 3, 0], [1, 4, 5, 2])]
-    parts = rank_parts(index, objective.weights, batch.response_mask, batch.attention_mask, share, columns)
+    parts = rank_parts(index, objective.weights, batch.response_mask, batch.attention_mask, shard, columns)
     metrics = engine.update(batch, parts[:1], objective)
     slope = last_gradient(engine)
     return {"gradient": slope, "metrics": [metrics, engine.update(batch, parts, objective)], "after": weights(engine)}

@@ -1,4 +1,4 @@
-"""Tests of the shelf, with `advantages.py`, `losses.py` and `reinforce.py`: algorithms pass the rules and train.
+"""Tests of `advantages.py`, `losses.py`, `reinforce.py` and others: algorithms pass the rules and train.
 
 Each differs from its neighbor only by what its paper changes.
 """
@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("algorithm", EVERY, ids=lambda algorithm: algori
 
 
 @every
-def test_nothing_is_found_in_it_and_it_has_its_name(algorithm: object) -> None:
+def test_every_algorithm_passes_the_rules_and_has_its_name(algorithm: object) -> None:
     graph: Graph = algorithm(exact)  # type: ignore[operator]
     assert graph.check(prompts=8) == []
     assert graph.name == algorithm.__name__  # type: ignore[attr-defined]
@@ -40,11 +40,11 @@ def asks_for_digits(data_source: str, solution_str: str, ground_truth: str, extr
 
 
 SETTINGS: dict[str, dict[str, int]] = {"dapo": {"groups": 1, "max_new_tokens": 20}, "vapo": {"critic_warmup": 1}}
-"""What an algorithm needs to learn from three prompts in three steps, beside what all are given."""
+"""Further settings with which an algorithm learns from three prompts in three steps."""
 
 
 @every
-def test_it_takes_three_steps_that_change_the_actor(algorithm: object, tiny: str) -> None:
+def test_every_algorithm_trains_three_steps(algorithm: object, tiny: str) -> None:
     name = algorithm.__name__  # type: ignore[attr-defined]
     job = job_of(name, tiny, asks_for_digits, n=5, **SETTINGS.get(name, {}))
     engines = job.build(0)
@@ -61,7 +61,7 @@ def changed(graph: Graph, neighbor: Graph) -> list[str]:
     return str(neighbor.diff(graph)).splitlines()[1:]
 
 
-def test_rloo() -> None:
+def test_rloo_differs_from_ppo_by_its_advantage() -> None:
     assert changed(graphs.rloo(exact, n=1, kl_coef=0.001), graphs.ppo(exact)) == [
         "+ rloo_advantage: RLOOAdvantage()  <- kl_shape, generate, repeat",
         "- gae: GAE()  (in its place: rloo_advantage)",
@@ -73,7 +73,7 @@ def test_rloo() -> None:
     ]
 
 
-def test_remax() -> None:
+def test_remax_adds_a_greedy_baseline() -> None:
     assert changed(graphs.remax(exact, max_new_tokens=7), graphs.reinforce_plus_plus(exact, max_new_tokens=7)) == [
         "+ greedy: Generate(temperature=0.0, max_new_tokens=7)  <- repeat",
         "+ greedy_reward: Reward(fn=tests.support.kernel:exact)  <- repeat, greedy",
@@ -85,8 +85,8 @@ def test_remax() -> None:
     ]
 
 
-def test_remax_takes_the_greedy_answer_s_score_from_what_is_still_to_come(tiny: str) -> None:
-    """By the paper's formula, token by token, from what the graph's other nodes have left."""
+def test_remax_advantages_are_returns_minus_the_greedy_score(tiny: str) -> None:
+    """By the paper's formula, token by token, from the outputs of the graph's other nodes."""
     job = job_of("remax", tiny, digits, n=2, kl_coef=0.1)
     steps = walk(job.graph, **job.build(0))
     steps.sync()
@@ -101,7 +101,7 @@ def test_remax_takes_the_greedy_answer_s_score_from_what_is_still_to_come(tiny: 
             assert float(found[row, t]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_reinforce_plus_plus() -> None:
+def test_reinforce_plus_plus_has_no_critic_and_these_parameters() -> None:
     graph = graphs.reinforce_plus_plus(exact, gamma=0.5, kl_coef=0.25, clip=0.3, mini_batch=2)
     assert set(graph.roles()) == {"rollout", "actor", "ref"}
     assert graph["return_to_go"].operator.gamma == 0.5
@@ -110,7 +110,7 @@ def test_reinforce_plus_plus() -> None:
     assert graph["update_actor"].inputs == graphs.ppo(exact)["update_actor"].inputs  # it reads what was whitened
 
 
-def test_reinforce_plus_plus_with_a_group_baseline() -> None:
+def test_reinforce_plus_plus_baseline_has_a_group_mean_and_k2_loss() -> None:
     graph = graphs.reinforce_plus_plus_baseline(exact, n=3, kl_coef=0.5, clip=0.3)
     assert graph["group_advantage"].operator == GroupAdvantage(normalize_std=False)
     update = graph["update_actor"].operator
@@ -118,7 +118,7 @@ def test_reinforce_plus_plus_with_a_group_baseline() -> None:
     assert "whiten" in graph.nodes and graph["repeat"].operator.n == 3
 
 
-def test_dr_grpo() -> None:
+def test_dr_grpo_divides_neither_by_deviation_nor_by_length() -> None:
     graph = graphs.dr_grpo(exact, max_new_tokens=7, clip=0.3)
     update = graph["update_actor"].operator
     assert (update.loss, update.aggregation, update.norm) == (PPOClip(0.3), "seq-mean-token-sum-norm", 7)
@@ -128,7 +128,7 @@ def test_dr_grpo() -> None:
 
 
 @pytest.mark.parametrize("name", ["opo", "gpg", "pass_at_k"])
-def test_an_advantage_in_the_place_of_grpos(name: str) -> None:
+def test_variants_of_grpo_replace_only_the_advantage(name: str) -> None:
     settings = {} if name == "pass_at_k" else {"kl_coef": 0.0}
     lines = changed(getattr(graphs, name)(exact), graphs.grpo(exact, **settings))
     assert (
@@ -204,7 +204,7 @@ def test_pass_at_k_needs_more_responses_than_k() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpg", "opo", "otb", "dr_grpo", "dapo"])
-def test_kl_comes_back_where_the_paper_has_none(name: str) -> None:
+def test_kl_coef_adds_a_kl_loss_to_algorithms_without_one(name: str) -> None:
     assert getattr(graphs, name)(exact)["update_actor"].operator.kl is None
     graph = getattr(graphs, name)(exact, kl_coef=0.5)
     assert graph["update_actor"].operator.kl == KLLoss("k3", 0.5) and "ref_log_prob" in graph.nodes
@@ -222,11 +222,11 @@ def test_kl_comes_back_where_the_paper_has_none(name: str) -> None:
         ("dppo", "token-mean"),
     ],
 )
-def test_a_loss_in_the_place_of_the_clip(name: str, aggregation: str) -> None:
+def test_variants_of_grpo_replace_only_the_loss(name: str, aggregation: str) -> None:
     graph = getattr(graphs, name)(exact)
     lines = changed(graph, graphs.grpo(exact, kl_coef=0.0))
-    told = lines.pop(0)
-    assert told.startswith("~ update_actor.loss: PPOClip(clip_low=0.2, ratio_to='old') -> ")
+    changed_line = lines.pop(0)
+    assert changed_line.startswith("~ update_actor.loss: PPOClip(clip_low=0.2, ratio_to='old') -> ")
     assert lines == (
         [] if aggregation == "token-mean" else [f"~ update_actor.aggregation: 'token-mean' -> '{aggregation}'"]
     )

@@ -1,4 +1,4 @@
-"""The keeper: a process that outlives an engine's processes and the process that started them, and cleans up.
+"""The reaper: a process that outlives an engine's processes and the process that started them, and cleans up.
 
 It is not a child process, since whatever kills the engine's parent (such as Ray) may kill its children too. It imports
 only the standard library.
@@ -21,7 +21,7 @@ NOTE = "shared-memory.txt"
 
 
 def launch(life: int, folder: Path, group: int | None = None) -> None:
-    """Start a keeper that cleans up when every writing end of the pipe `life` (its reading end) is closed.
+    """Start a reaper that cleans up when every writing end of the pipe `life` (its reading end) is closed.
 
     It kills the process `group`, and removes `folder` after the shared memory that is noted in it.
     """
@@ -30,9 +30,9 @@ def launch(life: int, folder: Path, group: int | None = None) -> None:
     subprocess.run(command, pass_fds=(life,), start_new_session=True, stdin=subprocess.DEVNULL, check=True)
 
 
-def start_keeper(segments: Iterable[Path]) -> int:
-    """Start a keeper that removes shared memory when this process ends, or closes the returned descriptor."""
-    folder = Path(tempfile.mkdtemp(prefix="flowrl-keeper-"))
+def start_reaper(segments: Iterable[Path]) -> int:
+    """Start a reaper that removes shared memory when this process ends, or closes the returned descriptor."""
+    folder = Path(tempfile.mkdtemp(prefix="flowrl-reaper-"))
     note(segments, folder)
     theirs, life = os.pipe()
     launch(theirs, folder)
@@ -110,5 +110,5 @@ def members(group: int) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # so that the keeper is an orphan
+    if os.fork() == 0:  # so that the reaper is an orphan
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
