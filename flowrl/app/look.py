@@ -79,7 +79,7 @@ def _export(api: Api, to: Path, rows: bool, out: Console) -> None:
 
 
 def _write_trace(api: Api, to: Path, out: Console) -> None:
-    from flowrl.look.page.times import timeline
+    from flowrl.look.page.views.times import timeline
 
     found = timeline(next(iter(api.named.values())))
     with _writing(to, "--trace"):

@@ -1,4 +1,7 @@
-"""``flowrl look``: text, JSON, one file and a trace; refusals. The live page is tested in `tests/look/page`."""
+"""``flowrl look``: text (flowrl/look/page/text.py), JSON, one file and a trace; refusals.
+
+The live page is tested in `tests/look/page`.
+"""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.errors import DataError
-from flowrl.look.page.comparisons import comparison
-from flowrl.look.page.descriptions import description
-from flowrl.look.page.graphs import graph_view
-from flowrl.look.page.metrics import metrics
-from flowrl.look.page.now import now
-from flowrl.look.page.prompts import prompt, prompts
-from flowrl.look.page.rows import row, rows
-from flowrl.look.page.times import times
+from flowrl.look.page.views.comparisons import comparison
+from flowrl.look.page.views.descriptions import description
+from flowrl.look.page.views.graphs import graph_view
+from flowrl.look.page.views.metrics import metrics
+from flowrl.look.page.views.now import now
+from flowrl.look.page.views.prompts import prompt, prompts
+from flowrl.look.page.views.rows import row, rows
+from flowrl.look.page.views.times import times
 from flowrl.look.page.watched import WatchedRun
 
 Asked = Mapping[str, str]

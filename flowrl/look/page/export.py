@@ -18,8 +18,8 @@ from typing import Any
 from flowrl.errors import FlowrlError
 from flowrl.look.page.api import Api
 from flowrl.look.page.plain import dumps
-from flowrl.look.page.prompts import TRAINING
 from flowrl.look.page.server import STATIC, files
+from flowrl.look.page.views.prompts import TRAINING
 
 BUDGET = 20_000_000
 """The most bytes of a file."""

@@ -1,7 +1,7 @@
 """The views of the page against the files that they are read from.
 
-Tests of `api.py`, `metrics.py`, `now.py`, `rows.py`, `prompts.py`, `times.py`, `graphs.py`, `descriptions.py`,
-`plain.py` and `watched.py`; of `tokens.py` with a run that recorded its columns.
+Tests of `api.py`, `plain.py`, `watched.py`, and of flowrl/look/page/views/now.py, flowrl/look/page/views/rows.py,
+flowrl/look/page/views/tokens.py, flowrl/look/page/views/prompts.py, flowrl/look/page/views/times.py, flowrl/look/page/views/descriptions.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrl.draw.svg import svg
 from flowrl.errors import DataError, FlowrlError
 from flowrl.graphs import grpo
 from flowrl.look.page.plain import dumps, messages_of, short
-from flowrl.look.page.tokens import pieces
+from flowrl.look.page.views.tokens import pieces
 from flowrl.look.page.watched import Growing
 from flowrl.run.training.lock import LOCK
 from tests.look.page.pages import api_of, asked, written

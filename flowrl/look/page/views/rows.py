@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from flowrl.errors import DataError
 from flowrl.look.page.plain import as_text, content, messages_of, prompt_text, short, shortened
-from flowrl.look.page.tokens import row_tokens
+from flowrl.look.page.views.tokens import row_tokens
 from flowrl.look.page.watched import StepRows, WatchedRun
 
 CHARACTERS = 1_000_000

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from flowrl.errors import DataError
-from flowrl.look.page.graphs import badge
 from flowrl.look.page.plain import prompt_text, short
+from flowrl.look.page.views.graphs import badge
 from flowrl.look.page.watched import WatchedRun
 
 NEWEST = 16

@@ -8,8 +8,8 @@ from typing import Any
 
 from flowrl.core.graphs.plan import Plan
 from flowrl.draw.picture import picture
-from flowrl.look.page.graphs import role_colors
 from flowrl.look.page.plain import short
+from flowrl.look.page.views.graphs import role_colors
 from flowrl.look.page.watched import WatchedRun
 from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
 
