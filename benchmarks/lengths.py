@@ -103,7 +103,7 @@ def bare(folder: str, batch: Batch, sizes: list[int], device: str) -> Callable[[
 
 def flowrl(folder: str, batch: Batch, device: str, **settings: Any) -> Callable[[], None]:
     """The same update by a trainer."""
-    engine = TorchTrainer(folder, optimizer=AdamW(lr=0.0), device=device, **settings).build(CONTEXT)
+    engine = TorchTrainer(folder, optimizer=AdamW(lr=1e-12), device=device, **settings).build(CONTEXT)
     weights = batch.response_mask / batch.response_mask.sum()
 
     def update() -> None:

@@ -184,3 +184,11 @@ def refuse_staleness(where: str, given: Mapping[str, object], known: Container[s
             parameter=name,
             given=value,
         )
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Why transformers does not load a folder, without its advice to run the folder's code, which flowrl never does."""
+    if "trust_remote_code" in str(error):
+        return "it needs its own Python code, which flowrl never runs; use an architecture of transformers"
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {first}"

@@ -275,7 +275,8 @@ def _longest(spec: SGLang) -> int:
     from transformers import AutoConfig
 
     with loading(spec.model):
-        config = AutoConfig.from_pretrained(spec.model, local_files_only=True).get_text_config()
+        loaded = AutoConfig.from_pretrained(spec.model, local_files_only=True, trust_remote_code=False)
+        config = loaded.get_text_config()
     limit: int | None = getattr(config, "max_position_embeddings", None)
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     longest = spec.max_model_len or limit
@@ -294,7 +295,7 @@ def _dtype(spec: SGLang) -> str:
     """The dtype argument; by default SGLang makes float16 of float32, where other engines make bfloat16."""
     from transformers import AutoConfig
 
-    stored = AutoConfig.from_pretrained(spec.model, local_files_only=True).dtype
+    stored = AutoConfig.from_pretrained(spec.model, local_files_only=True, trust_remote_code=False).dtype
     return "bfloat16" if spec.dtype == "auto" and stored == torch.float32 else spec.dtype
 
 

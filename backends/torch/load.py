@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
 from flowrl.data.text.tokenizer import TOKENIZERS
-from flowrl.errors import BindError
+from flowrl.errors import BindError, why_not_loaded
 from flowrl.protocols.backend import Backend
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -200,7 +200,7 @@ def loading(folder: str, what: str = "a causal LM") -> Iterator[None]:
         raise
     except Exception as error:
         raise BindError(
-            f"The model folder {folder!r} does not load as {what} ({type(error).__name__}: {error}); expected a "
+            f"The model folder {folder!r} does not load as {what} ({why_not_loaded(error)}); expected a "
             f"config.json and complete safetensors of {what}. Write them with model.save_pretrained(folder).",
             code="model.not-loadable",
             path=folder,
@@ -220,7 +220,7 @@ def load_tokenizer(folder: str) -> Any:
         with loading(folder):  # config.json names the tokenizer's class, so it may be what is broken
             AutoConfig.from_pretrained(folder, **_LOCAL)
         raise BindError(
-            f"The tokenizer in the model folder {folder!r} does not load ({type(error).__name__}: {error}). Add it "
+            f"The tokenizer in the model folder {folder!r} does not load ({why_not_loaded(error)}). Add it "
             f"with tokenizer.save_pretrained(folder); training also writes it with the weights.",
             code="tokenizer.cannot-load",
             path=folder,

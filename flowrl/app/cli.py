@@ -11,7 +11,7 @@ import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -151,6 +151,7 @@ def check(
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
                 found.refuse_unfit_data()
+        graph.refuse_idle()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:
@@ -249,6 +250,7 @@ def run(
     costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     or_start: Annotated[bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")] = False,
+    accept: Annotated[list[str] | None, typer.Option(help="'data': resume with corrected data. Repeatable.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
     """Run a training. TARGET is a Training, or a function that returns one."""
@@ -273,7 +275,7 @@ def run(
             expected="Training",
         )
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
-    given["resume"] = "or-start" if or_start else resume or None
+    given |= {"resume": "or-start" if or_start else resume or None, "accept": tuple(accept) if accept else None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out)
     try:
@@ -283,9 +285,7 @@ def run(
             (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
         )
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
-        options = [f"--{name}={value}" for name, value in again.items() if value is not None]
-        command = ["flowrl", "run", target, "--resume", *options, *(["--tensorboard"] if tensorboard else [])]
-        advice = f"resume with: {shlex.join(command)}"
+        advice = f"resume with: {_resuming(target, again, accept or (), tensorboard)}"
         if terminal.folder is None:
             advice = "the run had not started."
         elif training.checkpoint_every is None:
@@ -293,6 +293,13 @@ def run(
         _complain(f"{what}; {advice}")
         raise typer.Exit(code) from None
     out.print(f"The run is in {result.folder}", markup=False)
+
+
+def _resuming(target: str, options: Mapping[str, Any], accept: Sequence[str], tensorboard: bool) -> str:
+    """The command that resumes a run."""
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    given += [f"--accept={each}" for each in accept]
+    return shlex.join(["flowrl", "run", target, "--resume", *given, *(["--tensorboard"] if tensorboard else [])])
 
 
 @app.command("list")

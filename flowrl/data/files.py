@@ -48,6 +48,15 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def noting(error: BaseException) -> Iterator[None]:
+    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
+    try:
+        yield
+    except StorageError as other:
+        error.add_note(str(other))
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Re-raise I/O errors in the block as `StorageError` with `path` and its free space."""
     try:

@@ -17,6 +17,7 @@ All verbs resolve against the original graph, which does not change. Nodes that 
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
 - ``lag=Lag(2, spans=True)``: weights change while requests are in flight; see `flowrl.core.graphs.lag`.
 - ``allow={"FR007": "greedy is the baseline only"}``: allows breaking a rule, for this reason; None revokes that.
+  ``{"FR007 generate": "..."}`` allows it only in one node.
 
 Only ``drop`` and ``replace`` remove a node that writes weights: without readers, it remains as a sink.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from flowrl.core.graphs.after import After
@@ -37,9 +38,10 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
+from flowrl.edits.fixes import FixableError, added, first_fix, of_cycle, of_hint
 from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
 from flowrl.edits.rewiring import Rewiring
-from flowrl.errors import GraphError, offer, refuse_staleness, type_of
+from flowrl.errors import GraphError, PortError, offer, refuse_staleness, type_of
 from flowrl.rules.check import refuse_unknown_rules
 from flowrl.spec import Spec, parameters
 
@@ -88,13 +90,52 @@ def edit(
     allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
     """A changed copy of `graph`; see the module's docstring."""
-    drop, before = _names(drop), expose_columns(graph)
+    verbs: dict[str, Any] = {
+        "replace": replace,
+        "drop": _names(drop),
+        "insert": insert,
+        "set": set,
+        "when": when,
+        "wire": wire,
+    }
+    verbs |= {"rename": rename, "bind": bind, "lag": lag, "name": name, "allow": allow}
+    try:
+        return _edited(graph, **verbs)
+    except FixableError as error:
+        refused = error
+    except PortError as error:
+        if (hinted := of_hint(error, wire or {})) is None:
+            raise
+        refused = hinted
+    except GraphError as error:
+        if (rewired := of_cycle(error, graph, wire or {})) is None:
+            raise
+        refused = rewired
+    fix = first_fix(refused, graph, lambda more: _edited(graph, **added(verbs, more)))
+    raise refused.with_fix(fix)
+
+
+def _edited(
+    graph: GraphT,
+    *,
+    replace: Mapping[str, Operator] | None,
+    drop: Sequence[str],
+    insert: Mapping[str, After] | None,
+    set: Mapping[str, Any] | None,
+    when: Mapping[str, When] | None,
+    wire: Mapping[str, str] | None,
+    rename: Mapping[str, str] | None,
+    bind: Mapping[str, Any] | None,
+    lag: int | Lag | None,
+    name: str | None,
+    allow: Mapping[str, str | None] | None,
+) -> GraphT:
+    before = expose_columns(graph)
     replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
     wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
     _refuse_unmapped(
         replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind, allow=allow
     )
-    refuse_unknown_rules(allow, f"edit(allow={dict(allow)!r})")
     _refuse_no_operators(replace, insert)
     changed_in_place = _timed(before, replace, when, _with_parameters(before, replace, set))
     replace = {**_through_same(before, replace), **changed_in_place}
@@ -111,7 +152,9 @@ def edit(
         {end: source for end, source in wire.items() if end.partition(".")[0] not in gates},
     )
     nodes, sinks = change.reached()
-    allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
+    now = {name: name for name in (*nodes, *gates)}
+    refuse_unknown_rules(allow, f"edit(allow={dict(allow)!r})", now.keys() | graph.nodes.keys())
+    allowed = _allowed({**graph.allow, **allow}, {**change.new_names, **now}, now)
     name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
     changed = graph.build(name, nodes, sinks, lag, allow=allowed)
     for at, gate in gates.items():
@@ -120,6 +163,16 @@ def edit(
         changed = insert_gate(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     bindings = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
     return changed.bound({**bindings, **bind})
+
+
+def _allowed(allow: Mapping[str, str | None], new_names: Mapping[str, str], nodes: Container[str]) -> dict[str, str]:
+    """The allowances of the changed graph, with the new names of their nodes, but without those of removed nodes."""
+    found = {}
+    for key, reason in allow.items():
+        rule, _, node = key.partition(" ")
+        if reason is not None and (not node or new_names[node] in nodes):
+            found[f"{rule} {new_names[node]}" if node else rule] = reason
+    return found
 
 
 def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:
@@ -357,8 +410,14 @@ def _refuse_duplicate_names(
         other = f"{clash}_2nd"
         by_key = f"insert={{{other!r}: ...}}" if clash in insert else f"rename={{...: {other!r}}}"
         how = by_key if clash in (*insert, *rename.values()) else f'.named("{other}")'
-        raise GraphError(
-            f"edit makes two nodes named {clash!r}. Rename one: {how}.", code="graph.duplicate-name", node=clash
+        free = clash in graph and clash not in (*replace, *drop, *rename)
+        raise FixableError(
+            f"edit makes two nodes named {clash!r}.",
+            "Rename one",
+            [{"rename": {clash: other}}] if free else [],
+            how,
+            code="graph.duplicate-name",
+            node=clash,
         )
 
 

@@ -6,7 +6,7 @@ replaced node, and which readers move to an inserted node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node, unknown_node
@@ -16,7 +16,8 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
-from flowrl.edits.suggest import suggest_reader
+from flowrl.edits.fixes import FixableError, Verbs, added
+from flowrl.edits.suggest import suggest_readers
 from flowrl.edits.wiring import End, same, wire_by_type
 from flowrl.errors import GraphError, offer
 from flowrl.record_types import FieldType, ValueType, accepts
@@ -222,16 +223,28 @@ class Rewiring:
         if len(fitting) != 1:
             found = ", ".join(sorted(map(str, fitting))) or "none"
             is_sink = self.old_names.get(end.node) in self.graph.sinks
-            raise GraphError(
+            raise FixableError(
                 f"{edge.node} cannot be dropped: {end} reads {edge} and expects {end.expected}, but not exactly one "
-                f"input of {edge.node} fits (found: {found}). Wire the port: "
-                f"wire={{'{end}': 'node.column'}}{f', or drop {end.node} too' if is_sink else ''}.",
+                f"input of {edge.node} fits (found: {found}).",
+                f"Wire the port{' or drop its reader' if is_sink else ''}",
+                [*({"wire": {str(end): str(e)}} for e in sorted(fitting)), *self._other_sources(edge, end, is_sink)],
+                f"wire={{'{end}': 'node.column'}}{f', or drop {end.node} too' if is_sink else ''}",
                 code="edit.lost-source",
                 node=edge.node,
                 port=str(end),
                 known=sorted(map(str, fitting)),
             )
         return fitting.pop()
+
+    def _other_sources(self, lost: Edge, end: End, is_sink: bool) -> Iterator[Verbs]:
+        """The edits that wire `end` to another output of the changed graph, the nearest first, or drop its node."""
+        before = self.graph.ancestors(lost.node)
+        for name in sorted(reversed(self.operators), key=lambda new: self.old_names.get(new) not in before):
+            for output, written in self.operators[name].signature.outputs.items():
+                if name != end.node and accepts(end.expected, written):
+                    yield {"wire": {str(end): f"{name}.{output}"}}
+        if is_sink:
+            yield {"drop": [self.old_names[end.node]]}
 
     def _of_replacement(self, edge: Edge, end: End) -> Edge:
         """The source of a reader of a replaced node: the output with the same name, else the only one that fits."""
@@ -240,9 +253,13 @@ class Rewiring:
             return Edge(name, edge.output)
         fitting = [output for output, written in outputs.items() if accepts(end.expected, written)]
         if len(fitting) != 1:
-            raise GraphError(
+            is_sink = self.old_names.get(end.node) in self.graph.sinks
+            raise FixableError(
                 f"{end} reads {edge} and expects {end.expected}, but the replacement {name} writes "
-                f"{', '.join(outputs) or 'nothing'}. Wire the port: wire={{'{end}': 'node.column'}}.",
+                f"{', '.join(outputs) or 'nothing'}.",
+                f"Wire the port{' or drop its reader' if is_sink else ''}",
+                self._other_sources(edge, end, is_sink),
+                f"wire={{'{end}': 'node.column'}}",
                 code="edit.lost-source",
                 node=edge.node,
                 port=str(end),
@@ -280,21 +297,25 @@ class Rewiring:
         self._refuse_second_kl(name)
         theirs = self.graph[anchor].signature.outputs
         output = next((new for new, t in outputs.items() if any(same(t, old) for old in theirs.values())), None)
-        unread = output or next(iter(outputs))
-        wire = f"wire={{'{suggest_reader(outputs[unread], self.operators, name)}': '{name}.{unread}'}}"
+        fixes, wire = suggest_readers(name, self.operators), f"wire={{'node.port': '{name}.{next(iter(outputs))}'}}"
         if output is not None:
             operator = type(self.operators[name]).__name__
-            raise GraphError(
+            raise FixableError(
                 f"{name} is inserted after {anchor} and writes {output} without reading {anchor}.{output}, so it does "
-                f"not rewrite it, and no node reads {name}. Wire a reader to it: {wire}, or replace {anchor}: "
-                f"replace={{{anchor!r}: {operator}(...)}}.",
+                f"not rewrite it, and no node reads {name}.",
+                f"Replace {anchor}, replace={{{anchor!r}: {operator}(...)}}, or wire a reader to {name}",
+                fixes,
+                wire,
                 code="edit.unread-node",
                 node=name,
                 anchor=anchor,
             )
-        raise GraphError(
+        raise FixableError(
             f"{name} is inserted after {anchor} but rewrites none of its columns ({', '.join(theirs)}), so no node "
-            f"reads {name}. Wire a reader to it: {wire}.",
+            f"reads {name}.",
+            "Wire a reader to it",
+            fixes,
+            wire,
             code="edit.unread-node",
             node=name,
             anchor=anchor,
@@ -306,13 +327,16 @@ class Rewiring:
         counting = next((n for n, op in others.items() if Effect.KL in op.effects), None)
         if Effect.KL not in new.effects or counting is None:
             return
-        kind, at = type(new).__name__, f"{self.graph.name} counts KL to the reference in {counting}"
-        change = f"set={{'{counting}.kl': None}}, and wire a reader to {name}"
-        if isinstance(others[counting], type(new)):
-            change = f"replace={{{counting!r}: {kind}(...)}}"
-        raise GraphError(
-            f"{at}, so {name} would count it a second time, and no node reads {name}. Leave {name} out, or change the "
-            f"KL that is counted: edit({change}).",
+        same_kind, kind = isinstance(others[counting], type(new)), type(new).__name__
+        without: Verbs = {"set": {f"{counting}.kl": None}}
+        raise FixableError(
+            f"{self.graph.name} counts KL to the reference in {counting}, so {name} would count it a second time, and "
+            f"no node reads {name}.",
+            f"Leave {name} out, or change the KL that is counted",
+            [] if same_kind else [added(without, wired) for wired in suggest_readers(name, self.operators)],
+            f"edit(replace={{{counting!r}: {kind}(...)}})"
+            if same_kind
+            else f"set={{'{counting}.kl': None}}, wire={{'node.port': '{name}.{next(iter(new.signature.outputs))}'}}",
             code="edit.unread-node",
             node=name,
             counted_by=counting,
@@ -324,11 +348,13 @@ class Rewiring:
         touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
         for verb, name in touched:
             if name not in nodes:
-                output, type = next(iter(self.operators[name].signature.outputs.items()))  # one without is a sink
-                raise GraphError(
+                output = next(iter(self.operators[name].signature.outputs))  # one without outputs is a sink
+                raise FixableError(
                     f"edit({verb}=...) names {name!r}, but no node of the changed graph reads it, and it is not a sink "
-                    f"({', '.join(sinks)}). Leave {verb}= out, or wire a reader to it: "
-                    f"wire={{'{suggest_reader(type, self.operators, name)}': '{name}.{output}'}}.",
+                    f"({', '.join(sinks)}).",
+                    f"Leave {verb}= out, or wire a reader to it",
+                    suggest_readers(name, self.operators),
+                    f"wire={{'node.port': '{name}.{output}'}}",
                     code="edit.unread-node",
                     node=name,
                     verb=verb,

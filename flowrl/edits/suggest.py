@@ -1,4 +1,4 @@
-"""Fixes for the errors of an edit: the operator that writes a column, and the port that reads one."""
+"""Possible fixes of a refused edit: the operator that writes a column, and the ports that may read one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
+from flowrl.core.graphs.after import After
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.inference import Available, Binding, Bound, bind, candidates, fits, infer
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge, EdgeType
+from flowrl.edits.fixes import Verbs
 from flowrl.errors import ParameterError, PortError
 from flowrl.record_types import FieldType, accepts
 
 
-def suggest_insert(end: str, expected: FieldType, binding: Binding, outputs: Available) -> str | None:
-    """The edit that inserts the only installed operator that writes what `end` reads; None if none type-checks.
+def suggest_insert(end: str, expected: FieldType, binding: Binding, outputs: Available) -> list[Verbs]:
+    """The edit that inserts the only installed operator that writes what `end` reads; none if it does not type-check.
 
     `end` is the port without a source, as ``node.field``; `binding` has the axes of the node's other ports.
     """
     makers = list(_makers(expected))
     if len(makers) != 1:
-        return None
+        return []
     operator, output = makers[0]
     before = dict(outputs)
     for anchor in reversed(list(dict.fromkeys(edge.node for edge in outputs))):
@@ -34,20 +36,20 @@ def suggest_insert(end: str, expected: FieldType, binding: Binding, outputs: Ava
             continue
         with contextlib.suppress(PortError):
             if fits(expected, binding, infer(operator.name, operator, inputs, outputs)[output]):
-                made = f"{operator.name!r}: After({anchor!r}, {type(operator).__name__}())"
-                return f"insert={{{made}}}, wire={{{end!r}: '{operator.name}.{output}'}}"
-    return None
+                made = {operator.name: After(anchor, operator)}
+                return [{"insert": made, "wire": {end: f"{operator.name}.{output}"}}]
+    return []
 
 
-def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: str) -> str:
-    """The first port, ``node.field``, that accepts the type `written`, in a node other than `but`."""
-    ends = (
-        f"{name}.{field}"
-        for name, operator in operators.items()
+def suggest_readers(name: str, operators: Mapping[str, Operator]) -> list[Verbs]:
+    """The edits that wire a port of another node to an output of the node `name`."""
+    return [
+        {"wire": {f"{other}.{field}": f"{name}.{output}"}}
+        for output, written in operators[name].signature.outputs.items()
+        for other, operator in operators.items()
         for field, expected in operator.signature.fields.items()
-        if name != but and accepts(expected, written)
-    )
-    return next(ends, "node.port")
+        if other != name and accepts(expected, written)
+    ]
 
 
 def _makers(expected: FieldType) -> Iterator[tuple[Operator, str]]:

@@ -9,8 +9,8 @@ from flowrl.core.graphs.inference import Available, Bound, bind, candidates, fit
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
+from flowrl.edits.fixes import FixableError
 from flowrl.edits.suggest import suggest_insert
-from flowrl.errors import GraphError
 from flowrl.record_types import FieldType, accepts
 
 Wires = Mapping[PortField, Edge]
@@ -66,7 +66,7 @@ def wire_by_type(
     wires = {end.field: edge for end, edge in wiring.edges.items()}
     for end, edge in wiring.edges.items():
         if inherited.get(end.field) != edge:
-            _refuse_double(end, edge, {**wires, **by_hand}, operator.signature.fields)
+            _refuse_double(end, edge, {**wires, **by_hand}, operator.signature.fields, types)
     return wires
 
 
@@ -125,9 +125,12 @@ class _Wiring:
         end = unit[0]
         if len(unit) > 1:
             nodes = [next(iter(way.values())).node for way in offers]
-            raise GraphError(
+            raise FixableError(
                 f"{end.node}.{end.field.port} expects a record of {', '.join(e.field.name for e in unit)}, and several "
-                f"nodes write one: {', '.join(nodes)}. Wire one: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}.",
+                f"nodes write one: {', '.join(nodes)}.",
+                "Wire one",
+                [{"wire": {f"{end.node}.{end.field.port}": node}} for node in nodes],
+                f"wire={{'{end.node}.{end.field.port}': 'node'}}",
                 code="edit.ambiguous-source",
                 node=end.node,
                 port=end.field.port,
@@ -135,23 +138,26 @@ class _Wiring:
             )
         found = [str(way[end]) for way in offers]
         if found:
-            raise GraphError(
-                f"{end} expects {end.expected}, and several nodes write one: {', '.join(found)}. Wire one: "
-                f"wire={{'{end}': '{found[0]}'}}.",
+            raise FixableError(
+                f"{end} expects {end.expected}, and several nodes write one: {', '.join(found)}.",
+                "Wire one",
+                [{"wire": {str(end): output}} for output in found],
+                f"wire={{'{end}': 'node.column'}}",
                 code="edit.ambiguous-source",
                 node=end.node,
                 port=str(end.field),
                 known=found,
             )
         outputs = {edge: typed for edge, typed in self._types.items() if any(edge in pool for pool in pools)}
-        fix = suggest_insert(str(end), end.expected, self._binding, outputs) or f"wire={{'{end}': 'node.column'}}"
-        raise GraphError(
-            f"{end} expects {end.expected}, but no node that it may read writes one. Insert one, and wire it: {fix}.",
+        raise FixableError(
+            f"{end} expects {end.expected}, but no node that it may read writes one.",
+            "Insert one, and wire it",
+            suggest_insert(str(end), end.expected, self._binding, outputs),
+            f"wire={{'{end}': 'node.column'}}",
             code="edit.no-source",
             node=end.node,
             port=str(end.field),
             expected=end.expected,
-            fix=fix,
         )
 
 
@@ -160,13 +166,17 @@ def same(one: FieldType, other: FieldType) -> bool:
     return accepts(one, other) and accepts(other, one)
 
 
-def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField, FieldType]) -> None:
+def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField, FieldType], types: Available) -> None:
     """Refuse to wire two ports of one type but different names to the same output: that would be a guess."""
     for field, read in wires.items():
         if read == edge and field.name != end.field.name and same(fields[field], end.expected):
-            raise GraphError(
-                f"{end} and {end.node}.{field} both expect {end.expected}, so by type both would read {edge}. "
-                f"Wire each: wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}.",
+            ends = [(str(end), f"{end.node}.{field}"), (f"{end.node}.{field}", str(end))]
+            others = [str(other) for other, typed in types.items() if other != edge and same(typed.type, end.expected)]
+            raise FixableError(
+                f"{end} and {end.node}.{field} both expect {end.expected}, so by type both would read {edge}.",
+                "Wire each",
+                [{"wire": {one: str(edge), two: source}} for one, two in ends for source in others],
+                f"wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}",
                 code="edit.ambiguous-source",
                 node=end.node,
                 port=str(end.field),

@@ -93,7 +93,7 @@ def graph_from_dict(
             f"The sinks of the data contain {type_of(odd[0])}; expected names of nodes.", where="the data", key="sinks"
         )
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
-    refuse_unknown_rules(allow, "The data, under 'allow',")
+    refuse_unknown_rules(allow, "The data, under 'allow',", nodes)
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})

@@ -5,13 +5,14 @@ line and the public issue that it was learned from. Rules see only what operator
 axes of columns, row arithmetic), so they also cover custom operators. Rules about training follow the rows that an
 update reads (`flowrl.core.graphs.lineage`).
 
-A graph may allow a violation, with a reason: ``graph.edit(allow={"FR007": "greedy is the baseline only"})``.
+A graph may allow a violation, with a reason: ``graph.edit(allow={"FR007": "greedy is the baseline only"})``; in one
+node by ``{"FR007 generate": "..."}``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrl.core.graphs.graph import Graph
@@ -40,7 +41,8 @@ MODULES = (advantages, critics, episodes, losses, rows, updates, weights)
 
 @dataclass(frozen=True)
 class Allowance:
-    """A rule that a graph may violate, the reason as given to `allow`, and the findings; none if it is not needed."""
+    """A rule that a graph may violate, or a rule and a node (``"FR007 generate"``), the reason as given to `allow`, and
+    the findings; none if it is not needed."""
 
     rule: str
     reason: str
@@ -53,7 +55,7 @@ class Allowance:
                 f"edit(allow={{{self.rule!r}: None}})."
             )
         nodes = ", ".join(dict.fromkeys(finding.node for finding in self.findings))
-        return f"{self.rule} {nodes}: allowed ({self.reason})."
+        return f"{self.findings[0].rule} {nodes}: allowed ({self.reason})."
 
 
 def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
@@ -61,7 +63,8 @@ def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
 
     Most rules concern training: a graph that writes no trained weights is checked only by those with `everywhere`.
     """
-    return _found(graph, prompts, [rule for rule in RULES if rule.id not in graph.allow])
+    found = _found(graph, prompts, [rule for rule in RULES if rule.id not in graph.allow])
+    return [finding for finding in found if not any(_covers(key, finding) for key in graph.allow)]
 
 
 def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
@@ -69,10 +72,17 @@ def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
 
     Rules that need the number of prompts are omitted if it is not known and they find nothing.
     """
-    found = _found(graph, prompts, [rule for rule in RULES if rule.id in graph.allow])
-    covered = {id: tuple(finding for finding in found if finding.rule == id) for id in graph.allow}
-    known = [id for id in graph.allow if covered[id] or prompts is not None or id not in rows.ASK_FOR_PROMPTS]
-    return [Allowance(id, graph.allow[id], covered[id]) for id in known]
+    keys = [key for key in graph.allow if key.partition(" ")[2] in ("", *graph.nodes)]
+    ids = {key.partition(" ")[0] for key in keys}
+    found = _found(graph, prompts, [rule for rule in RULES if rule.id in ids])
+    covered = {key: tuple(finding for finding in found if _covers(key, finding)) for key in keys}
+    known = [key for key in keys if covered[key] or prompts is not None or key[:5] not in rows.ASK_FOR_PROMPTS]
+    return [Allowance(key, graph.allow[key], covered[key]) for key in known]
+
+
+def _covers(key: str, finding: Finding) -> bool:
+    """Whether an allowance concerns a finding; the key is that of `allow`."""
+    return key in (finding.rule, f"{finding.rule} {finding.node}")
 
 
 def require(graph: Graph, prompts: int | None = None) -> None:
@@ -96,13 +106,21 @@ def refuse_broken(graph: Graph, name: str, prompts: int | None = None) -> None:
         )
 
 
-def refuse_unknown_rules(allow: Mapping[str, str | None], where: str) -> None:
-    """Refuse allowances of unknown rules, or without a reason; `where` is the place of the allowances, for messages."""
-    ids = [rule.id for rule in RULES]
-    for id, reason in allow.items():
+def refuse_unknown_rules(allow: Mapping[str, str | None], where: str, nodes: Iterable[str]) -> None:
+    """Refuse allowances of unknown rules or nodes, or without a reason; `where` is their place, for messages."""
+    ids, nodes = [rule.id for rule in RULES], [*nodes]
+    for key, reason in allow.items():
+        id, _, node = str(key).partition(" ")
         if id not in ids:
             known = "it is retired, so remove it." if id in RETIRED else offer(id, ids, "rules are")
             raise GraphError(f"{where} names the unknown rule {id!r}; {known}", code="rule.invalid-allowance", rule=id)
+        if node and node not in nodes:
+            raise GraphError(
+                f"{where} allows {id} in {node!r}; {offer(node, nodes, 'the graph has')}",
+                code="rule.invalid-allowance",
+                rule=id,
+                node=node,
+            )
         if reason is not None and (not isinstance(reason, str) or not reason.strip()):
             raise GraphError(
                 f"{where} allows {id} for the reason {reason!r}. Pass a text that says why: "

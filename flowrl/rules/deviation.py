@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, cast
 
 from flowrl.core.operators.function import OfFunction, function_of
 
-DEVIATIONS = frozenset({"std", "std_mean", "nanstd", "stdev", "pstdev"})
+DEVIATIONS = frozenset({"std", "std_mean", "nanstd", "stdev", "pstdev", "norm", "vector_norm"})
 SQUARES = frozenset({"var", "var_mean", "nanvar", "square", "variance", "pvariance"})
 DIVISIONS = frozenset({"div", "div_", "divide", "true_divide"})
+POWERS = frozenset({"pow", "power", "float_power"})
 NORMS = frozenset({"layer_norm", "normalize", "zscore", "whiten"})
 """Functions that divide by a deviation, wherever they come from."""
 
@@ -70,6 +71,7 @@ class _Reader(ast.NodeVisitor):
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.generic_visit(node)
         self.divides |= isinstance(node.op, ast.Div) and self._is_deviation(node.right)
+        self.divides |= isinstance(node.op, ast.Pow) and _is(-0.5, node.right) and self._is_square(node.left)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.generic_visit(node)
@@ -79,8 +81,10 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         name = _called(node)
         by = name in DIVISIONS and any(map(self._is_deviation, node.args))
-        rsqrt = name == "rsqrt" and any(map(self._is_square, _operands(node)))
-        self.divides |= by or rsqrt or name in NORMS or self._helper(node).divides
+        inverse = name == "reciprocal" and any(map(self._is_deviation, _operands(node)))
+        power = name == "rsqrt" or (name in POWERS and any(_is(-0.5, argument) for argument in node.args))
+        inverse |= power and any(map(self._is_square, _operands(node)))
+        self.divides |= by or inverse or name in NORMS or self._helper(node).divides
 
     def _is_deviation(self, value: ast.expr) -> bool:
         """Whether an expression is a standard deviation, or one that is clamped, shifted or masked."""
@@ -93,8 +97,7 @@ class _Reader(ast.NodeVisitor):
                 return any(map(self._is_square, _operands(value)))
             return any(map(self._is_deviation, _operands(value)))
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Pow):
-            half = isinstance(value.right, ast.Constant) and value.right.value == 0.5
-            return half and self._is_square(value.left)
+            return _is(0.5, value.right) and self._is_square(value.left)
         if isinstance(value, ast.BinOp):
             return isinstance(value.op, ast.Add) and any(map(self._is_deviation, (value.left, value.right)))
         if isinstance(value, ast.Tuple):
@@ -104,9 +107,10 @@ class _Reader(ast.NodeVisitor):
     def _is_square(self, value: ast.expr) -> bool:
         """Whether squares of numbers are in an expression."""
         for node in ast.walk(value):
-            two = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is_two(node.right)
+            two = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is(2, node.right)
+            two |= isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _same(node.left, node.right)
             call = isinstance(node, ast.Call) and (
-                _called(node) in SQUARES or (_called(node) == "pow" and any(map(_is_two, node.args)))
+                _called(node) in SQUARES or (_called(node) in POWERS and any(_is(2, each) for each in node.args))
             )
             if two or call or (isinstance(node, ast.Name) and node.id in self._squares):
                 return True
@@ -135,5 +139,12 @@ def _operands(node: ast.Call) -> list[ast.expr]:
     return [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args]
 
 
-def _is_two(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value == 2
+def _is(number: float, value: ast.expr) -> bool:
+    """Whether an expression is this number, which may have a sign."""
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
+        return _is(-number, value.operand)
+    return isinstance(value, ast.Constant) and value.value == number
+
+
+def _same(first: ast.expr, second: ast.expr) -> bool:
+    return ast.dump(first) == ast.dump(second)

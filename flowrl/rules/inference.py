@@ -85,7 +85,7 @@ def _of_sampling(node: Node) -> set[str]:
     found: set[str] = set()
     for now in sample_steps(node.operator):
         given = parameters(now)
-        if given.get("temperature") == 0:
+        if given.get("temperature") == 0 or given.get("top_k") == 1:
             found.add(Effect.GREEDY)
         if (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1:
             found.add(Effect.TRUNCATED)

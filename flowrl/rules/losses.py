@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import own_lineage, rows_of_step, rows_per_prompt, trained_on
+from flowrl.core.graphs.lineage import (
+    makers,
+    own_lineage,
+    rearranges_rows,
+    rows_of_step,
+    rows_per_prompt,
+    trained_on,
+)
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.protocols.protocols import Synced, Trainer
 from flowrl.rules.inference import effects
-from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
+from flowrl.rules.rule import Findings, kinds_of_loss, losses_of, of_kind, read_through, repeated, rule, writers, writes
 from flowrl.spec import parameters
 
 
@@ -108,7 +115,7 @@ def _corrects(graph: Graph, node: Node) -> bool:
 )
 def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        kinds = _kinds(loss)
+        kinds = kinds_of_loss(loss)
         if "advantage" not in kinds or any(kind.startswith("log-prob") for kind in kinds):
             continue
         epochs = max(int(parameters(now).get("ppo_epochs", 1)) for now in sample_steps(node.operator))
@@ -127,14 +134,36 @@ def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
             )
 
 
+@rule(
+    "FR042",
+    "A ratio needs a temperature that is not near 0: divided by it, tiny changes of logits clip every token.",
+    "huggingface/trl#3640",
+)
+def _no_ratio_of_cold_responses(graph: Graph, prompts: int | None) -> Findings:
+    for node, loss in _losses(graph):
+        if not any(kind.startswith("log-prob") for kind in kinds_of_loss(loss)):
+            continue
+        for n in makers(graph, node.name):
+            lowest = min(float(parameters(now).get("temperature", 1.0)) for now in sample_steps(n.operator))
+            if 0 < lowest < COLD:
+                yield (
+                    n.name,
+                    f"It samples at temperature {lowest:g}, but {node.name} trains on the ratio of log-probs, which "
+                    f"a change of a logit by 0.01 multiplies by exp({0.01 / lowest:.3g}). Pass a temperature of at "
+                    f"least {COLD}: edit(set={{'{n.name}.temperature': 1.0}}).",
+                )
+
+
 @rule("FR021", "A loss over groups needs several responses per prompt.", "camel-ai/owl#592")
 def _groups_of_several(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        if loss.unit == "group" and trained_on(graph, node.name) and rows_per_prompt(graph, node.name) == 1:
+        made = any(rearranges_rows(graph, n.name) for n in own_lineage(graph, node.name))
+        alone = rows_per_prompt(graph, node.name) == 1 and not made
+        if loss.unit == "group" and trained_on(graph, node.name) and alone:
             yield (
                 node.name,
                 f"{type(loss).__name__} compares the responses to a prompt, but there is only 1. Sample at least 2: "
-                f"insert Repeat(2) before the node that generates.",
+                f"{repeated(graph, node.name, 2)}.",
             )
 
 
@@ -164,25 +193,36 @@ def _imitates_selected(graph: Graph, prompts: int | None) -> Findings:
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
         engines = read_through(trained_on(graph, node.name), Synced)
         own = any(engines & set(n.writes) and roles & set(n.reads) for n in graph.nodes.values() if n.is_sync)
-        chosen = any(isinstance(n.initial_operator, Gate) for n in own_lineage(graph, node.name))
-        if own and not chosen and _kinds(loss) <= {"mask"}:
+        chosen = any(_selects(graph, n) for n in own_lineage(graph, node.name))
+        if own and not chosen and kinds_of_loss(loss) <= {"mask"}:
             yield (
                 node.name,
                 f"{type(loss).__name__} imitates every response of the policy itself, right or wrong. Keep the good "
-                f"ones, such as with a Filter after the reward, or use a loss that reads advantages: "
+                f"ones, with a Filter after the reward{_kept(graph, node)}, or use a loss that reads advantages: "
                 f"UpdateActor(PPOClip()).",
             )
 
 
+def _kept(graph: Graph, update: Node) -> str:
+    """The edit that keeps the best response of each group; empty without scores of several responses."""
+    scored = [n.name for n in graph.nodes.values() if writes(n, "score") and not n.is_input]
+    several = rows_per_prompt(graph, update.name) > 1
+    return f": edit(insert={{'best': After('{scored[0]}', Filter(Ranked(1)))}})" if scored and several else ""
+
+
+def _selects(graph: Graph, node: Node) -> bool:
+    """Whether a node selects responses: a gate, a node that writes other rows, or one that writes them by scores."""
+    by_scores = bool(of_kind(graph, node, "score", "reward", "score of a row"))
+    rewrites = by_scores and (writes(node, "mask") or writes(node, "tokens"))
+    return isinstance(node.initial_operator, Gate) or rewrites or rearranges_rows(graph, node.name)
+
+
 _BY_ROW = "seq-mean-token-mean"
+COLD = 0.1
+"""The lowest temperature of responses that a ratio may compare."""
 
 
 def _losses(graph: Graph) -> Iterator[tuple[Node, Loss]]:
     """The updates of policies that have a loss, with it."""
     for node, _ in writers(graph, Trainer):
-        yield from ((node, value) for value in parameters(node.initial_operator).values() if isinstance(value, Loss))
-
-
-def _kinds(loss: Loss) -> set[str]:
-    """The kinds of columns that a loss reads."""
-    return {str(getattr(t, "kind", "")) for t in loss.signature.fields.values()}
+        yield from ((node, loss) for loss in losses_of(node))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
 from flowrl.core.operators.effects import Effect
-from flowrl.rules.inference import effects
-from flowrl.rules.rule import Findings, rule
+from flowrl.rules.inference import effects, over_batch
+from flowrl.rules.rule import Findings, of_kind, policy_lines, repeated, rule, sampling
 from flowrl.spec import parameters
 
-ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
+ASK_FOR_PROMPTS = frozenset({"FR004", "FR020", "FR044", "FR045"})
 """The rules that may need the number of prompts per step."""
 
 
@@ -23,8 +24,8 @@ def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
         if Effect.GROUP_BASELINE in effects(graph, node) and rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
-                "Its groups have 1 row per prompt, so every advantage is 0. Sample at least 2: insert Repeat(8) "
-                "before the node that generates.",
+                f"Its groups have 1 row per prompt, so every advantage is 0. Sample at least 2: "
+                f"{repeated(graph, node.name, 8)}.",
             )
 
 
@@ -43,8 +44,8 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"{field}={size} must divide the rows of a step, but the number of rows that pass {gate.name} is "
-                    f"not known. Pass {field}=None to train on all of them at once, or replace {gate.name} with a "
-                    f"Collect, which fills up to a fixed number: edit(replace={{'{gate.name}': Collect(...)}}).",
+                    f"not known. Train on all of them at once: edit(set={{'{node.name}.{field}': None}}), or replace "
+                    f"{gate.name} with a Collect, which fills up to a fixed number.",
                 )
             if rows is not None and rows % size:
                 each = rows_per_prompt(graph, node.name)
@@ -52,7 +53,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"{field}={size} does not divide the {rows} rows of a step ({rows // each} prompts x {each}). "
-                    f"Pass a divisor, such as {field}={fitting}.",
+                    f"Pass a divisor: edit(set={{'{node.name}.{field}': {fitting}}}).",
                 )
 
 
@@ -70,8 +71,8 @@ def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
                     yield (
                         node.name,
                         f"It compares several responses to a prompt, but {name} samples greedily, so they are "
-                        f"identical. Pass a temperature above 0: edit(set={{'{name}.temperature': 1.0}}), or in a "
-                        f"validation changes={{'{name}.temperature': 1.0, ...}}.",
+                        f"identical. Pass a temperature above 0 and more than the likeliest token: "
+                        f"edit(set={sampling(graph[name])}), or in a validation changes={sampling(graph[name])}.",
                     )
 
 
@@ -92,4 +93,44 @@ def _several_sets(graph: Graph, prompts: int | None) -> Findings:
                 node.name,
                 f"It compares sets of k={k} responses, but a prompt has {k}, a single set, so every advantage is 0. "
                 f"Lower k: edit(set={{'{node.name}.k': {k // 2}}}), or sample more responses: Repeat({2 * k}).",
+            )
+
+
+@rule(
+    "FR044",
+    "Whitening needs several rows: over a single one, it subtracts what the row has earned.",
+    "DLR-RM/stable-baselines3#265",
+)
+def _whitens_several_rows(graph: Graph, prompts: int | None) -> Findings:
+    for node in policy_lines(graph):
+        whitens = Effect.SCALED in effects(graph, node) and over_batch(graph, node)
+        if whitens and of_kind(graph, node, "advantage", "reward") and rows_of_step(graph, node.name, prompts) == 1:
+            yield (
+                node.name,
+                "It divides by the standard deviation over the rows of a step, but a step has 1 row. Use more prompts "
+                "per step: Training(..., prompts=32), or sample several responses: insert Repeat(8) before the node "
+                "that generates.",
+            )
+
+
+@rule(
+    "FR045",
+    "The rounds of a step must sample enough prompts, or no step can collect its groups.",
+    "verl-project/verl#953",
+)
+def _enough_rounds(graph: Graph, prompts: int | None) -> Findings:
+    if prompts is None:
+        return
+    for node in graph.nodes.values():
+        collect = node.initial_operator
+        groups = collect.target_groups if isinstance(collect, Gate) else None
+        if not isinstance(collect, Gate) or groups is None or parameters(collect).get("on_underfill") != "error":
+            continue
+        if groups > (most := prompts * collect.rounds_at_most):
+            rounds = -(-groups // prompts)
+            yield (
+                node.name,
+                f"It collects {groups} groups, but its {collect.rounds_at_most} round(s) of {prompts} prompts have at "
+                f"most {most}. Allow more rounds: edit(set={{'{node.name}.rounds': {rounds}}}), or sample more prompts "
+                f"per step.",
             )

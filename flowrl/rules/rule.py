@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from flowrl.core.graphs.gate import ROWS
 from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.graphs.lineage import origin, own_lineage
+from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import DefinitionError
 from flowrl.protocols.protocols import Trainer
+from flowrl.spec import parameters
 
 Findings = Iterator[tuple[str, str]]
 Check = Callable[[Graph, int | None], Findings]
@@ -121,6 +123,41 @@ def log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
             yield from (use for use in node.uses if use.mode == "reads")
 
 
+def sampling(node: Node) -> dict[str, float]:
+    """The parameters that make a node sample greedily, as ``"node.parameter"``, with values that do not."""
+    given, free = parameters(node.initial_operator), {"temperature": 1.0, "top_k": 0}
+    greedy = {"temperature": given.get("temperature") != 1.0, "top_k": given.get("top_k") == 1}
+    every = {f"{node.name}.{name}": value for name, value in free.items() if greedy[name]}
+    return every or {f"{node.name}.temperature": 1.0}
+
+
 def set_role(use: Use, role: str) -> str:
     """The edit that gives a node another role: ``edit(set={'old_log_prob.actor': Role('actor')})``."""
-    return f"edit(set={{'{use.node}.{use.field}': Role({role!r})}})"
+    return set_roles([use], role)
+
+
+def set_roles(uses: Iterable[Use], role: str) -> str:
+    """The edit that gives several nodes another role."""
+    roles = ", ".join(f"'{use.node}.{use.field}': Role({role!r})" for use in uses)
+    return f"edit(set={{{roles}}})"
+
+
+def repeated(graph: Graph, name: str, times: int) -> str:
+    """The edit that gives the node `name` several rows per prompt."""
+    sources = [node for node in graph.nodes.values() if node.name in graph.ancestors(name)]
+    repeats = [n.name for n in sources if "n" in parameters(n.operator) and n.operator.creates_axis("batch")]
+    if repeats:
+        return f"edit(set={{'{repeats[0]}.n': {times}}})"
+    if len(graph.inputs) == 1 and "repeat" not in graph:
+        return f"edit(insert={{'repeat': After('{next(iter(graph.inputs))}', Repeat({times}))}})"
+    return f"insert Repeat({times}) before the node that generates"
+
+
+def losses_of(update: Node) -> Iterator[Loss]:
+    """The losses among an update's parameters."""
+    yield from (value for value in parameters(update.initial_operator).values() if isinstance(value, Loss))
+
+
+def kinds_of_loss(loss: Loss) -> set[str]:
+    """The kinds of columns that a loss reads."""
+    return {str(getattr(t, "kind", "")) for t in loss.signature.fields.values()}

@@ -7,7 +7,7 @@ from flowrl.core.graphs.lineage import makers, own_lineage, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.inference import effects, references, sources
-from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, set_role, writers
+from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, sampling, set_role, writers
 
 
 @rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
@@ -67,8 +67,8 @@ def _samples(graph: Graph, prompts: int | None) -> Findings:
             if Effect.GREEDY in effects(graph, n):
                 yield (
                     n.name,
-                    f"It samples greedily, but {node.name} trains on its responses. Pass a temperature above 0: "
-                    f"edit(set={{'{n.name}.temperature': 1.0}}).",
+                    f"It samples greedily, but {node.name} trains on its responses. Pass a temperature above 0 and "
+                    f"more than the likeliest token: edit(set={sampling(n)}).",
                 )
 
 

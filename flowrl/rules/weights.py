@@ -5,11 +5,23 @@ from __future__ import annotations
 from itertools import product
 
 from flowrl.core.graphs.gate import Gate
-from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.graphs.lineage import line, own_lineage, trained_on
 from flowrl.core.graphs.plan import in_order, later_writers
+from flowrl.core.operators.when import When
 from flowrl.protocols.protocols import Critic, Synced, Trainer
-from flowrl.rules.rule import Findings, log_probs, read_through, rule, set_role, writers
+from flowrl.record_types import accepts
+from flowrl.rules.rule import (
+    Findings,
+    kinds_of_loss,
+    log_probs,
+    losses_of,
+    read_through,
+    rule,
+    set_role,
+    set_roles,
+    writers,
+)
 from flowrl.spec import parameters
 
 
@@ -31,17 +43,65 @@ def _synced(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"It trains {role!r} in steps in which {', '.join(syncs)} does not sync its weights to "
-                    f"{engine!r}. Sync after every update: edit(when={{'{syncs[0]}': When()}}).",
+                    f"{engine!r}. Sync after every update: edit(when={_always(graph, node, syncs[0])}).",
                 )
-            elif not syncs:
-                roles = (("actor", role), ("rollout", engine))
-                sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
+            elif not syncs and _needs_own_responses(graph, node, engine):
                 yield (
                     node.name,
                     f"It trains {role!r} on responses of {engine!r}, but nothing syncs its weights to {engine!r}. "
-                    f"Insert a sync: edit(insert={{'sync': After('{node.name}', {sync})}}), or return "
-                    f"{sync}({node.name}) too.",
+                    f"{_own_engine(graph, node, role, engine)}.",
                 )
+
+
+def _always(graph: Graph, update: Node, sync: str) -> str:
+    """The steps of a sync and of the nodes before it that do not run in all steps of an update, as ``edit(when=)``."""
+    steps = {When(), *graph.whens(update.name)}
+    skipping = (n.name for n in line(graph, sync) if n.when not in steps)
+    return f"{{{', '.join(f'{name!r}: When()' for name in skipping)}}}"
+
+
+def _needs_own_responses(graph: Graph, update: Node, engine: str) -> bool:
+    """Whether an update must train on responses of its own policy: its loss reads advantages or their log-probs.
+
+    Other losses learn from any policy's responses: those of a frozen engine, or of another policy's engine.
+    """
+    losses = list(losses_of(update))
+    if not losses or _ON_POLICY & set().union(*map(kinds_of_loss, losses)):
+        return True
+    others = any(engine in sync.writes for sync in graph.nodes.values())
+    return engine in graph.bindings and not graph.bindings[engine].frozen and not others
+
+
+_ON_POLICY = {"advantage", "log-prob of the old policy", "log-prob of the rollout"}
+
+
+def _own_engine(graph: Graph, update: Node, role: str, engine: str) -> str:
+    """How an update gets responses of the policy that it trains."""
+    syncs = [node for node in graph.nodes.values() if node.is_sync]
+    own = sorted({to for sync in syncs if role in sync.reads for to in sync.writes})
+    sampling = [use for use in _sampling(graph, update) if use.role == engine]
+    readers = {node.name for node, _ in writers(graph, Trainer) if {*sampling} & {*_sampling(graph, node)}}
+    theirs = [use for sync in syncs if engine in sync.writes for use in sync.uses if use.mode == "reads"]
+    trained = {other for _, other in writers(graph, Trainer)}
+    if own and readers == {update.name}:
+        return f"Sample with its own engine: {set_roles(sampling, own[0])}"
+    if theirs and not {use.role for use in theirs} & trained:
+        return f"Sync the policy that is trained: {set_roles(theirs, role)}"
+    if own or theirs or (engine in graph.bindings and graph.bindings[engine].frozen):
+        return (
+            "Sample its responses with an engine of its own that Sync(...) updates, or use a loss for responses of "
+            "other policies, such as UpdateActor(NLL())"
+        )
+    roles = (("actor", role), ("rollout", engine))
+    sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
+    name = "sync" if "sync" not in graph else f"sync_{engine}"
+    inserted = f"edit(insert={{{name!r}: After('{update.name}', {sync})}})"
+    return f"Insert a sync: {inserted}, or return {sync}({update.name}) too"
+
+
+def _sampling(graph: Graph, update: Node) -> list[Use]:
+    """The uses of engines that sample what an update trains on."""
+    return [use for node in trained_on(graph, update.name) for use in node.uses if use.goes_through(Synced)]
 
 
 @rule(
@@ -79,9 +139,9 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
     for role in graph.roles():
         first, *others = in_order(graph, role) or [""]
         for before, other in enumerate(others, start=1):
-            operator = graph[other].operator
             if graph[other].prior_updates >= before:
                 continue
+            operator = graph[other].operator
             off = "prior_updates" in parameters(operator)
             declare = (
                 f", or declare the age of its rows: {type(operator).__name__}(prior_updates={before})" if off else ""
@@ -89,8 +149,39 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
             yield (
                 other,
                 f"It updates {role!r} after {first}, so its rows are {before} version(s) older than the weights. "
-                f"Update a role once per step: edit(drop=['{other}']), or use a separate role{declare}.",
+                f"Update a role once per step: edit({_dropped(graph, other, first)}), or use a separate role{declare}.",
             )
+
+
+def _dropped(graph: Graph, update: str, first: str) -> str:
+    """The verbs that drop an update, whose readers then read the first update of the role."""
+    [(output, written)] = graph[first].signature.outputs.items()
+    ends = [
+        (node.name, field, accepts(node.signature.fields[field], written))
+        for node in graph.nodes.values()
+        for field, edge in node.inputs.items()
+        if edge.node == update
+    ]
+    wired = ", ".join(f"'{name}.{field}': '{first}.{output}'" for name, field, fits in ends if fits)
+    lost = [name for name, _, fits in ends if not fits]
+    return f"drop={[update, *lost]}{f', wire={{{wired}}}' if wired else ''}"
+
+
+@rule(
+    "FR043",
+    "An update may accept only rows as old as the updates before it make them.",
+    "radixark/miles#2524",
+)
+def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
+    for role in graph.roles():
+        for before, name in enumerate(in_order(graph, role)):
+            if graph[name].prior_updates > before:
+                yield (
+                    name,
+                    f"It has prior_updates={graph[name].prior_updates}, but {before} update(s) of {role!r} run before "
+                    f"it in a step, so it would accept rows of older policies. Pass that number: "
+                    f"edit(set={{'{name}.prior_updates': {before}}}).",
+                )
 
 
 @rule(
@@ -101,11 +192,12 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
 def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     trained = {role: node.name for node, role in writers(graph, Trainer)}
     anchors = (log_probs(own_lineage(graph, name), "log-prob of the reference") for name in trained.values())
+    frozen = "ref" if "ref" not in trained else "frozen_ref"
     for use in dict.fromkeys(use for found in anchors for use in found if use.role in trained):
         yield (
             use.node,
             f"It computes the reference's log-probs with {use.role!r}, which {trained[use.role]} trains. Use a role "
-            f"that nothing trains: {set_role(use, 'ref')}.",
+            f"that nothing trains: {set_role(use, frozen)}.",
         )
 
 

@@ -89,8 +89,8 @@ class Sampler(Spec):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"greedy"`` at temperature 0, ``"truncated"`` with top-k or top-p."""
-        greedy = {Effect.GREEDY} if self.temperature == 0 else set()
+        """``"greedy"`` at temperature 0 or with ``top_k=1``, ``"truncated"`` with top-k or top-p."""
+        greedy = {Effect.GREEDY} if self.temperature == 0 or self.top_k == 1 else set()
         return frozenset(greedy | ({Effect.TRUNCATED} if self.top_k > 0 or self.top_p < 1 else set()))
 
     @property

@@ -13,11 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 import flowrl
-from flowrl import Costs, Graph, load
+from flowrl import Costs, Graph, When, load
 from flowrl.app.cli import main
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.references import load_object
 from flowrl.errors import DefinitionError
+from flowrl.graphs import grpo
 from tests.support.command_line import Command, is_paragraph, write
 from tests.support.errors import raises
 
@@ -204,6 +205,13 @@ def test_show_writes_the_format_of_the_suffix(command: Command, graphs: Path) ->
         assert all(name in text for name in graph.nodes)
     ElementTree.fromstring((folder / "graph.svg").read_text())
     assert load(folder / "graph.json").fingerprint() == load(folder / "graph.yaml").fingerprint() == graph.fingerprint()
+
+
+def test_check_reports_a_step_in_which_no_sink_runs(command: Command, tmp_path: Path) -> None:
+    idle = grpo("tests.support.kernel:exact").edit(drop=["mismatch"], when={"update_actor": When(2)})
+    flowrl.save(idle, tmp_path / "idle.json")
+    shown = command("check", "idle.json")
+    assert shown.code == 1 and "graph.idle-step" in shown.out and "step 2" in shown.out.replace("\n", " ")
 
 
 def test_check_and_diff_read_a_file_written_by_show(command: Command, graphs: Path) -> None:

@@ -177,8 +177,8 @@ def test_dropping_a_node_with_two_fitting_inputs_needs_a_wire() -> None:
     assert error.value.message == (
         "mix cannot be dropped: penalty.token_level_scores reads mix.token_level_scores and expects "
         "score[batch response] float32, but not exactly one input of mix fits (found: first.token_level_scores, "
-        "second.token_level_scores). Wire the port: wire={'penalty.token_level_scores': 'node.column'}, or drop "
-        "penalty too."
+        "second.token_level_scores). Wire the port or drop its reader: "
+        "wire={'penalty.token_level_scores': 'first.token_level_scores'}."
     )
     wired = graph.edit(drop=["mix"], wire={"penalty.token_level_scores": "second.token_level_scores"})
     assert "first" not in wired
@@ -312,8 +312,8 @@ def test_invalid_edits_are_refused(verbs: dict[str, Any], code: str, facts: dict
     [
         ({"replace": {"gae": GAE}}, "Make an operator of it: GAE(...)."),
         ({"replace": {"gae": Whiten()}}, 'Rename one: .named("whiten_2nd").'),
-        ({"insert": {"gae": After("value", Clipped())}}, "Rename one: insert={'gae_2nd': ...}."),
-        ({"rename": {"gae": "value"}}, "Rename one: rename={...: 'value_2nd'}."),
+        ({"insert": {"gae": After("value", Clipped())}}, "Rename one: rename={'gae': 'gae_2nd'}."),
+        ({"rename": {"gae": "value"}}, "Rename one: rename={'value': 'value_2nd'}."),
         ({"insert": {"x": GAE()}}, "insert={'length_penalty': After('reward', LengthPenalty())}."),
         ({"drop": 3}, "Pass, for example, drop=['whiten']."),
     ],

@@ -55,22 +55,23 @@ def other(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 @pytest.mark.parametrize(
     ("anchor", "operator", "column", "reader"),
     [
-        ("reward", Reward(other), "token_level_scores", "kl_shape"),
-        ("old_log_prob", OldLogProb(), "old_log_probs", "mismatch"),
-        ("value", Value(critic=Role("second")), "values", "gae"),
-        ("gae", GAE(lam=0.5), "advantages", "whiten"),
+        ("reward", Reward(other), "token_level_scores", "kl_shape.token_level_scores"),
+        ("old_log_prob", OldLogProb(), "old_log_probs", "mismatch.old_log_probs"),
+        ("value", Value(critic=Role("second")), "values", "node.port"),
+        ("gae", GAE(lam=0.5), "advantages", "whiten.advantages"),
     ],
 )
 def test_inserted_node_rewrites_only_columns_that_it_reads(
     anchor: str, operator: Operator, column: str, reader: str
 ) -> None:
-    """The error names a port that could read the new output."""
+    """The error names a port that reads the new output in a valid graph; values of a second critic are in none."""
     with raises("edit.unread-node", node="other", anchor=anchor) as error:
         PPO.edit(insert={"other": After(anchor, operator)})
     assert error.value.message == (
         f"other is inserted after {anchor} and writes {column} without reading {anchor}.{column}, so it does not "
-        f"rewrite it, and no node reads other. Wire a reader to it: wire={{'{reader}.{column}': 'other.{column}'}}, "
-        f"or replace {anchor}: replace={{'{anchor}': {type(operator).__name__}(...)}}."
+        f"rewrite it, and no node reads other. Replace {anchor}, "
+        f"replace={{'{anchor}': {type(operator).__name__}(...)}}, or wire a reader to other: "
+        f"wire={{'{reader}': 'other.{column}'}}."
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flowrl import operators
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.roles import Role
 from flowrl.core.operators.when import When
 from flowrl.graph import Graph
-from flowrl.operators import RolloutCorrection, Sync
 
 
 def found(graph: Graph, prompts: int | None = 4) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def edited_by(graph: Graph, message: str) -> Graph:
     assert message.count("edit(") == 1, message
     call = message[message.index("edit(") :]
     end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
-    names = {"After": After, "Sync": Sync, "Role": Role, "When": When, "RolloutCorrection": RolloutCorrection}
+    names = {"After": After, "Role": Role, "When": When, **vars(operators)}
     result = eval(f"graph.{call[:end]}", {"graph": graph, **names})
     assert isinstance(result, Graph)
     return result

@@ -48,6 +48,42 @@ def test_allowance_covers_no_other_rule() -> None:
         rules.require(graph)
 
 
+def test_allowance_of_a_node_covers_no_other_node() -> None:
+    both = ppo(exact, mini_batch=3)
+    assert [(f.rule, f.node) for f in both.check(prompts=4)] == [("FR004", "update_critic"), ("FR004", "update_actor")]
+    one = both.edit(allow={"FR004 update_critic": WHY})
+    assert [(f.rule, f.node) for f in one.check(prompts=4)] == [("FR004", "update_actor")]
+    [allowance] = one.allowances(prompts=4)
+    assert str(allowance) == f"FR004 update_critic: allowed ({WHY})."
+    assert one.allowances() == []
+    assert Graph.from_dict(one.to_dict()).allow == one.allow
+
+
+def test_allowance_follows_its_node() -> None:
+    graph = greedy().edit(allow={"FR007 generate": WHY})
+    assert graph.check() == []
+    renamed = graph.edit(rename={"generate": "sample"})
+    assert dict(renamed.allow) == {"FR007 sample": WHY}
+    assert renamed.check() == []
+    assert dict(graph.edit(allow={"FR007 generate": None}).allow) == {}
+    assert dict(graph.edit(drop=["whiten"]).allow) == {"FR007 generate": WHY}
+    other = grpo(exact, mini_batch=3).edit(allow={"FR004 mismatch": WHY, "FR004 ref_log_prob": WHY})
+    assert dict(other.edit(drop=["mismatch"], set={"update_actor.kl": None}).allow) == {}
+    assert [a.rule for a in graph.subgraph("reward").allowances()] == ["FR007 generate"]
+
+
+def test_allowance_of_a_node_of_another_graph_is_refused() -> None:
+    with raises("rule.invalid-allowance", rule="FR007", node="generat"):
+        greedy().edit(allow={"FR007 generat": WHY})
+    with raises("rule.invalid-allowance", node="sample"):
+        Graph.from_dict({**greedy().to_dict(), "allow": {"FR007 sample": WHY}})
+
+
+def test_unneeded_allowance_of_a_node_is_named() -> None:
+    [allowance] = greedy().edit(allow={"FR007 reward": WHY}).allowances()
+    assert "edit(allow={'FR007 reward': None})" in str(allowance)
+
+
 def test_edits_add_and_remove_allowances() -> None:
     graph = allowed().edit(set={"generate.top_k": 5}, allow={"FR003": "one answer"})
     assert dict(graph.allow) == {"FR007": WHY, "FR003": "one answer"}

@@ -80,6 +80,33 @@ class ByRootMeanSquare(Operator):
         return advantages * torch.rsqrt(squares + 1e-6)
 
 
+class ByInversePower(Operator):
+    def __call__(self, advantages: c.Advantages, response_mask: c.ResponseMask) -> c.Advantages:
+        return advantages * (advantages[response_mask].var() + 1e-8) ** -0.5
+
+
+class ByPowerFunction(Operator):
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        return advantages * torch.pow(advantages.var(), -0.5)
+
+
+class ByNorm(Operator):
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        return advantages / torch.linalg.vector_norm(advantages)
+
+
+class ByReciprocal(Operator):
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        variance, mean = torch.var_mean(advantages)
+        return (advantages - mean) * variance.sqrt().reciprocal()
+
+
+class ByProduct(Operator):
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        centered = advantages - advantages.mean()
+        return advantages / torch.sqrt((centered * centered).mean())
+
+
 def spread_of(x: Tensor) -> Tensor:
     centered = x - x.mean()
     return (centered.square().mean() + 1e-6).sqrt()
@@ -204,6 +231,10 @@ HARMS: dict[str, tuple[Callable[[], Graph], str]] = {
     ),
     "a deviation after a group's": (lambda: after_advantages(ByDeviation()), "FR013"),
     "a root mean square after a group's deviation": (lambda: after_advantages(ByRootMeanSquare()), "FR013"),
+    **{
+        f"a deviation after a group's, {type(own).__name__}": (lambda own=own: after_advantages(own), "FR013")
+        for own in (ByInversePower(), ByPowerFunction(), ByNorm(), ByReciprocal(), ByProduct())
+    },
     "a deviation in a helper after a group's": (lambda: after_advantages(ByHelper()), "FR013"),
     "a group's deviation, whitened": (
         lambda: grouped(replace={"group_advantage": within_groups.named("group_advantage")}).edit(

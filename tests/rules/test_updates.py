@@ -36,6 +36,14 @@ from tests.support.kernel import exact
 CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
 
 
+class TestSamples:  # FR007
+    @pytest.mark.parametrize("greedy", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_k": 1}])
+    def test_greedy_responses_are_found(self, greedy: dict[str, Any]) -> None:
+        graph = gpg(exact, n=4).edit(set={f"generate.{name}": value for name, value in greedy.items()})
+        assert found(graph) == [("FR007", "generate")]
+        assert found(fixed(graph)) == []
+
+
 class TestFullDistribution:  # FR012
     @pytest.mark.parametrize("truncation", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
     def test_correction_with_truncated_sampling_is_found(self, truncation: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ class AdamW(Spec):
     Weight decay applies to every parameter, norms and biases included, as in torch and verl.
     """
 
-    lr: float = Field(ge=0)
+    lr: float = Field(gt=0)
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
@@ -60,7 +60,7 @@ class AdamW(Spec):
 class SGD(Spec):
     """Stochastic gradient descent with heavy-ball momentum (0: none) and no weight decay."""
 
-    lr: float = Field(ge=0)
+    lr: float = Field(gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
 
     @property

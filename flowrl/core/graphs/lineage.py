@@ -64,6 +64,14 @@ def roles_of_tokens(graph: Graph) -> set[str]:
     return {use.role for node in graph.nodes.values() if any(_tokens(graph, node)) for use in node.uses}
 
 
+def rearranges_rows(graph: Graph, name: str) -> bool:
+    """Whether a node reads sampled tokens and writes rows of its own, such as pairs, or those of a store."""
+    node = graph[name]
+    if isinstance(node.initial_operator, Gate) or not node.operator.creates_axis("batch"):
+        return False
+    return any(generates(graph[maker]) for maker in _makers_of(graph, _tokens(graph, node)))
+
+
 def rows_per_prompt(graph: Graph, name: str) -> int:
     """The number of rows that reach the node per prompt of the step."""
     factor = 1

@@ -11,6 +11,7 @@ would have to sample.
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 from flowrl.data.proto.column_math import objects, short
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.file_source import FileSource
-from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_nested, template_arguments
+from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_answered, refuse_nested, template_arguments
 from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
 from flowrl.data.text.tokenizer import assemble
@@ -58,6 +59,11 @@ class Demonstration:
     def tokens(self) -> dict[str, int]:
         """Number of tokens of the prompt and of each response."""
         return {**self.prompt.tokens, **{name: len(ids) for name, ids in self.ids.items()}}
+
+    @property
+    def every_id(self) -> Sequence[int]:
+        """The ids of the prompt and of each response."""
+        return [*self.prompt.ids, *itertools.chain.from_iterable(self.ids.values())]
 
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
         """A copy with the ids of prompt and responses."""
@@ -103,13 +109,7 @@ class _Responses(FileSource):
             )
         prompt = record["prompt"]
         messages = messages_of(where, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        if messages[-1]["role"] == "assistant":
-            raise DataError(
-                f"{where}: the prompt ends with a message of the assistant, so there is nothing to respond to. Remove "
-                f"that message, or give the whole conversation as messages.",
-                code="prompts.ends-with-assistant",
-                where=where,
-            )
+        refuse_answered(where, messages)
         row = Row(index, [], "", None, {}, messages, template_arguments(where, record))
         return Demonstration(row, {name: _text(where, name, record[name]) for name in self.parts}, {})
 

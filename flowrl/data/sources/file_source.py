@@ -6,6 +6,7 @@ No row is skipped, except overlong ones with ``overlong="drop"``, which are coun
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from flowrl.errors import DataError, ParameterError
 
 if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 _CHARACTERS = 1 << 22
 """Maximum characters of a text without a token limit; a tokenizer needs some 400 bytes for each."""
@@ -43,6 +46,11 @@ class FileRow(Protocol):
     @property
     def tokens(self) -> Mapping[str, int]:
         """Number of tokens by part, once the row is tokenized."""
+        ...
+
+    @property
+    def every_id(self) -> Sequence[int]:
+        """The ids of all parts, once the row is tokenized."""
         ...
 
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Self:
@@ -166,6 +174,7 @@ class FileSource(Source):
         tokenizer = tokenizer if self.split_special_tokens else tokenizer.parsing_special_tokens()
         rows: list[RowT] = []
         long: list[_TooLong] = []
+        unknown: list[str] = []
         records = itertools.chain.from_iterable(read(path, self.columns) for path in _paths(self.path))
         for index, (where, record) in enumerate(records):
             row = check(index, where, record)
@@ -175,10 +184,20 @@ class FileSource(Source):
                 found = self._too_long(where, row.tokens, "tokens", 1)
             if found is None:
                 rows.append(row)
+                unknown += [where] if tokenizer.unknown_id in row.every_id else []
             else:
                 long.append(found)
         if long and (self.overlong == "error" or not rows):
             self._refuse_long(long, len(rows))
+        if unknown:
+            logger.warning(
+                "%d of %d rows have text that the tokenizer in %r does not know, the first in %s, so the model does "
+                "not read it. Use a model with a vocabulary of these texts, or remove the rows.",
+                len(unknown),
+                len(rows),
+                tokenizer.folder,
+                unknown[0],
+            )
         return rows, len(long)
 
     def _too_long(self, where: str, lengths: Mapping[str, int], unit: str, each: int) -> _TooLong | None:

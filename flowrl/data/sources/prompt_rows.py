@@ -65,6 +65,11 @@ class Row:
         """Number of ids."""
         return {"prompt": len(self.ids)}
 
+    @property
+    def every_id(self) -> Sequence[int]:
+        """Its ids."""
+        return self.ids
+
     def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Row:
         """A copy with ids.
 
@@ -196,6 +201,7 @@ def checked(index: int, where: str, record: Any) -> Row:
     if not isinstance(extra, dict | None):
         _refuse_type(where, "extra_info", extra, "an object; correct or remove it")
     arguments, messages = template_arguments(where, record), messages_of(where, record["prompt"])
+    refuse_answered(where, messages)
     return Row(index, [], source, reward["ground_truth"], extra or {}, messages, arguments)
 
 
@@ -295,6 +301,17 @@ def messages_of(where: str, prompt: Any) -> list[dict[str, Any]]:
     if not any(message.get("content", "").strip() or "tool_calls" in message for message in messages):
         refuse("all messages of prompt are empty")
     return messages
+
+
+def refuse_answered(where: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a prompt that ends with a response."""
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the prompt ends with a message of the assistant, so there is nothing to respond to. Remove "
+            f"that message; a demonstration may give the whole conversation as messages.",
+            code="prompts.ends-with-assistant",
+            where=where,
+        )
 
 
 def copied(value: Any) -> Any:

@@ -78,6 +78,11 @@ class PromptStream(RowStream[Row]):
         """The index in the files and the number of tokens of each row."""
         return ((row.index, len(row.ids)) for row in self._rows)
 
+    def shared_rows(self, other: PromptStream) -> int:
+        """How many of its prompts `other` has, too."""
+        theirs = {tuple(row.ids) for row in other._rows}
+        return sum(tuple(row.ids) in theirs for row in self._rows)
+
     def template_arguments(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """The template arguments of rows that have their own, each with the row's index in the files."""
         return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)

@@ -5,15 +5,17 @@ tokenizer, and the other added tokens that its chat template writes, such as ``<
 which only models write. In what an assistant says, added tokens that are not special stay tokens, since models sample
 them.
 
-Data is *quoted* before the template renders it: a spelled control token becomes one private character. In the rendered
-text, what still spells a control token was written by the template. The text is then encoded by a copy of the tokenizer
-in which control tokens have other names, so the spelling of the data has no meaning there.
+Data is *quoted* before the template renders it: a spelled control token becomes one private character, and so does the
+beginning of one at the end of a text, which the next text might complete. In the rendered text, what still spells a
+control token was written by the template. The text is then encoded by a copy of the tokenizer in which control tokens
+have random names, so neither their spelling nor anything else in the data has a meaning there.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_QUOTE = 0x10_0000
-"""The first of the private characters, one a token; the last plane of Unicode is rarely used in text."""
-
-_NAME = 0x10_8000
-"""The first of the names that control tokens have in the copy of the tokenizer."""
+_QUOTE, _ESCAPE = 0x10_0000, "\U0010fffd"
+"""The first of the private characters, one a token, in the last plane of Unicode; and the escape of data there."""
+_PRIVATE = f"[{chr(_QUOTE)}-{_ESCAPE}]"
+_QUOTED = re.compile(f"{_ESCAPE}(.)|{_PRIVATE}", re.DOTALL)
 
 _THINKING = re.compile(r"</?(think|thinking|thought|reasoning)>|<[|](begin|end)_of_thought[|]>", re.IGNORECASE)
+
+_SPELLED: dict[str, str] = {}
+"""By private character, the control token; the same in all tokenizers of this process."""
+_CHARACTERS: dict[str, str] = {}
+"""By control token, the private character."""
 
 
 def is_quoted(text: str) -> bool:
@@ -43,25 +49,22 @@ def as_text(text: str) -> str:
     """A text with quoted control tokens as the data spells them."""
     if not is_quoted(text):
         return text
-    return "".join(_SPELLED.get(character, character) for character in text)
+    return _QUOTED.sub(lambda found: found.group(1) or _SPELLED.get(found.group(), found.group()), text)
 
 
-_SPELLED: dict[str, str] = {}
-"""By private character, the control token; the same in all tokenizers of this process."""
-
-
-def _character(token: str) -> str:
-    """The private character of a control token."""
-    for character, known in _SPELLED.items():
-        if known == token:
-            return character
-    if len(_SPELLED) == _NAME - _QUOTE:
-        raise DataError(
-            "This process has used more than 32768 control tokens. Use fewer tokenizers.", code="tokenizer.cannot-load"
-        )
-    character = chr(_QUOTE + len(_SPELLED))
-    _SPELLED[character] = token
-    return character
+def _quoted(text: str) -> str:
+    """The private character of a control token, or of the beginning of one; a character of that plane escaped."""
+    if len(text) == 1 and is_quoted(text):
+        return _ESCAPE + text
+    if text not in _CHARACTERS:
+        character = chr(_QUOTE + len(_SPELLED))
+        if character == _ESCAPE:
+            raise DataError(
+                f"This process has used {len(_SPELLED)} control tokens, which is the limit. Use fewer tokenizers.",
+                code="tokenizer.cannot-load",
+            )
+        _CHARACTERS[text], _SPELLED[character] = character, text
+    return _CHARACTERS[text]
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class ControlTokens:
         Args:
             written: whether an assistant has written it.
         """
-        pattern = self._special if written else self._all
         if isinstance(value, str):
-            return pattern.sub(lambda found: _character(found.group()), value) if pattern is not None else value
+            pattern = self._in_answers if written else self._in_data
+            return self._closed(pattern.sub(lambda found: _quoted(found.group()), value), written)
         if isinstance(value, Mapping):
             made = {self.quote(k, written): self.quote(v, written) for k, v in value.items()}
             same = all(a is b and made[a] is c for a, (b, c) in zip(made, value.items(), strict=False))
@@ -109,21 +112,43 @@ class ControlTokens:
     def encode(self, rendered: str) -> list[int]:
         """The ids of a text that a template has rendered from quoted data."""
         names = self._names
-        marked = self._all.sub(lambda found: names[found.group()], rendered) if self._all is not None else rendered
+        marked = self._in_data.sub(lambda found: names.get(found.group(), found.group()), rendered)
         return list(self._copy.encode(as_text(marked), add_special_tokens=False).ids)
 
     @cached_property
-    def _special(self) -> re.Pattern[str] | None:
+    def normalizes(self) -> bool:
+        """Whether other characters can spell a control token, because the tokenizer searches the normalized text."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return any(token.normalized and token.content in self._names for token in added)
+
+    def _closed(self, text: str, written: bool) -> str:
+        """A text with the beginning of a control token at its end quoted, such as ``<|im_``."""
+        end = len(text.rstrip())
+        if not text.endswith(self._beginnings[written], 0, end):
+            return text
+        start = min(end - len(each) for each in self._beginnings[written] if text.endswith(each, 0, end))
+        return f"{text[:start]}{_quoted(text[start:end])}{text[end:]}"
+
+    @cached_property
+    def _beginnings(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The beginnings of all control tokens, and of the special ones."""
+        every = ((*self.special, *self.written), self.special)
+        both = ({token[:i] for token in tokens for i in range(1, len(token))} for tokens in every)
+        data, answers = (tuple(sorted(each)) for each in both)
+        return data, answers
+
+    @cached_property
+    def _in_answers(self) -> re.Pattern[str]:
         return _any_of(self.special)
 
     @cached_property
-    def _all(self) -> re.Pattern[str] | None:
+    def _in_data(self) -> re.Pattern[str]:
         return _any_of((*self.special, *self.written))
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """The name of each control token in the copy."""
-        return {token: chr(_NAME + i) for i, token in enumerate((*self.special, *self.written))}
+        """The name of each control token in the copy, which no data can spell."""
+        return {token: secrets.token_hex(16) for token in (*self.special, *self.written)}
 
     @cached_property
     def _copy(self) -> Tokenizer:
@@ -142,17 +167,19 @@ class ControlTokens:
         data, names = json.loads(backend.to_str()), self._names
         for added in data["added_tokens"]:
             added["content"] = names.get(added["content"], added["content"])
-        vocabulary = data["model"]["vocab"]
+        model, vocabulary = data["model"], data["model"]["vocab"]
+        if (unknown := model.get("unk_token")) is not None:
+            model["unk_token"] = names.get(unknown, unknown)
         if isinstance(vocabulary, dict):
-            data["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
+            model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
         else:  # of a unigram model
-            data["model"]["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
         made = Tokenizer.from_str(json.dumps(data))
         assert all(made.token_to_id(name) == backend.token_to_id(token) for token, name in names.items())
         return made
 
 
-def _any_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches any of these, the longest first."""
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches any of these, the longest first, and private characters."""
     texts = sorted(filter(None, tokens), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+    return re.compile("|".join([*map(re.escape, texts), _PRIVATE]))

@@ -20,17 +20,23 @@ from jinja2 import TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.data.text.control_tokens import ControlTokens, as_text, is_quoted
+from flowrl.data.text.messages import check_messages
+from flowrl.data.text.time_limit import time_limit
 from flowrl.data.text.vocabulary import stated
-from flowrl.errors import DataError
+from flowrl.errors import DataError, why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_ROLE = re.compile(r"[\w .-]*")
-
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """The module that loads tokenizers; its import takes seconds."""
+
+
+RENDERING_SECONDS = 10.0
+"""How long a chat template may render a conversation."""
+RENDERED_CHARACTERS = 1 << 26
+"""How long the text of a conversation may be."""
 
 
 class ChatTokenizer:
@@ -58,9 +64,8 @@ class ChatTokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many types for broken files
-            first, *_ = [*str(error).splitlines(), ""]
             raise DataError(
-                f"Cannot load a tokenizer from {folder!r} ({type(error).__name__}: {first}). Check its config.json, "
+                f"Cannot load a tokenizer from {folder!r} ({why_not_loaded(error)}). Check its config.json, "
                 f"which selects the class, or write a tokenizer with tokenizer.save_pretrained({folder!r}).",
                 code="tokenizer.cannot-load",
                 path=folder,
@@ -96,6 +101,11 @@ class ChatTokenizer:
         return ControlTokens.of(self._tokenizer, "".join(texts))
 
     @property
+    def _searches_normalized_text(self) -> bool:
+        """Whether text is encoded by other names of control tokens even if it spells none."""
+        return self.split_special_tokens and self.control_tokens.normalizes
+
+    @property
     def eos_id(self) -> int:
         """The tokenizer's EOS, one of `ends`."""
         return cast(int, self._tokenizer.eos_token_id)
@@ -119,6 +129,11 @@ class ChatTokenizer:
         """
         pad = self._tokenizer.pad_token_id
         return self.eos_id if pad is None else cast(int, pad)
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of text that the vocabulary lacks; None if it can encode any text."""
+        return cast("int | None", self._tokenizer.unk_token_id)
 
     @property
     def vocab_size(self) -> int:
@@ -180,7 +195,7 @@ class ChatTokenizer:
     ) -> str:
         """`conversation_text`, in which control tokens that the messages spell are quoted, for `encode`."""
         messages, template_kwargs = self._quoted(messages, template_kwargs)
-        return cast(str, self._templated(messages, template_kwargs, add_generation_prompt, tokenize=False))
+        return self._templated(messages, template_kwargs, add_generation_prompt)
 
     def _templated_ids(
         self,
@@ -188,10 +203,7 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> list[int]:
-        quoted = self._quoted(messages, template_kwargs)
-        if quoted[0] is messages and quoted[1] is template_kwargs:
-            return cast("list[int]", self._templated(messages, template_kwargs, add_generation_prompt))
-        return self.encode(cast(str, self._templated(*quoted, add_generation_prompt, tokenize=False)))
+        return self.encode(self.rendered(messages, template_kwargs, add_generation_prompt))
 
     def _quoted(
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
@@ -209,8 +221,7 @@ class ChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None,
         add_generation_prompt: bool,
-        tokenize: bool = True,
-    ) -> Any:
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"The tokenizer in {self.folder!r} has no chat template, so messages cannot become tokens. Set "
@@ -218,17 +229,15 @@ class ChatTokenizer:
                 code="tokenizer.no-chat-template",
                 path=self.folder,
             )
-        _check_messages(messages)
+        check_messages(messages, self._template_words, self.folder)
         arguments = dict(template_kwargs or {})
         self._refuse_unread(arguments)
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=tokenize,
-                return_dict=False,
-                **arguments,
+            return self._rendered(
+                [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **arguments
             )
+        except DataError:
+            raise
         except TemplateSyntaxError as error:
             raise DataError(
                 f"The chat template in {self.folder!r} has a syntax error in line {error.lineno} ({error.message}). "
@@ -246,6 +255,24 @@ class ChatTokenizer:
                 path=self.folder,
                 reason=str(error),
             ) from error
+
+    def _rendered(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        """What the chat template writes, within the limits of time and length."""
+        try:
+            with time_limit(RENDERING_SECONDS):
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            if len(text) > RENDERED_CHARACTERS:
+                raise TimeoutError(f"it writes {len(text)} characters")
+        except TimeoutError as error:
+            raise DataError(
+                f"The chat template in {self.folder!r} exceeds its limits of {RENDERING_SECONDS:g} s and "
+                f"{RENDERED_CHARACTERS} characters ({error}). Remove its loops over large ranges, or shorten the "
+                f"messages.",
+                code="tokenizer.template-limit",
+                path=self.folder,
+                reason=str(error),
+            ) from error
+        return cast(str, text)
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template mentions this argument."""
@@ -289,7 +316,9 @@ class ChatTokenizer:
         marker = "flowrl asks where a turn ends"
         turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marker}]
         try:
-            text = cast(str, self._tokenizer.apply_chat_template(turns, tokenize=False))
+            text = self._rendered(turns)
+        except DataError:
+            raise
         except Exception:
             return []  # the template rejects this conversation; `prompt_ids` raises for the user's own
         _, found, rest = text.rpartition(marker)
@@ -298,7 +327,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` without BOS or EOS, in which control tokens that are not quoted are these tokens."""
-        if is_quoted(text):
+        if is_quoted(text) or self._searches_normalized_text:
             return self.control_tokens.encode(text)
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -373,41 +402,6 @@ def assemble(
     """
     mask = torch.cat([prompt_mask, response_present], dim=1)
     return torch.cat([prompts, responses], dim=1), mask, positions(mask)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse missing keys, which a template would render as nothing."""
-    if isinstance(messages, str | Mapping) or not messages:
-        raise DataError(
-            f"The messages are {messages!r}. Expected a list with at least one message, such as "
-            f'[{{"role": "user", "content": "..."}}].',
-            code="tokenizer.bad-messages",
-            found=repr(messages),
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise DataError(
-                f'Message {i} is {message!r}. Expected a dict, {{"role": "user", "content": "..."}}.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=repr(message),
-            )
-        if isinstance(role := message.get("role"), str) and not _ROLE.fullmatch(role):
-            raise DataError(
-                f"Message {i} has the role {role!r}. Expected a name of letters, digits, spaces or `_.-`, such as "
-                f'"user", because templates write it into their control tokens.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=repr(role),
-            )
-        if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
-            raise DataError(
-                f"Message {i} has the keys {sorted(map(str, message))} and the role {message.get('role')!r}. Expected "
-                f'"role" (text) and "content", such as {{"role": "user", "content": "..."}}.',
-                code="tokenizer.bad-messages",
-                index=i,
-                found=sorted(map(str, message)),
-            )
 
 
 def _config_ends(path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from flowrl.data.files import parse_json, write
 from flowrl.data.proto.column_math import size
 from flowrl.data.waits import Wait
 from flowrl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["node", "transfer", "wait", "environment", "record"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # written if known
@@ -128,6 +131,17 @@ class Timeline:
                 path=path,
             ) from error
         return trace
+
+    @classmethod
+    def of_starts(cls, path: Path) -> Timeline:
+        """The trace of the earlier starts of a run; empty if there is none, or, with a warning, if it is damaged."""
+        if not path.exists():
+            return cls()
+        try:
+            return cls.load(path)
+        except DataError as error:
+            logger.warning("%s The trace of this run starts over.", error)
+            return cls()
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
         """The time of each node, transfer and wait."""

@@ -122,6 +122,7 @@ class Job(Generic[GraphT]):
         syncs = {role: node.name for node in plan.syncs for role in node.writes}
         for role in self.graph.generators:
             refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))
+        self._refuse_untrained()
         self._refuse_unable()
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
         of_tokens = roles_of_tokens(self.graph)
@@ -189,6 +190,22 @@ class Job(Generic[GraphT]):
         synced = [role for node in Plan(self.graph).syncs for role in node.writes]
         pairs = [[a, b] for a in synced for b in self.graph.trained if slots[a] & slots[b]]
         return pairs[0] if pairs else []
+
+    def _refuse_untrained(self) -> None:
+        """Refuse a trainer that only scores, which would hold an optimizer for nothing."""
+        sources = {role for node in self.graph.nodes.values() if node.is_sync for role in node.reads}
+        for role, uses in self.graph.roles().items():
+            backend, scored = self.graph.bindings[role], all(use.mode == "reads" for use in uses)
+            if Trainer in backend.serves and scored and role not in sources:
+                name = type(backend).__name__
+                raise BindError(
+                    f"The role {role!r} is bound to {name}, but no node trains it ({uses[0].node} only reads its "
+                    f"scores). Bind a backend that only scores: {role}=TorchScorer({backend.starts_from!r}).",
+                    code="job.never-trained",
+                    role=role,
+                    node=uses[0].node,
+                    backend=name,
+                )
 
     def _refuse_unable(self) -> None:
         """Refuse an engine that cannot sample with older weights during training, or take weights while it samples."""

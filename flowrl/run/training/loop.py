@@ -6,18 +6,17 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import writing
+from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
 from flowrl.draw.notebook import block, sparkline, table
-from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
@@ -76,11 +75,11 @@ class Loop:
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
-        identity: Mapping[str, Any],
+        described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints, self.identity, self.ending = checkpoints, identity, ending
+        self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
@@ -88,6 +87,7 @@ class Loop:
         self.sources.warn_of_few(training.prompts)
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.validations.warn_of_shared_rows(self.sources)
         self.last = training.steps  # or an earlier one, if a validation reaches its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
@@ -97,8 +97,8 @@ class Loop:
         self.summary: Summary | None = None
         self.started = 0.0
         self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
-        self.before = _traced(folder.path / TRACE)  # the starts that this run resumes
-        # here: pyarrow starts threads, so a module that imports `Training` could not be loaded before workers are forked
+        self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
+        # here: pyarrow starts threads, so that no worker can be forked from a process that imported `Training`
         from flowrl.run.recording.recorder import Recorder
 
         self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
@@ -145,7 +145,7 @@ class Loop:
         path, state = found
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
-        self.sources.seek(state["data"])
+        self.sources.seek(state["data"], changed="data" in self.training.accept)
         self.scored = {int(step): numbers for step, numbers in state["last_scored_step"].items()}
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
@@ -163,7 +163,8 @@ class Loop:
             "last_scored_step": {str(step): numbers for step, numbers in self.scored.items()},
             "state": self.steps.state,
             "content": self.content,
-            "made_with": jsonable(self.identity),
+            "made_with": jsonable(self.described["identity"]),
+            "accepted": self.described.get("accepted", []),
             "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
@@ -278,23 +279,3 @@ def _short(cells: Any) -> Any:
         name: {"digest": xxhash.xxh3_128_hexdigest(texts[name].encode())} if name in large else value
         for name, value in cells.items()
     }
-
-
-def _traced(path: Path) -> Timeline:
-    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
-    if not path.exists():
-        return Timeline()
-    try:
-        return Timeline.load(path)
-    except DataError as error:
-        logger.warning("%s The trace of this run starts over.", error)
-        return Timeline()
-
-
-@contextmanager
-def noting(error: BaseException) -> Iterator[None]:
-    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
-    try:
-        yield
-    except StorageError as other:
-        error.add_note(str(other))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowrl.edits.diff import backend_changes
 from flowrl.errors import DataError
@@ -16,6 +16,12 @@ logger = logging.getLogger(__name__)
 
 Found = tuple[Path, Mapping[str, Any]]
 """A checkpoint's folder, and its state."""
+
+Accepted = Literal["data"]
+"""What may differ from the run that is resumed."""
+
+_OF: Mapping[Accepted, Sequence[str]] = {"data": ("data", "content of the data")}
+"""The parts of a run's identity that each covers."""
 
 _STATE: Mapping[str, type] = {
     "step": int,
@@ -30,21 +36,27 @@ _STATE: Mapping[str, type] = {
 
 
 def find(
-    folder: RunFolder, checkpoints: Checkpoints, identity: Mapping[str, Any], bindings: Mapping[str, Any], steps: int
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    identity: Mapping[str, Any],
+    bindings: Mapping[str, Any],
+    steps: int,
+    accept: Collection[Accepted] = (),
 ) -> Found | None:
     """The newest undamaged checkpoint; None to start from step 0."""
     found = checkpoints.latest()
     if found is None:
-        _refuse_to_replace(folder, identity)
+        _refuse_to_replace(folder, identity, accept)
         return None
     path, state = found
     _refuse_unknown_state(path, state)
     made_with = state["made_with"]
-    if other := [key for key, value in jsonable(identity).items() if made_with.get(key) != value]:
+    changed = _changed(made_with, identity)
+    if other := [key for key in changed if not any(key in _OF[each] for each in accept)]:
         raise DataError(
             f"The checkpoint {path} belongs to a run with another {other[0]}: {made_with.get(other[0])!r}, and here it "
-            f"is {identity[other[0]]!r}. Resume with the original {other[0]}, or choose another folder "
-            f"(Training(folder=...), --folder).",
+            f"is {identity[other[0]]!r}. Resume with the original {other[0]}, {_or_accept(other)}or choose another "
+            f"folder (Training(folder=...), --folder).",
             code="resume.other-run",
             path=path,
             changed=other[0],
@@ -60,6 +72,8 @@ def find(
             found=state["step"],
             steps=steps,
         )
+    if changed:
+        logger.warning("%s was written with another %s; the run resumes with the new one.", path, " and ".join(changed))
     before = state["bindings"]
     if before != bindings:
         roles = sorted({*before, *bindings})
@@ -71,6 +85,27 @@ def find(
             "; ".join(changes),
         )
     return found
+
+
+def accepted(found: Found | None, identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What has differed in each resume of a run so far: the step, and the values before and after."""
+    if found is None:
+        return []
+    _, state = found
+    made_with = state["made_with"]
+    changed = {key: [made_with.get(key), jsonable(identity)[key]] for key in _changed(made_with, identity)}
+    return [*state.get("accepted", []), *([{"step": state["step"], "changed": changed}] if changed else [])]
+
+
+def _changed(made_with: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """The parts of the identity of a run that differ."""
+    return [key for key, value in jsonable(identity).items() if made_with.get(key) != value]
+
+
+def _or_accept(changed: Sequence[str]) -> str:
+    """The option that accepts these changes, for messages; empty if there is none."""
+    covering = [each for each, keys in _OF.items() if {*changed} <= {*keys}]
+    return "".join(f"accept the change (accept=({each!r},), --accept {each}), " for each in covering)
 
 
 def _refuse_unknown_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -89,13 +124,13 @@ def _refuse_unknown_state(path: Path, state: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:
+def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any], accept: Collection[Accepted]) -> None:
     """Refuse to start over without a checkpoint, unless the folder holds this same run, interrupted."""
     before = folder.before
     if before is None or folder.failed_at_once:
         return
-    made_with = before["identity"]
-    other = [key for key, value in jsonable(identity).items() if made_with.get(key) != value]
+    changed = _changed(before["identity"], identity)
+    other = [key for key in changed if not any(key in _OF[each] for each in accept)]
     if other or before["status"] == "finished":
         what = f"a run with another {other[0]}" if other else "a finished run"
         raise DataError(

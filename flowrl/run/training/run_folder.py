@@ -9,10 +9,11 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from pydantic import Field
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
@@ -26,7 +27,7 @@ RECORDED = ("rows", "texts", "columns")
 TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 Lines = list[Mapping[str, float]]
-Resume = bool | Literal["or-start"]
+Resume = Annotated[bool, Field(strict=True)] | Literal["or-start"]
 
 
 class RunFolder:

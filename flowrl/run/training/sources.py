@@ -239,6 +239,19 @@ class Sources:
                     stream.size,
                 )
 
+    def warn_of_shared_rows(self, name: str, training: Mapping[str, Stream]) -> None:
+        """Warn if a training has prompts of these, which are those of the validation `name`."""
+        for held_out in (one for one in self.streams.values() if isinstance(one, PromptStream)):
+            for trained_on in (one for one in training.values() if isinstance(one, PromptStream)):
+                if shared := held_out.shared_rows(trained_on):
+                    logger.warning(
+                        "%d of %d prompts of the validation %r are also trained on, so it does not measure what the "
+                        "policy does with other prompts. Hold them out: remove them from the training data.",
+                        shared,
+                        held_out.size,
+                        name,
+                    )
+
     def next(self, n: int) -> dict[str, DataProto]:
         """The batch of each input."""
         return {name: stream.next(n) for name, stream in self.streams.items()}
@@ -290,8 +303,8 @@ class Sources:
         found = {name: stream.position for name, stream in self.streams.items()}
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from `position`."""
+    def seek(self, position: Mapping[str, Any], changed: bool = False) -> None:
+        """Continue from `position`; in `changed` data with another number of rows, start over."""
         by_name = position if len(self.streams) > 1 else dict.fromkeys(self.streams, position)
         if by_name.keys() != self.streams.keys():
             raise DataError(
@@ -302,12 +315,17 @@ class Sources:
                 expected=list(self.streams),
             )
         for name, stream in self.streams.items():
-            stream.seek(by_name[name])
+            try:
+                stream.seek(by_name[name])
+            except DataError:
+                if not changed:
+                    raise
+                logger.warning("The rows of %r are others than in the checkpoint, so they start over.", name)
 
 
-def refuse_unfit_data(runs: Iterable[tuple[Graph, Mapping[str, Source]]], seed: int) -> None:
-    """Read and tokenize the data of graphs, of models that are on this machine."""
-    for graph, sources in runs:
-        found = (tokenizer_of(graph, role) for role in graph.generators)
-        if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
-            Sources(sources, tokenizer, seed, graph, ())
+def sources_here(graph: Graph, sources: Mapping[str, Source], seed: int) -> Sources | None:
+    """The data of a graph, read and tokenized; None if its model is not on this machine."""
+    found = (tokenizer_of(graph, role) for role in graph.generators)
+    if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
+        return Sources(sources, tokenizer, seed, graph, ())
+    return None

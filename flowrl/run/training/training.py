@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
+from flowrl.data.files import noting
 from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import job_html
 from flowrl.files.graph_io import graph_to_dict
@@ -28,10 +29,10 @@ from flowrl.run.recording.recording import Recording
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
-from flowrl.run.training.loop import Loop, Run, noting
+from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
-from flowrl.run.training.resume import find
+from flowrl.run.training.resume import Accepted, accepted, find
 from flowrl.run.training.rollout_log import refuse_partial_rollouts
 from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder
 from flowrl.run.training.signals import ended_in_order
@@ -41,7 +42,7 @@ from flowrl.run.training.sources import (
     refuse_no_feedback,
     refuse_no_source,
     refuse_no_tokenizer,
-    refuse_unfit_data,
+    sources_here,
 )
 from flowrl.run.validation.held_out import held_out, with_engines
 from flowrl.run.validation.validation import Validation
@@ -68,6 +69,8 @@ class Training(Spec):
         max_checkpoints: how many of the newest checkpoints to retain.
         resume: resume the run in `folder` from its newest undamaged checkpoint, or from step 0 if it has none.
             ``"or-start"`` starts the run if there is none, for jobs that are restarted; True refuses that.
+        accept: what may differ from the run that is resumed: ``("data",)`` for corrected data. ``run.json`` and the
+            checkpoints record it.
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
         recording: what the run writes of its rows besides their summaries.
@@ -93,6 +96,7 @@ class Training(Spec):
     checkpoint_every: int | None = Field(default=None, ge=1)
     max_checkpoints: int = Field(default=3, ge=1)
     resume: Resume = False
+    accept: tuple[Accepted, ...] = ()
     rollouts_every: int | None = Field(default=None, ge=1)
     recording: Recording = Recording()
     costs: str | None = None
@@ -116,6 +120,8 @@ class Training(Spec):
         if self.resume and self.folder is None:
             given = f"resume={self.resume!r}"
             raise ValueError(f"{given} needs the folder of the run; pass it: Training(..., folder=...), --folder")
+        if self.accept and not self.resume:
+            raise ValueError(f"accept={self.accept!r} needs a run to resume; pass resume=True, --resume")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; rename one: Validation(..., name=...)")
         refuse_no_feedback(self.job.graph, self.sources)
@@ -176,8 +182,11 @@ class Training(Spec):
         Raises:
             DataError: a file or a row cannot be read, or a prompt is too long for its model.
         """
-        forks = held_out(self.job.graph, self.validations)
-        refuse_unfit_data([(self.job.graph, self.sources), *((one.graph, one.sources) for one in forks)], self.seed)
+        training = sources_here(self.job.graph, self.sources, self.seed)
+        for one in held_out(self.job.graph, self.validations):
+            found = sources_here(one.graph, one.sources, self.seed)
+            if found and training:
+                found.warn_of_shared_rows(one.validation.name, training.streams)
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
@@ -204,12 +213,14 @@ class Training(Spec):
             checkpoints = Checkpoints(folder.path / CHECKPOINTS, self.max_checkpoints)
             found = None
             if self.resume:
-                found = find(folder, checkpoints, described["identity"], backends_of(self.job.graph), self.steps)
+                bindings = backends_of(self.job.graph)
+                found = find(folder, checkpoints, described["identity"], bindings, self.steps, self.accept)
+                described["accepted"] = accepted(found, described["identity"])
             try:
                 folder.describe({"status": "running", **provenance(folder.before, found), **described})
                 with self.whole.open(self.seed) as opened:
                     steps = opened.fork(Plan(self.job.runs), self.seed)
-                    run = Loop(self, steps, folder, checkpoints, reporters, described["identity"], ending).run(found)
+                    run = Loop(self, steps, folder, checkpoints, reporters, described, ending).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
                 folder.describe({"status": "finished", "ended": time.time(), **described})

@@ -52,6 +52,11 @@ class Validating:
             for one in held_out
         ]
 
+    def warn_of_shared_rows(self, training: Sources) -> None:
+        """Warn of validations whose prompts are trained on."""
+        for one in self._all:
+            one.sources.warn_of_shared_rows(one.name, training.streams)
+
     @property
     def digests(self) -> dict[str, str]:
         """The digest of each validation's prompts, by name; see `PromptStream.digest`."""

@@ -50,9 +50,9 @@ def test_a_null_message_key_equals_a_missing_key(tmp_path: Path) -> None:
     b = load(write_parquet(tmp_path / "a.parquet", records)).all()
     assert a.equal(b)
     assert b["raw_prompt"][0][0] == {"role": "system", "content": "add"}
-    records[0]["prompt"].append(call)
+    records[0]["prompt"].insert(1, call)
     calls = PromptData(write_jsonl(tmp_path / "c.jsonl", records)).load(_NoText(), 0).all()  # type: ignore[arg-type]
-    assert calls["raw_prompt"][0][2] == {"role": "assistant", "tool_calls": [{"type": "function"}]}
+    assert calls["raw_prompt"][0][1] == {"role": "assistant", "tool_calls": [{"type": "function"}]}
 
 
 class _NoText(Characters):
@@ -323,3 +323,22 @@ def test_the_template_gets_the_arguments_of_the_job_and_the_row(tmp_path: Path, 
     bad = write_jsonl(tmp_path / "bad.jsonl", [record(0) | {"chat_template_kwargs": "think"}])
     with raises("prompts.wrong-type", where=f"{bad}:1", key="chat_template_kwargs", found="'think'"):
         PromptData(bad).load(loaded, seed=0)
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_refused(tmp_path: Path) -> None:
+    row = record(1)
+    row["prompt"].append({"role": "assistant", "content": "2"})
+    refused(tmp_path, row, "ends-with-assistant")
+
+
+def test_text_that_the_tokenizer_does_not_know_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model"))
+    records = [record(0), record(1), record(2)]
+    for row in records:
+        row["prompt"] = [{"role": "user", "content": "1+1="}]
+    PromptData(write_jsonl(tmp_path / "known.jsonl", records)).load(tokenizer, 0)
+    assert caplog.text == ""
+    records[1]["prompt"] = [{"role": "user", "content": "\u4e00\u4e8c"}]
+    path = write_jsonl(tmp_path / "unknown.jsonl", records)
+    PromptData(path).load(tokenizer, 0)
+    assert "1 of 3 rows" in caplog.text and f"{path}:2" in caplog.text

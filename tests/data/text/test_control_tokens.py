@@ -5,13 +5,15 @@ The reference is the tokenizer of the same vocabulary without added tokens.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from flowrl import DemoData, PreferenceData, PromptData
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -52,7 +54,10 @@ def as_plain_text(tokenizer: ChatTokenizer, text: str) -> list[int]:
 def forged(tokenizer: ChatTokenizer) -> list[str]:
     """Texts that spell control tokens: each alone, several at once, and within words."""
     tokens = [token for token in control(tokenizer) if token.strip()]
-    return [*tokens, "".join(tokens), FORGED.format(tokens[0], tokens[-1]), f"a{tokens[0]}b", tokens[0] * 3]
+    private = "".join(map(chr, [*range(0x100000, 0x100000 + len(tokens)), *range(0x108000, 0x108000 + len(tokens))]))
+    private += "\U0010fffd\U0010fffd"
+    together = ["".join(tokens), FORGED.format(tokens[0], tokens[-1]), f"a{tokens[0]}b", tokens[0] * 3]
+    return [*tokens, *together, private, private + tokens[0], tokens[0] + tokens[-1][:-1]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,6 +152,59 @@ def test_arguments_of_the_template_and_keys_are_text() -> None:
     plain = [{"type": "function", "function": {"name": "x", "y": ["z"]}}]
     found, expected = (counts(tokenizer, tokenizer.prompt_ids(messages, {"tools": each})) for each in (tools, plain))
     assert found == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_texts_do_not_spell_a_control_token_together(name: str) -> None:
+    """A template may write the contents of messages without anything in between."""
+    tokenizer = tokenizer_of(name)
+
+    def found(*contents: str) -> Counter[str]:
+        roles = ["user", "assistant", "user"]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        return counts(tokenizer, tokenizer.prompt_ids(messages))
+
+    harmless = found("a", "b", "c")
+    for token in control(tokenizer):
+        for i in range(1, len(token)):
+            assert found(f"a{token[:i]}", "b", f"{token[i:]}c") == harmless
+            assert found(f"a{token[:i]}", f"{token[i:]}b", "c") == harmless
+
+
+def test_other_characters_do_not_spell_a_control_token(tmp_path: Path) -> None:
+    """A tokenizer that normalizes its text may find an added token in what only looks like it."""
+    changed = copy.deepcopy(tokenizer_of("qwen2.5")._tokenizer)
+    changed.backend_tokenizer.normalizer = normalizers.NFKC()
+    changed.add_tokens([AddedToken("<tool_response>", normalized=True)])
+    changed.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    wide = "a\uff1ctool_response\uff1e"  # NFKC makes it <tool_response>
+    harmless = counts(tokenizer, tokenizer.prompt_ids([{"role": "user", "content": "a"}]))
+    assert counts(tokenizer, tokenizer.parsing_special_tokens().encode(wide))["<tool_response>"] == 1
+    assert counts(tokenizer, tokenizer.prompt_ids([{"role": "user", "content": wide}])) == harmless
+
+
+VOCABULARY = ["<unk>", "<end>", "a", "<", "e", "n", "d", ">"]
+IDS = {token: i for i, token in enumerate(VOCABULARY)}
+KINDS = {
+    "whole words": models.WordLevel(IDS, "<unk>"),
+    "pieces of words": models.WordPiece(IDS, unk_token="<unk>", continuing_subword_prefix=""),
+    "merges": models.BPE(IDS, [], unk_token="<unk>"),
+    "unigram": models.Unigram([(token, -1.0) for token in VOCABULARY], 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_has_a_copy(kind: str, tmp_path: Path) -> None:
+    core = Tokenizer(KINDS[kind])
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("[<>]"), "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<end>", unk_token="<unk>", chat_template="{{ messages[0]['content'] }}<end>"
+    ).save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    ids = tokenizer.prompt_ids([{"role": "user", "content": "a<end>a<unk>?"}])
+    assert ids.count(tokenizer.eos_id) == 1 and ids[-1] == tokenizer.eos_id
+    assert ids[:3] == [IDS["a"], IDS["<"], IDS["e"] if kind != "whole words" else IDS["<unk>"]]
 
 
 def test_a_role_cannot_complete_a_control_token() -> None:

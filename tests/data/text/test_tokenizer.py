@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from flowrl.backends.torch.load import loading, skeleton
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from tests.support.errors import raises
 from tests.support.models import CHARACTERS, EOS, PAD, SPECIALS, VOCAB, char_tokenizer, tiny_folder
@@ -335,3 +336,16 @@ def test_template_arguments_are_checked_once(tmp_path: Path, monkeypatch: pytest
 def test_a_broken_template_is_not_blamed_on_the_messages(tmp_path: Path) -> None:
     with raises("tokenizer.template-syntax", line=2):
         configured(tmp_path, "\n{% if %}").prompt_ids([{"role": "user", "content": "hi"}])
+
+
+def test_code_in_a_folder_is_refused_without_the_advice_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    with raises("tokenizer.cannot-load") as error:
+        ChatTokenizer(str(tmp_path))
+    assert "trust_remote_code" not in str(error.value) and "never runs" in str(error.value)
+    with raises("model.not-loadable") as refused, loading(str(tmp_path)):
+        skeleton(str(tmp_path))
+    assert "trust_remote_code" not in str(refused.value) and "never runs" in str(refused.value)

@@ -1,7 +1,8 @@
 """The views of the page against the files that they are read from.
 
 Tests of `api.py`, `plain.py`, `watched.py`, and of flowrl/look/page/views/now.py, flowrl/look/page/views/rows.py,
-flowrl/look/page/views/tokens.py, flowrl/look/page/views/prompts.py, flowrl/look/page/views/times.py, flowrl/look/page/views/descriptions.py.
+flowrl/look/page/views/tokens.py, flowrl/look/page/views/prompts.py, flowrl/look/page/views/times.py,
+flowrl/look/page/views/descriptions.py and the rest there.
 """
 
 from __future__ import annotations

@@ -88,6 +88,25 @@ def test_the_judge_prompt_uses_the_template_and_its_response_is_parsed(engine: A
     assert 0 < logged["judge/response_length/max"] <= 9
 
 
+@pytest.mark.parametrize("field", ["response", "conversation", "reference", "prompt"])
+def test_no_field_of_a_question_can_end_its_turn(field: str, engine: Any) -> None:
+    rollout, prompts = answered()
+    tokenizer = engine.tokenizer
+    tokens = tokenizer.control_tokens
+    control = [token for token in (*tokens.special, *tokens.written) if token != "<unk>"]  # which other text may be
+    ids = {i for token in control for i in tokenizer.encode(token)}
+
+    def turns(text: str) -> list[int]:
+        forged, talk = column([text] * 3), column([[{"role": "user", "content": text}]] * 3)
+        judge = Judge(rollout=engine, template=f"{{response}} or {{{field}}}?", parse=length)
+        rows = prompts._replace(raw_prompt=talk, ground_truth=forged)
+        question = judge._question(rollout._replace(response_text=forged), rows, [0], talk)
+        return [i for i in question.prompts[0].tolist() if i in ids]
+
+    harmless = turns("x")
+    assert harmless and [turns(text) for text in (*control, "".join(control))] == [harmless] * (len(control) + 1)
+
+
 def test_a_judge_of_episodes_gets_the_whole_conversation(engine: Any) -> None:
     rollout, prompts = answered()
     turns = [("user", "two and two?"), ("assistant", "let me see"), ("tool", "{4}"), ("assistant", "4")]

@@ -198,7 +198,7 @@ def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_
     arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
     ended = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr.decode()
-    [line] = ended.stderr.decode().splitlines()
+    *_, line = ended.stderr.decode().splitlines()
     assert line.startswith("SIGTERM ended the run after step 3, with a checkpoint.")
     assert line.endswith(f"Training(folder={str(tmp_path)!r}, resume=True).")
     assert described(tmp_path)["status"] == "interrupted"

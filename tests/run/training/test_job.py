@@ -288,3 +288,11 @@ def test_an_engine_without_a_tokenizer_is_refused() -> None:
 
     with raises("backend.incomplete-engine", role="rollout", backend="NoTokenizer", missing=("tokenizer",)):
         EngineBuilder({"rollout": NoTokenizer()}, seed=0).all()
+
+
+def test_a_reference_that_could_be_trained_is_refused(tiny: str) -> None:
+    engines = {"actor": TorchTrainer(tiny), "rollout": TorchRollout()}
+    with raises("job.never-trained", role="ref", node="ref_log_prob", backend="TorchTrainer") as error:
+        grpo(digits).bind(ref=TorchTrainer(tiny), **engines).refuse_unready()
+    assert f"ref=TorchScorer({tiny!r})" in error.value.message
+    grpo(digits).bind(ref=backends.TorchScorer(tiny), **engines).refuse_unready()

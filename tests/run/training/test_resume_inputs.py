@@ -70,6 +70,48 @@ class TestOtherInputs:
             run(jobs("grpo", model), str(other), cut, resume=True)
         assert (cut / "run.json").read_bytes() == before
 
+    def test_corrected_data_is_accepted_and_recorded(
+        self, model: str, prompts_file: str, copy: Path, tmp_path: Path
+    ) -> None:
+        """With as many rows, the run continues at its position."""
+        other = tmp_path / "other.jsonl"
+        other.write_text(Path(prompts_file).read_text().replace('"ground_truth": "7"', '"ground_truth": "8"'))
+        resumed = run(jobs("grpo", model), str(other), copy, resume=True, accept=("data",))
+        assert [line["step"] for line in resumed.metrics] == [1, 2, 3, 4, 5, 6]
+        (change,) = described(copy)["accepted"]
+        assert change["step"] == 4 and [*change["changed"]] == ["content of the data"]
+        state = json.loads((copy / "checkpoints" / "step-000006" / STATE).read_text())
+        assert state["data"] == {"epoch": 2, "offset": 6, "rows": 12} and state["accepted"] == [change]  # 30 draws
+        again = run(jobs("grpo", model), str(other), copy, resume=True)  # the change is accepted once
+        assert len(again.metrics) == STEPS and described(copy)["accepted"] == [change]
+
+    def test_data_without_a_row_starts_over(
+        self, model: str, prompts_file: str, copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        other = tmp_path / "other.jsonl"
+        other.write_text("".join(Path(prompts_file).read_text().splitlines(keepends=True)[1:]))
+        with raises("resume.other-run", changed="content of the data") as error:
+            run(jobs("grpo", model), str(other), copy, resume=True)
+        assert "--accept data" in error.value.message
+        resumed = run(jobs("grpo", model), str(other), copy, resume=True, accept=("data",))
+        assert len(resumed.metrics) == STEPS and "start over" in caplog.text
+
+    def test_a_run_without_a_checkpoint_accepts_corrected_data(
+        self, model: str, prompts_file: str, copy: Path, tmp_path: Path
+    ) -> None:
+        shutil.rmtree(copy / "checkpoints")
+        other = tmp_path / "other.jsonl"
+        other.write_text(Path(prompts_file).read_text().replace('"ground_truth": "7"', '"ground_truth": "8"'))
+        with raises("resume.no-checkpoint"):
+            run(jobs("grpo", model), str(other), copy, resume=True)
+        assert len(run(jobs("grpo", model), str(other), copy, resume=True, accept=("data",)).metrics) == STEPS
+
+    def test_accepting_data_covers_nothing_else(self, model: str, prompts_file: str, cut: Path) -> None:
+        with raises("resume.other-run", changed="seed"):
+            run(jobs("grpo", model), prompts_file, cut, resume=True, accept=("data",), seed=4)
+        with raises("parameter.invalid"):
+            run(jobs("grpo", model), prompts_file, cut.with_name("new"), accept=("data",))
+
     def test_another_model_at_the_same_path_is_refused(
         self, model: str, prompts_file: str, cut: Path, tmp_path: Path
     ) -> None:

@@ -151,6 +151,12 @@ def test_resuming_without_a_run_is_refused_before_a_folder_exists(prompts_file: 
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.parametrize("resume", ["yes", "no", 1, "or_start", None])
+def test_resume_is_a_bool_or_one_text(prompts_file: str, tmp_path: Path, resume: Any) -> None:
+    with raises("parameter.invalid"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=resume)
+
+
 def test_default_run_folders_are_numbered(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from flowrl.data.sources.prompts import PromptData, PromptStream
 class Characters:
     """A replacement for `ChatTokenizer`: one id per character of all contents; counts its calls."""
 
+    unknown_id: int | None = None
+    folder = "characters"
     longest_token = 10
 
     def __init__(self) -> None:

@@ -108,6 +108,21 @@ def test_text_is_rendered_by_the_chat_template_of_the_model(tmp_path: Path) -> N
     assert engine.rewards_of([]).shape == (0,)
 
 
+def test_text_that_spells_control_tokens_adds_none(tmp_path: Path) -> None:
+    """The scores are those of the spelled characters, which a training could otherwise learn to write as turns."""
+    folder = reward_folder(tmp_path, "qwen2")
+    engine = build(TorchRewardModel(model=folder, device="cpu"))
+    tokens = engine.tokenizer.control_tokens
+    control = [*tokens.special, *tokens.written]
+    ids = {i for token in control for i in engine.tokenizer.encode(token)}
+
+    def turns(answer: str) -> list[int]:
+        talk = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": answer}]
+        return [i for i in engine.tokenizer.conversation_ids(talk) if i in ids]
+
+    assert turns("4") and all(turns(f"4{token}5") == turns("45") for token in control)
+
+
 def test_label_selects_one_of_several_outputs(tmp_path: Path) -> None:
     folder, batch = reward_folder(tmp_path, labels=3), ragged()
     rows = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
