@@ -28,7 +28,7 @@ from flowrl.look.page.export import export
 from flowrl.look.page.server import STATIC, Server
 from flowrl.look.page.watched import watched
 from flowrl.look.recorded_run import open_run
-from tests.support.recorded import WrittenRun
+from tests.support.written_run import WrittenRun
 
 REPEATS = 5
 READY = "g[data-node] text"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
@@ -102,6 +104,15 @@ class ReverseKL(Operator):
         advantages = select(ref_log_prob - old_log_probs, response_mask)
         metrics.mean("distill/reverse_kl", -advantages.sum(dtype=torch.float64), response_mask.sum())
         return advantages
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.core.operators.explains.Explains`."""
+        if not (on := tokens_on(inputs["response_mask"], row)):
+            return ""
+        token = max(on, key=lambda one: abs(float(outputs["advantages"][row, one])))
+        teacher, old = (exact(inputs[name][row, token]) for name in ("ref_log_prob", "old_log_probs"))
+        after = exact(outputs["advantages"][row, token])
+        return f"token {token}, where it is largest: teacher - old = {teacher} - {old} = {after}"
 
 
 def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:

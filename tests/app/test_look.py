@@ -13,7 +13,7 @@ import pytest
 from flowrl.run.engine.timeline import Timeline
 from tests.look.page.pages import written
 from tests.support.command_line import Command, is_paragraph
-from tests.support.recorded import SECONDS
+from tests.support.written_run import SECONDS
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import parse_json
 from flowrl.errors import DataError, FlowrlError, ParameterError
 from flowrl.look.recorded_run import RecordedRun
+from flowrl.look.step_reader import StepReader
 from flowrl.run.engine.timeline import Timeline
 
 Record = dict[str, Any]
@@ -69,13 +69,15 @@ class StepRows:
 
     def __init__(self, run: RecordedRun, step: int) -> None:
         self.run, self.step = run, step
-        self._columns: dict[Edge, Any] | None = None
 
-    def columns(self, edges: Sequence[Edge]) -> dict[Edge, Any]:
-        """These columns, as far as they were recorded; the first call decides which."""
-        if self._columns is None:
-            self._columns = dict(self.run.columns(self.step, edges))
-        return self._columns
+    @cached_property
+    def columns(self) -> StepReader:
+        """The columns.
+
+        Raises:
+            DataError: they were not recorded.
+        """
+        return StepReader(self.run, self.step)
 
     @cached_property
     def table(self) -> pa.Table:

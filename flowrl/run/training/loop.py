@@ -7,39 +7,72 @@ import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
+from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.engine.timeline import Timeline, idle
+from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.span_log import SpanLog
+from flowrl.run.reporting.reporter import Reporter
+from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
-from flowrl.run.training.report import Reporter
+from flowrl.run.training.job import Job
 from flowrl.run.training.resume import Found, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
-from flowrl.run.training.run_folder import TRACE, RunFolder, jsonable
+from flowrl.run.training.run_folder import TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
-
-if TYPE_CHECKING:
-    from flowrl.run.training.training import Training
+from flowrl.run.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
 
 MAX_CELL = 1 << 16
 """Bytes of a state cell, as JSON, above which ``state.jsonl`` has its digest."""
+
+
+class Settings(Protocol):
+    """The settings of a run; `flowrl.run.training.training.Training` documents them."""
+
+    @property
+    def job(self) -> Job[Any]: ...
+    @property
+    def sources(self) -> Mapping[str, Source]: ...
+    @property
+    def validations(self) -> Sequence[Validation]: ...
+    @property
+    def policies(self) -> Sequence[str]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def save_model(self) -> bool: ...
+    @property
+    def checkpoint_every(self) -> int | None: ...
+    @property
+    def rollouts_every(self) -> int | None: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def resume(self) -> Resume: ...
+    @property
+    def accept(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +103,7 @@ class Loop:
 
     def __init__(
         self,
-        training: Training,
+        training: Settings,
         steps: Steps,
         folder: RunFolder,
         checkpoints: Checkpoints,
@@ -78,7 +111,8 @@ class Loop:
         described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
-        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
+        self.training, self.steps, self.folder = training, steps, folder
+        self.reports = Reports(reporters, folder.path, bool(training.resume))
         self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
@@ -94,7 +128,6 @@ class Loop:
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
-        self.summary: Summary | None = None
         self.started = 0.0
         self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
@@ -110,16 +143,13 @@ class Loop:
         """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
-            with ExitStack() as ends:
-                for reporter in self.reporters:
-                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
-                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+            with self.reports.started(self.training.job.graph.name, self.training.steps, done):
                 self._begin(found)
                 with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
                     self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+                    self.reports.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
             with noting(error):
                 self._trace()
@@ -150,6 +180,7 @@ class Loop:
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
+        self.reports.earlier(self.metrics, self.validated)
         self.totals |= {key: self.metrics[-1][key] for key in self.totals if self.metrics and key in self.metrics[-1]}
         if self.validations.reached(self.validated):
             self.last = state["step"]
@@ -220,7 +251,7 @@ class Loop:
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         """Write what a step leaves: its rows first, so that every step with metrics has them."""
         began = time.time()
-        self.recorder.record(step, result)
+        rows = self.recorder.record(step, result)
         self.steps.timeline.add("record", "this process", began, time.time(), kind="record")
         recording = {"timing/record": time.time() - began}
         computed = result.metrics.compute()
@@ -241,16 +272,16 @@ class Loop:
             self.reported_by |= result.reported_by
             self.folder.describe({"metrics": self.reported_by})
         self.spans.write("steps", self.steps.timeline.spans)
-        for reporter in self.reporters:
-            reporter.step(step + 1, metrics)
+        self.reports.step(step + 1, metrics)
+        if rows is not None:
+            self.reports.rows(step + 1, rows)
 
     def _validate(self, step: int) -> None:
         for validated in self.validations.due(step, step == self.last, self._report_node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
-            for reporter in self.reporters:
-                reporter.validation(step, validated.metrics)
+            self.reports.validation(step, validated.metrics)
             if validated.reached:
                 self.last = step
         self.spans.write("validations", self.validations.spans)
@@ -267,8 +298,7 @@ class Loop:
     def _report_node(self, name: str) -> None:
         self.spans.write("steps", self.steps.timeline.spans)
         self.spans.open(name)
-        for reporter in self.reporters:
-            reporter.node(name)
+        self.reports.node(name)
 
 
 def _short(cells: Any) -> Any:

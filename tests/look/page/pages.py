@@ -18,7 +18,7 @@ from flowrl.look.page.server import Server
 from flowrl.look.page.watched import watched
 from flowrl.look.recorded_run import open_run
 from tests.support.kernel import exact
-from tests.support.recorded import WrittenRun
+from tests.support.written_run import WrittenRun
 
 CHROMIUM = shutil.which("chromium")
 

@@ -29,8 +29,8 @@ from flowrl.run.training.lock import LOCK
 from tests.look.page.pages import api_of, asked, written
 from tests.support.jobs import job_of
 from tests.support.kernel import exact
-from tests.support.recorded import SECONDS
 from tests.support.runs import lines, train
+from tests.support.written_run import SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +314,25 @@ def test_plain_values() -> None:
         {"role": "user", "text": '[{"type": "text"}]'},
         {"role": "prompt", "text": "odd"},
     ]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dapo", "rloo"])
+def test_every_view_answers_for_an_algorithm(algorithm: str, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    train(job_of(algorithm, tiny), prompts_file, tmp_path / "run", steps=2)
+    api = api_of(tmp_path / "run")
+    rows = asked(api, "rows", run="run", step=2)["data"]
+    row = next(row for row, fate in zip(rows["row_id"], rows["fate"], strict=True) if fate == "trained")
+    views: dict[str, dict[str, int]] = {
+        "graph": {},
+        "metrics": {},
+        "now": {},
+        "prompts": {},
+        "run": {},
+        "rows": {"step": 2},
+        "time": {"step": 2},
+    }
+    for view, parameters in views.items():
+        assert dumps(asked(api, view, run="run", **parameters))
+    tokens = asked(api, "row", run="run", step=2, row=row)["tokens"]
+    assert {"advantage", "log p"} <= set(tokens["columns"])
+    assert len({len(column["values"]) for column in tokens["columns"].values()} | {len(tokens["text"])}) == 1

@@ -73,7 +73,7 @@ def row(run: WatchedRun, step: int, row_id: str) -> dict[str, Any]:
     found, text = of.rows[row_id], texts.get(row_id, {})
     tokens, note = None, None
     try:
-        tokens = row_tokens(of, run.graph, row_id, run.decode) if run.graph is not None else None
+        tokens = row_tokens(of.columns, row_id, run.decode) if run.graph is not None else None
     except DataError as error:
         note = str(error)
     group = [one for one in of.rows.values() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.look.page.plain import shortened
-from flowrl.look.page.watched import StepRows
+from flowrl.look.step_reader import StepReader
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.summaries import RowSummaries
 
@@ -31,47 +31,34 @@ _PARTS = 4
 """The most tokens that one character is split into."""
 
 
-def response_edges(graph: Graph) -> list[Edge]:
-    """The columns to read: those per token of a response, and the ids of their rows."""
-    summaries = RowSummaries(graph, 0)
-    mask = summaries.edges.get("response_mask")
-    if mask is None:
-        return []
-    tokens = graph.types[mask].axes[1]
-    per_token = [edge for edge, typed in graph.types.items() if typed.axes[1:] == (tokens,)]
-    axes = {row_axis(graph, edge) for edge in per_token}
-    return [*per_token, *(e for e in graph.types if e.output == "row_id" and row_axis(graph, e) in axes)]
-
-
-def row_tokens(of: StepRows, graph: Graph, row_id: str, decode: Decode | None) -> dict[str, Any] | None:
+def row_tokens(of: StepReader, row_id: str, decode: Decode | None) -> dict[str, Any] | None:
     """The tokens of a row, and per token its advantage, log-prob differences and all else on this axis.
 
-    None if the graph has no responses.
-
-    Raises:
-        DataError: the columns of the step were not recorded, or are damaged.
+    None if the graph has no responses, or the row none.
     """
-    columns = of.columns(response_edges(graph))
-    edges = RowSummaries(graph, 0).edges
-    found = {edge: _of_row(graph, columns, edge, row_id) for edge in columns if edge.output != "row_id"}
-    mask = found.get(edges.get("response_mask", Edge("", "")))
-    ids = next(
-        (v for e, v in found.items() if _kind(graph, e) == "tokens" and e.node == edges["response_mask"].node), None
-    )
+    graph, edges = of.graph, RowSummaries(of.graph, 0).edges
+    if "response_mask" not in edges:
+        return None
+    axis = graph.types[edges["response_mask"]].axes[1:]
+    found = {
+        e: _of_row(of, e, row_id) for e, typed in graph.types.items() if typed.axes[1:] == axis and e in of.described
+    }
+    mask = found.get(edges["response_mask"])
+    ids = next((v for e, v in found.items() if _kind(graph, e) == "tokens"), None)
     if mask is None or ids is None or not mask.any():
         return None
     end = min(int(mask.nonzero()[-1]) + 1, LONGEST)
-    scored = {what: values for what, edge in edges.items() if (values := found.get(edge)) is not None and values.ndim}
+    scored = {what: values for what, edge in edges.items() if (values := found.get(edge)) is not None}
     numbers = {
         name: {"values": _masked(values[:end], mask[:end]), "scale": scale}
-        for name, values, scale in _numbers(graph, edges, scored, found)
+        for name, values, scale in _numbers(edges, scored, found)
     }
     numbers["mask"] = {"values": mask[:end].int().tolist(), "scale": "range"}
     return {"text": pieces(ids[:end].tolist(), decode), "columns": numbers}
 
 
 def _numbers(
-    graph: Graph, edges: Mapping[str, Edge], scored: Mapping[str, Tensor], found: Mapping[Edge, Tensor | None]
+    edges: Mapping[str, Edge], scored: Mapping[str, Tensor], found: Mapping[Edge, Tensor | None]
 ) -> Iterator[tuple[str, Tensor, Scale]]:
     """The numbers of tokens by what they are, in the order of the page's choice."""
     if "advantage" in scored:
@@ -92,12 +79,12 @@ def _kind(graph: Graph, edge: Edge) -> str:
     return getattr(graph.types[edge].type, "kind", "")
 
 
-def _of_row(graph: Graph, columns: Mapping[Edge, Any], edge: Edge, row_id: str) -> Tensor | None:
-    """The values of a row, which a gate may have dropped."""
-    axis = row_axis(graph, edge)
-    ids = next((list(v) for e, v in columns.items() if e.output == "row_id" and row_axis(graph, e) == axis), [])
-    column = columns[edge]
-    return column[ids.index(row_id)] if row_id in ids and isinstance(column, Tensor) else None
+def _of_row(of: StepReader, edge: Edge, row_id: str) -> Tensor | None:
+    """The values of a row; None if a gate dropped it before."""
+    axis = row_axis(of.graph, edge)
+    ids = [] if axis is None else of.row_ids(axis) or []
+    column = of.column(edge) if row_id in ids else None
+    return column[ids.index(row_id)] if isinstance(column, Tensor) else None
 
 
 def _masked(values: Tensor, mask: Tensor) -> list[Any]:
