@@ -146,7 +146,7 @@ def what_if(run: Recorded, place: Address, verbs: Mapping[str, Any]) -> WhatIf:
     changes = tuple(_change(before, after, old, new) for old, new in _pairs(before, after))
     shown = tuple(c for c in changes if c is not None and place.node in (None, c.after.node, c.before.node))
     found = before.number, str(after.diff), shown, _metrics(before, after), tuple(after.same)
-    return WhatIf(*found, after.unknown, after.seconds, after.computed)
+    return WhatIf(*found, after.unknown, after.took, after.computed)
 
 
 def _pairs(before: StepReader, after: EditedStep) -> Iterator[tuple[Edge, Edge]]:
