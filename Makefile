@@ -23,12 +23,12 @@ PYTEST         := $(BIN)/python -m pytest --durations 10
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
 TWO_PROCESSES  := --numprocesses 2 --dist worksteal
 
+PICTURES_TESTS := tests/draw/test_pictures.py tests/look/page/test_in_browser.py
 # `make check` runs test_budgets.py.
-MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray tests/draw/test_pictures.py tests/repository/test_budgets.py)
+MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS) tests/repository/test_budgets.py)
 RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
 ENGINES_TESTS  := tests/engines tests/backends
-PICTURES_TESTS := tests/draw/test_pictures.py
 
 # Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1

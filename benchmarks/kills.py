@@ -37,7 +37,7 @@ from tests.support.models import tiny_folder  # noqa: E402
 from tests.support.rewards import digits  # noqa: E402
 
 STEPS = 6
-TIMES = re.compile(r"(^|/)timing/|^throughput/|/waiting$")
+TIMES = re.compile(r"(^|/)timing/|^throughput/|/waiting$|^time$|^total/seconds$")
 ROUNDED = re.compile(r"^rollout/")
 """With processes, which rows share a forward pass depends on timing, so the engine's log-probs differ by rounding."""
 MARK = "FLOWRL_KILLS_RUN"

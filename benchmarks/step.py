@@ -26,7 +26,7 @@ def shares(graph: Graph, base: Path) -> list[list[str]]:
     """Rows of the table: nodes in execution order, then the overhead of the executor."""
     whole = training(graph, base / "model", base / "data", base / graph.name, STEPS, seed=0)
     metrics = dataclasses.replace(whole, validation=(), save_model=False).run().metrics[1:]  # the first step warms up
-    nodes = [key for key in metrics[0] if key.startswith("timing/") and key != "timing/step"]
+    nodes = [key for key in metrics[0] if key.startswith("timing/") and key not in ("timing/step", "timing/record")]
     taken = {key.removeprefix("timing/"): statistics.median(step[key] for step in metrics) for key in nodes}
     taken["between nodes"] = statistics.median(
         step["timing/step"] - sum(step[key] for key in nodes) for step in metrics

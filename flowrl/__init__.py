@@ -39,10 +39,15 @@ if TYPE_CHECKING:
     from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
+    from flowrl.report.mlflow import MLflow
+    from flowrl.report.tensorboard import TensorBoard
+    from flowrl.report.terminal import Terminal
+    from flowrl.report.trackio import Trackio
+    from flowrl.report.wandb import WandB
     from flowrl.run.prediction.costs import Costs
     from flowrl.run.recording.recording import Recording
+    from flowrl.run.reporting.reporter import Reporter
     from flowrl.run.training.job import Job
-    from flowrl.run.training.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training.training import Training
     from flowrl.run.validation.validation import Validation
     from flowrl.spec import Spec
@@ -68,6 +73,7 @@ __all__ = [
     "Key",
     "Lag",
     "Loss",
+    "MLflow",
     "Metrics",
     "Now",
     "Operator",
@@ -89,8 +95,10 @@ __all__ = [
     "State",
     "TensorBoard",
     "Terminal",
+    "Trackio",
     "Training",
     "Validation",
+    "WandB",
     "When",
     "Writes",
     "algorithm",
@@ -118,7 +126,7 @@ __getattr__ = lazy(
         "audit": "auditing.audit",
         "Backend": "protocols.backend",
         "Recording": "run.recording.recording",
-        "Reporter": "run.training.report",
+        "Reporter": "run.reporting.reporter",
         "Spec": "spec",
         "Column": "columns",
         "Costs": "run.prediction.costs",
@@ -140,8 +148,11 @@ __getattr__ = lazy(
         "DataProto": "data.proto.dataproto",
         "PromptBatch": "records",
         "RolloutBatch": "records",
-        "TensorBoard": "run.training.report",
-        "Terminal": "run.training.report",
+        "MLflow": "report.mlflow",
+        "TensorBoard": "report.tensorboard",
+        "Terminal": "report.terminal",
+        "Trackio": "report.trackio",
+        "WandB": "report.wandb",
         "Reads": "core.operators.roles",
         "Role": "core.operators.roles",
         "Writes": "core.operators.roles",

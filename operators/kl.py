@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -16,6 +17,7 @@ from flowrl.core.operators.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.operators.advantages.per_token import Estimator, kl_penalty, select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 from flowrl.spec import Spec
 
 
@@ -106,8 +108,7 @@ class KLShape(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> TokenLevelRewards:
-        # A fixed coefficient comes from the field: restored state must not override an edited graph.
-        coef: float = self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
+        coef = self._coef
         rewards = kl_shape(token_level_scores, old_log_probs, ref_log_prob, response_mask, coef, self.estimator)
         kl = kl_penalty(select(old_log_probs, response_mask), select(ref_log_prob, response_mask), self.estimator)
         total, tokens = float(kl.sum().detach()), int(response_mask.sum())
@@ -116,3 +117,20 @@ class KLShape(Operator):
         if isinstance(self.coef, AdaptiveKL) and tokens:
             self.beta.value = adapt_kl_coef(coef, total / tokens, len(response_mask), self.coef)
         return rewards
+
+    @property
+    def _coef(self) -> float:
+        """The coefficient; a fixed one is from the field, since restored state must not override an edited graph."""
+        return self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not (on := tokens_on(inputs["response_mask"], row)):
+            return ""
+        score, old, ref = (inputs[name][row] for name in ("token_level_scores", "old_log_probs", "ref_log_prob"))
+        kl = kl_penalty(old, ref, self.estimator)
+        token = max(on, key=lambda one: abs(float(kl[one])))
+        after = exact(outputs["token_level_rewards"][row, token])
+        penalty = f"{exact(score[token])} - {self._coef} * {exact(kl[token])}"
+        logs = f"{exact(old[token])} and {exact(ref[token])}"
+        return f"token {token}, of the largest KL: score - coef * KL = {penalty} = {after}; {self.estimator} of {logs}"

@@ -1,5 +1,5 @@
 """The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``, and those on run
-folders: ``runs | rows | blame | compare | alarms``.
+folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -8,11 +8,9 @@ shows the traceback. Commands import the heavy modules that they need.
 from __future__ import annotations
 
 import ast
-import dataclasses
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,17 +18,18 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from flowrl.app import ask as ask_commands
 from flowrl.app import audit as audit_command
 from flowrl.app import compare as compare_commands
+from flowrl.app import export as export_command
+from flowrl.app import look as look_command
 from flowrl.app import rows as rows_commands
+from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer, type_of
-
-INTERRUPTED = 130
-"""The exit code in shells of a process that Ctrl-C ended."""
+from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -42,8 +41,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            _complain("interrupted.")
-            raise typer.Exit(INTERRUPTED) from None
+            run_command.complain("interrupted.")
+            raise typer.Exit(run_command.INTERRUPTED) from None
 
 
 app = typer.Typer(
@@ -75,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise found from error.__cause__ if found is error else error
         if isinstance(found, FlowrlError):
-            _complain(f"{found}{_at(found)}")
+            run_command.complain(f"{found}{_at(found)}")
             sys.exit(2)
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        _complain(
+        run_command.complain(
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
         )
         sys.exit(1)
@@ -89,10 +88,6 @@ def _at(error: FlowrlError) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_of_a_user(f.filename)]
     named = not frames or frames[-1].filename in str(error)
     return "" if named else f" At {frames[-1].filename}:{frames[-1].lineno}."
-
-
-def _complain(message: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"flowrl: {message}", markup=False)
 
 
 def _version(requested: bool) -> None:
@@ -244,65 +239,7 @@ def diff(
         out.print(f"{title}, written to {to}", markup=False)
 
 
-@app.command()
-def run(
-    target: Target,
-    steps: Annotated[int | None, typer.Option(help="Training steps. [default: the training's]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed. [default: the training's]")] = None,
-    folder: Annotated[str | None, typer.Option(help="Output folder. [default: the training's]")] = None,
-    costs: Annotated[str | None, typer.Option(help="Predict step times from the costs in this run folder.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
-    or_start: Annotated[bool, typer.Option("--resume-or-start", help="The same; start if there is no run.")] = False,
-    accept: Annotated[list[str] | None, typer.Option(help="'data': resume with corrected data. Repeatable.")] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
-) -> None:
-    """Run a training. TARGET is a Training, or a function that returns one."""
-    from flowrl.run.training.report import TensorBoard, Terminal
-    from flowrl.run.training.signals import Ended
-    from flowrl.run.training.training import Training
-
-    if resume and or_start:
-        raise ParameterError(
-            "flowrl run got both --resume and --resume-or-start. Pass one of the two.",
-            code="cli.bad-option",
-            option="--resume",
-        )
-    training = load_target(target)
-    if not isinstance(training, Training):
-        raise ParameterError(
-            f"{target} is {type_of(training)}, which has neither data nor a number of steps; expected a training: "
-            f"Training(graph.bind(...), data, steps=..., prompts=...).",
-            code="cli.wrong-target",
-            target=target,
-            found=type(training).__name__,
-            expected="Training",
-        )
-    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs}
-    given |= {"resume": "or-start" if or_start else resume or None, "accept": tuple(accept) if accept else None}
-    training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
-    terminal = Terminal(out)
-    try:
-        result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
-    except (KeyboardInterrupt, Ended) as error:
-        what, code = (
-            (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", INTERRUPTED)
-        )
-        again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
-        advice = f"resume with: {_resuming(target, again, accept or (), tensorboard)}"
-        if terminal.folder is None:
-            advice = "the run had not started."
-        elif training.checkpoint_every is None:
-            advice = "it has no checkpoint. Pass Training(checkpoint_every=...) to resume such a run."
-        _complain(f"{what}; {advice}")
-        raise typer.Exit(code) from None
-    out.print(f"The run is in {result.folder}", markup=False)
-
-
-def _resuming(target: str, options: Mapping[str, Any], accept: Sequence[str], tensorboard: bool) -> str:
-    """The command that resumes a run."""
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    given += [f"--accept={each}" for each in accept]
-    return shlex.join(["flowrl", "run", target, "--resume", *given, *(["--tensorboard"] if tensorboard else [])])
+run_command.add_to(app, out)
 
 
 @app.command("list")
@@ -316,7 +253,10 @@ def list_() -> None:
 audit_command.add_to(app, out)
 runs_commands.add_to(app, out)
 rows_commands.add_to(app, out)
+ask_commands.add_to(app, out)
+look_command.add_to(app, out)
 compare_commands.add_to(app, out)
+export_command.add_to(app, out)
 
 
 @app.command()

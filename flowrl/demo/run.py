@@ -29,9 +29,9 @@ from flowrl.edits.diff import Diff
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
+from flowrl.report.terminal import Terminal
 from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Run
-from flowrl.run.training.report import Terminal
 from flowrl.run.training.training import Training
 from flowrl.run.validation.validation import Validation
 from flowrl.schedules import Constant

@@ -18,7 +18,7 @@ _PAGE = """<!doctype html>
 <style>
 body {{ margin: 2rem; font: 15px/1.5 system-ui, sans-serif; color: #24292f; background: #f6f8fa; }}
 figure {{ margin: 0; overflow-x: auto; background: #fff; border: 1px solid #d0d7de; border-radius: 8px; }}
-svg {{ display: block; margin: auto; }}
+svg {{ display: block; margin: auto; max-width: 100%; height: auto; }}
 pre {{ overflow-x: auto; font-size: 13px; }}
 details {{ margin-top: 1rem; }}
 </style>

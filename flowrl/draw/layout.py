@@ -18,7 +18,7 @@ from flowrl.draw.picture import Arrow
 GAP = 16.0
 """Pixels between two cells of a row."""
 ROW_GAP = 26.0
-"""Pixels between two rows."""
+"""Pixels between two rows, if nothing else is passed."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,12 @@ class Cell:
 
 
 def layout(
-    cells: Mapping[str, Cell], arrows: Sequence[Arrow], label_width: Callable[[str], float], left: float, top: float
+    cells: Mapping[str, Cell],
+    arrows: Sequence[Arrow],
+    label_width: Callable[[str], float],
+    left: float,
+    top: float,
+    row_gap: float = ROW_GAP,
 ) -> list[list[Cell]]:
     """Place every cell; returns the cells of every arrow, from its upper box to its lower one.
 
@@ -47,7 +52,7 @@ def layout(
     """
     rows, routes = _rows(cells, arrows, label_width)
     _order(rows)
-    _place(rows, left, top)
+    _place(rows, left, top, row_gap)
     return routes
 
 
@@ -69,7 +74,7 @@ def _rows(
         first, last = sorted((arrow.source, arrow.target), key=rank.__getitem__)
         route = [cells[first]]
         for row in range(rank[first] + 1, rank[last]):
-            labeled = row == rank[last] - 1
+            labeled = arrow.label and row == rank[last] - 1
             route.append(Cell(label_width(arrow.label), 18.0) if labeled else Cell(8.0, 0.0))
             rows[row].append(route[-1])
         route.append(cells[last])
@@ -112,13 +117,13 @@ def _crossings(rows: list[list[Cell]]) -> int:
     return count
 
 
-def _place(rows: list[list[Cell]], left: float, top: float) -> None:
+def _place(rows: list[list[Cell]], left: float, top: float, row_gap: float) -> None:
     """Give every cell its x, and every row its top and bottom."""
     for row in rows:
         height = max(cell.height for cell in row)
         for cell in row:
             cell.top, cell.bottom = top, top + height
-        top += height + ROW_GAP
+        top += height + row_gap
         _spread(row, [0.0] * len(row))
     for sweep in range(40):
         down = sweep % 2 == 0

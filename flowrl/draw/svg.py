@@ -10,7 +10,7 @@ from html import escape
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.draw.colors import INK, STROKES
-from flowrl.draw.layout import GAP, Cell, attachment_points, layout
+from flowrl.draw.layout import GAP, ROW_GAP, Cell, attachment_points, layout
 from flowrl.draw.picture import Arrow, Box, Change, Mark, Picture, picture
 
 _CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
@@ -24,12 +24,12 @@ def svg(subject: Graph | Change) -> str:
     return draw(picture(subject))
 
 
-def draw(drawn: Picture) -> str:
-    """The SVG of a picture."""
+def draw(drawn: Picture, row_gap: float = ROW_GAP) -> str:
+    """The SVG of a picture. Boxes and arrows name what they draw, in ``data-node``, ``data-from`` and ``data-to``."""
     cells = {box.name: Cell(*_size(box)) for box in drawn.boxes}
     forward = [arrow for arrow in drawn.arrows if arrow.kind != "back"]
     backward = [arrow for arrow in drawn.arrows if arrow.kind == "back"]
-    routes = layout(cells, forward, _label_width, _MARGIN, _MARGIN + _LEGEND)
+    routes = layout(cells, forward, _label_width, _MARGIN, _MARGIN + _LEGEND, row_gap)
     places = [*cells.values(), *(cell for route in routes for cell in route)]
     at = attachment_points(cells, narrow=36.0)
     right = max(cell.x + cell.width / 2 for cell in places)
@@ -76,7 +76,10 @@ def _stroke(arrow: Arrow, end: str = "end") -> str:
     style = _style(arrow)
     width = {"state": 0.8, "added": 2.0, "back": 1.8}.get(style, 1.2)
     dash = _DASHES.get(style, "")
-    return f'fill="none" stroke="{STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
+    names = f'data-from="{escape(arrow.source)}" data-to="{escape(arrow.target)}"'
+    return (
+        f'{names} fill="none" stroke="{STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
+    )
 
 
 def _path(arrow: Arrow, route: list[Cell], cells: dict[str, Cell], at: dict[tuple[Cell, Cell], float]) -> str:
@@ -109,6 +112,8 @@ def _label_width(text: str) -> float:
 
 
 def _label(arrow: Arrow, x: float, y: float) -> str:
+    if not arrow.label:
+        return ""
     width = _label_width(arrow.label)
     return (
         f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
@@ -135,7 +140,7 @@ def _box(box: Box, cell: Cell, drawn: Picture) -> str:
         f'font-weight="{"normal" if i else "bold"}" fill="{INK}">{escape(line)}</text>'
         for i, line in enumerate((box.name, *box.lines))
     ]
-    return f"<g>{shape}{''.join(texts)}</g>"
+    return f'<g data-node="{escape(box.name)}">{shape}{"".join(texts)}</g>'
 
 
 def _colors(role: str, mark: Mark, drawn: Picture) -> str:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,10 +20,13 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
+from flowrl.look import replay
 from flowrl.look.address import Address, address_of
 from flowrl.look.blame import Blame, blame
+from flowrl.look.derivation import Derivation, why
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
+from flowrl.look.what_if import WhatIf, what_if
 from flowrl.run.recording.recorder import TEXTS, steps_in
 from flowrl.run.recording.statistics import PASSED
 from flowrl.run.recording.tables import Column, read_columns
@@ -308,6 +311,37 @@ class RecordedRun:
                 found=str(place.edge),
             )
         return found[place.edge]
+
+    # ---- why, replay, what if
+
+    def why(self, address: str | Address) -> Derivation:
+        """Where a number comes from: ``run.why("17/update_actor.advantages[0/516/0#1]")``.
+
+        Raises:
+            DataError: the step is not recorded, or has no such row.
+            ParameterError: the address names no step, node, column and row.
+        """
+        return why(self, address_of(address))
+
+    def replayable(self, step: int) -> dict[str, str | None]:
+        """What each node that ran in a step lacks to be recomputed; None for a node that can be."""
+        return replay.replayable(self, step)
+
+    @overload
+    def replay(self, address: str | int | Address) -> replay.Replay: ...
+    @overload
+    def replay(self, address: str | int | Address, **verbs: Any) -> WhatIf: ...
+    def replay(self, address: str | int | Address, **verbs: Any) -> replay.Replay | WhatIf:
+        """Recompute a node (``"17/gae"``) or all nodes without weights (``17``), and compare with what is recorded.
+
+        With verbs of `Graph.edit`, such as ``set={"gae.lam": 0.5}``: the effect of that edit on the step.
+
+        Raises:
+            DataError: the step is not recorded, or the node cannot be recomputed.
+            GraphError: the edit is not possible.
+        """
+        place = address_of(address)
+        return what_if(self, place, verbs) if verbs else replay.replay(self, place)
 
     def __repr__(self) -> str:
         steps = self.steps

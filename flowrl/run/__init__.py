@@ -9,7 +9,7 @@ from flowrl.lazy import lazy
 if TYPE_CHECKING:
     from flowrl.run.engine.steps import Steps
     from flowrl.run.prediction.prediction import Prediction, predict
-    from flowrl.run.training.report import Reporter
+    from flowrl.run.reporting.reporter import Reporter
 
 __all__ = [
     "Prediction",
@@ -22,7 +22,7 @@ __getattr__ = lazy(
     __name__,
     {
         "Prediction": "prediction.prediction",
-        "Reporter": "training.report",
+        "Reporter": "reporting.reporter",
         "Steps": "engine.steps",
         "predict": "prediction.prediction",
     },

@@ -6,7 +6,8 @@ constants of the policy gradient, so none of these functions records a gradient.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -26,6 +27,7 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import has_holes, select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 
 _BLOCK = 32  # tokens per block of the scan
 
@@ -150,6 +152,23 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return select(centered.mul_(scale.float()).add_(0.0 if shift_mean else mean.float()), mask)
 
 
+def explain_gae(row: int, inputs: Mapping[str, Any], advantages: Tensor, gamma: float, lam: float) -> str:
+    """The equation of `gae` at the first and at the last token of a row, with its numbers."""
+    rewards, values = inputs["token_level_rewards"][row], inputs["values"][row]
+    lines = []
+    on = tokens_on(inputs["response_mask"], row)
+    for token, after in zip(on, [*on[1:], None], strict=True):
+        if after is not None and token != on[0]:
+            continue
+        delta = f"{exact(rewards[token])} - {exact(values[token])}"
+        what = f"token {token}: r - V = {delta}"
+        if after is not None:
+            later = f" + {gamma} * {exact(values[after])} + {gamma} * {exact(lam)} * {exact(advantages[row, after])}"
+            what = f"token {token}: r - V + gamma * V' + gamma * lam * A' = {delta}{later}"
+        lines.append(f"{what} = {exact(advantages[row, token])}")
+    return "\n".join(lines)
+
+
 class GAEOutput(NamedTuple):
     """Advantages, and the returns that train a critic (before any whitening)."""
 
@@ -174,6 +193,10 @@ class GAE(Operator):
         self, token_level_rewards: TokenLevelRewards, values: Values, response_mask: ResponseMask
     ) -> GAEOutput:
         return GAEOutput(*gae(token_level_rewards, values, response_mask, self.gamma, self.lam))
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        return explain_gae(row, inputs, outputs["advantages"], self.gamma, self.lam)
 
 
 class DecoupledGAE(Operator):
@@ -200,12 +223,21 @@ class DecoupledGAE(Operator):
     def __call__(
         self, token_level_rewards: TokenLevelRewards, values: Values, response_mask: ResponseMask
     ) -> GAEOutput:
-        lam: float | Tensor = self.lam
-        if self.alpha is not None:
-            lam = (1.0 - 1.0 / (self.alpha * response_mask.sum(-1).clamp(min=1))).clamp(min=0.0)
-        advantages, _ = gae(token_level_rewards, values, response_mask, self.gamma, lam)
+        advantages, _ = gae(token_level_rewards, values, response_mask, self.gamma, self._lam(response_mask))
         _, returns = gae(token_level_rewards, values, response_mask, self.gamma, self.critic_lam)
         return GAEOutput(advantages, returns)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        lam = self._lam(inputs["response_mask"])
+        own = float(lam[row]) if isinstance(lam, Tensor) else lam
+        return explain_gae(row, inputs, outputs["advantages"], self.gamma, own)
+
+    def _lam(self, response_mask: Tensor) -> float | Tensor:
+        """Lambda of the policy, or that of each row."""
+        if self.alpha is None:
+            return self.lam
+        return (1.0 - 1.0 / (self.alpha * response_mask.sum(-1).clamp(min=1))).clamp(min=0.0)
 
 
 class ReturnToGo(Operator):
@@ -224,6 +256,16 @@ class ReturnToGo(Operator):
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask) -> Advantages:
         return gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, self.gamma, 1.0)[0]
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        rewards, returns = inputs["token_level_rewards"][row], outputs["advantages"][row]
+        on = tokens_on(inputs["response_mask"], row)
+        if len(on) < 2:
+            return ""
+        first, second = on[:2]
+        later = f"{exact(rewards[first])} + {self.gamma} * {exact(returns[second])}"
+        return f"token {first}: r + gamma * A' = {later} = {exact(returns[first])}"
 
 
 class RowScore(Operator):
@@ -249,6 +291,13 @@ class SubtractBaseline(Operator):
     def __call__(self, advantages: Advantages, baseline: RowScores, response_mask: ResponseMask) -> Advantages:
         return select(advantages - baseline.unsqueeze(-1), response_mask)
 
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not (on := tokens_on(inputs["response_mask"], row)):
+            return ""
+        before, baseline = exact(inputs["advantages"][row, on[0]]), exact(inputs["baseline"][row])
+        return f"token {on[0]}: A - baseline = {before} - {baseline} = {exact(outputs['advantages'][row, on[0]])}"
+
 
 class Whiten(Operator):
     """Scale advantages to unit variance (and zero mean) over the batch; see `whiten`.
@@ -268,3 +317,14 @@ class Whiten(Operator):
 
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:
         return whiten(advantages, response_mask, self.shift_mean)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        on = tokens_on(mask := inputs["response_mask"], row)
+        if not on:
+            return ""
+        all_ = inputs["advantages"][mask].double()
+        before, after = inputs["advantages"][row, on[0]], outputs["advantages"][row, on[0]]
+        scaled = f"({exact(before)} - {exact(all_.mean())}) / {exact((all_.var() + 1e-8).sqrt())}"
+        back = "" if self.shift_mean else f" + {exact(all_.mean())}"
+        return f"token {on[0]}: (A - mean) / std{' + mean' if back else ''} = {scaled}{back} = {exact(after)}"

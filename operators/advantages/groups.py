@@ -7,8 +7,8 @@ computations as nodes of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks, select
+from flowrl.operators.explains import exact, tokens_on
 
 
 class Groups:
@@ -262,7 +263,23 @@ class GroupBaseline:
         return frozenset({Effect.GROUP_BASELINE})
 
 
-class GroupAdvantage(GroupBaseline, Operator):
+class _OfScores(GroupBaseline):
+    """Mixin of operators whose advantage of a row is a formula of the scores of its group."""
+
+    def formula(self, group: Groups, row: int) -> str:
+        """The formula of a row with its numbers."""
+        raise NotImplementedError
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask = inputs["response_mask"]
+        if not (on := tokens_on(mask, row)):
+            return "no token on the mask, so it has no advantage"
+        formula = self.formula(Groups(inputs["token_level_rewards"], mask, inputs["uid"]), row)
+        return f"{formula} = {exact(outputs['advantages'][row, on[0]])}"
+
+
+class GroupAdvantage(_OfScores, Operator):
     """Group-relative advantages, as in GRPO; see `group_advantage`.
 
     Args:
@@ -281,15 +298,27 @@ class GroupAdvantage(GroupBaseline, Operator):
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
 
+    def formula(self, group: Groups, row: int) -> str:
+        mean = group.mean(group.scores)
+        score, center = exact(group.scores[row]), exact(mean[row])
+        if not self.normalize_std:
+            return f"score - mean = {score} - {center}"
+        squares = group.sum(group.live * (group.scores - mean).square()) / (group.size - 1).clamp(min=1)
+        return f"(score - mean) / (std + eps) = ({score} - {center}) / ({exact(squares.sqrt()[row])} + {self.eps})"
 
-class RLOOAdvantage(GroupBaseline, Operator):
+
+class RLOOAdvantage(_OfScores, Operator):
     """Leave-one-out advantages, as in RLOO: the score minus the mean score of the other rows; see `rloo_advantage`."""
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return rloo_advantage(token_level_rewards, response_mask, uid)
 
+    def formula(self, group: Groups, row: int) -> str:
+        others = (group.sum(group.scores) - group.scores) / (group.size - 1).clamp(min=1)
+        return f"score - mean of the others = {exact(group.scores[row])} - {exact(others[row])}"
 
-class OPOAdvantage(GroupBaseline, Operator):
+
+class OPOAdvantage(_OfScores, Operator):
     """The score minus the length-weighted mean of the group, as in OPO; see `opo_advantage`.
 
     Args:
@@ -301,8 +330,15 @@ class OPOAdvantage(GroupBaseline, Operator):
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return opo_advantage(token_level_rewards, response_mask, uid, self.leave_one_out)
 
+    def formula(self, group: Groups, row: int) -> str:
+        weighed, total = group.sum(group.lengths * group.scores), group.sum(group.lengths)
+        if self.leave_one_out:
+            weighed, total = weighed - group.lengths * group.scores, total - group.lengths
+        baseline = f"{exact(weighed[row])} / {exact(total[row])}"
+        return f"score - sum(length * score) / sum(length) = {exact(group.scores[row])} - {baseline}"
 
-class GPGAdvantage(GroupBaseline, Operator):
+
+class GPGAdvantage(_OfScores, Operator):
     """Group advantages rescaled for groups of equal scores, as in GPG; see `gpg_advantage`."""
 
     granularity: ClassVar[Granularity] = "batch"
@@ -310,8 +346,15 @@ class GPGAdvantage(GroupBaseline, Operator):
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return gpg_advantage(token_level_rewards, response_mask, uid)
 
+    def formula(self, group: Groups, row: int) -> str:
+        mean = group.mean(group.scores)
+        spread = group.sum(((group.scores - mean) * group.live).abs()) > 0
+        alpha = group.live.sum() / (group.live * spread).sum().clamp(min=1)
+        centered = f"({exact(group.scores[row])} - {exact(mean[row])})"
+        return f"rows / rows of groups with a spread * (score - mean) = {exact(alpha)} * {centered}"
 
-class PassAtKAdvantage(GroupBaseline, Operator):
+
+class PassAtKAdvantage(_OfScores, Operator):
     """Advantages that train pass@k; see `pass_at_k_advantage`.
 
     Args:
@@ -329,3 +372,14 @@ class PassAtKAdvantage(GroupBaseline, Operator):
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return pass_at_k_advantage(token_level_rewards, response_mask, uid, self.k, self.passed)
+
+    def formula(self, group: Groups, row: int) -> str:
+        won = group.live * (group.scores > self.passed)
+        failed = group.size - group.sum(won)
+        none = _chance(failed, group.size, self.k)[row]
+        others = (1 - won[row]) * _chance(failed - 1, group.size - 1, self.k - 1)[row]
+        std = (none * (1 - none)).sqrt()
+        if not std:
+            return f"all subsets of {self.k} rows have the same score"
+        values = f"({exact(none)} - {exact(others)}) / {exact(std)}"
+        return f"(P(no subset of {self.k} passes) - P(its subsets without another pass)) / std = {values}"

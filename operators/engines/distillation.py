@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -16,6 +17,7 @@ from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import select
+from flowrl.operators.explains import exact, tokens_on
 from flowrl.protocols.heads import Head, HiddenStateScorer
 from flowrl.protocols.scorers import LogitScorer
 from flowrl.records import Sequences
@@ -102,6 +104,15 @@ class ReverseKL(Operator):
         advantages = select(ref_log_prob - old_log_probs, response_mask)
         metrics.mean("distill/reverse_kl", -advantages.sum(dtype=torch.float64), response_mask.sum())
         return advantages
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not (on := tokens_on(inputs["response_mask"], row)):
+            return ""
+        token = max(on, key=lambda one: abs(float(outputs["advantages"][row, one])))
+        teacher, old = (exact(inputs[name][row, token]) for name in ("ref_log_prob", "old_log_probs"))
+        after = exact(outputs["advantages"][row, token])
+        return f"token {token}, where it is largest: teacher - old = {teacher} - {old} = {after}"
 
 
 def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:

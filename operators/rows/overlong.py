@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -13,6 +14,7 @@ from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.operators.advantages.per_token import select_rewards
+from flowrl.operators.explains import exact, tokens_on
 
 
 class OverlongPenalty(Operator):
@@ -58,6 +60,15 @@ class OverlongPenalty(Operator):
         metrics.mean("overlong/penalty", -change[live].sum(), live.sum())
         last = response_mask & (response_mask.cumsum(-1) == lengths[:, None])
         return scores + torch.where(last, change[:, None], 0.0)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not (on := tokens_on(inputs["response_mask"], row)):
+            return ""
+        before, after = (c["token_level_scores"][row, on[-1]] for c in (inputs, outputs))
+        length = f"({self.most} - {self.buffer} - {len(on)}) / {self.buffer}"
+        penalty = f"{exact(before)} + {self.weight} * clip({length}, -1, 0)"
+        return f"score + weight * clip((most - buffer - length) / buffer, -1, 0) = {penalty} = {exact(after)}"
 
 
 class MaskOverlong(Operator):

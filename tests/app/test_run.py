@@ -24,7 +24,7 @@ def test_run_writes_the_steps_and_settings_of_the_training(command: Command, tra
 
 
 def test_command_line_options_override_steps_seed_and_folder_of_the_training(command: Command, training: Path) -> None:
-    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
+    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--report", "tensorboard"]
     assert command("run", f"{training}:training", *arguments).code == 0
     assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
     assert json.loads(Path("other/run.json").read_text())["training"]["seed"] == 6
@@ -55,6 +55,8 @@ def test_an_unbound_role_or_invalid_option_is_refused_before_anything_is_loaded_
     assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
     answer = command("run", f"{training}:training", "--steps", "0")
     assert answer.code == 2 and is_paragraph(answer) and "steps=0" in answer.err
+    answer = command("run", f"{training}:training", "--report", "tensorbord")
+    assert answer.code == 2 and is_paragraph(answer) and "did you mean 'tensorboard'? [cli.bad-option]" in answer.err
     assert sorted(path.name for path in Path().iterdir()) == ["mine"]
 
 
@@ -93,8 +95,8 @@ terminated = replace(training, job=terminated, folder=None, checkpoint_every=100
 """
     )
     target = f"{write(training.with_name('preempted.py'), source)}:terminated"
-    answer = command("run", target, "--seed", "7", "--tensorboard")
-    again = f"flowrl run {target} --resume --seed=7 --folder=runs/grpo-001 --tensorboard"
+    answer = command("run", target, "--seed", "7", "--report", "tensorboard", "--metric", "kl/ref")
+    again = f"flowrl run {target} --resume --seed=7 --folder=runs/grpo-001 --report=tensorboard --metric=kl/ref"
     assert answer.code == 143 and answer.err.splitlines()[-1] == f"flowrl: ended by SIGTERM; resume with: {again}"
     assert [record["step"] for record in lines(Path("runs/grpo-001/metrics.jsonl"))] == [1]
     resumed = command(*shlex.split(again)[1:])

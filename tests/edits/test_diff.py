@@ -11,6 +11,7 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.references import load_object
+from flowrl.draw.svg import svg
 from flowrl.files.graph_io import save
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo

@@ -16,7 +16,7 @@ from flowrl.operators import DPO, GroupAdvantage, KLLoss, PPOClip
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact
-from tests.support.rewards import digits
+from tests.support.rewards import asks_for_digits, digits
 from tests.support.runs import walk
 
 pytestmark = pytest.mark.runs
@@ -32,11 +32,6 @@ def test_every_algorithm_passes_the_rules_and_has_its_name(algorithm: object) ->
     graph: Graph = algorithm(exact)  # type: ignore[operator]
     assert graph.check(prompts=8) == []
     assert graph.name == algorithm.__name__  # type: ignore[attr-defined]
-
-
-def asks_for_digits(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """Passes where at least a quarter is digits."""
-    return float(digits(data_source, solution_str, ground_truth) >= 0.25)
 
 
 SETTINGS: dict[str, dict[str, int]] = {"dapo": {"groups": 1, "max_new_tokens": 20}, "vapo": {"critic_warmup": 1}}

@@ -38,8 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "run": {*LANGUAGE, "rules", "files", "edits", "draw", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
+    "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look"},
+    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
@@ -185,7 +186,7 @@ def loaded_by(*stages: Sequence[str]) -> list[set[str]]:
 HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
 
 
-OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict")
+OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict", "wandb", "mlflow", "trackio")
 
 
 def test_imports_load_no_engine_and_no_optional_package() -> None:
@@ -195,7 +196,7 @@ def test_imports_load_no_engine_and_no_optional_package() -> None:
     modules = [module for module in module_files() if module in light or room_of(module) in rooms]
     assert light <= set(modules)
     runs, rooms_alone, backends = loaded_by(
-        ["flowrl", "flowrl.graphs", "flowrl.run.training.training", "flowrl.run.training.report"],
+        ["flowrl", "flowrl.graphs", "flowrl.run.training.training", "flowrl.report.terminal"],
         modules,
         ["flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model"],
     )
@@ -259,12 +260,12 @@ def test_the_public_names_are_pinned() -> None:
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Now",
+        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow", "Metrics", "Now",
         "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",
-        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Training",
-        "Validation", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
+        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Trackio", "Training",
+        "Validation", "WandB", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
         "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
@@ -283,6 +284,7 @@ PUBLIC = {
     "flowrl.operators",
     "flowrl.protocols",
     "flowrl.records",
+    "flowrl.report",
     "flowrl.rules",
     "flowrl.run",
     "flowrl.schedules",

@@ -52,6 +52,8 @@ def walk(graph: Graph, **engines: Any) -> Steps:
 class Recorder:
     """A reporter that records its calls, and raises at `fail_at`."""
 
+    in_loop = True
+
     def __init__(self, fail_at: str = "") -> None:
         self.calls: list[Any] = []
         self.fail_at = fail_at

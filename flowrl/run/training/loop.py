@@ -8,44 +8,81 @@ import logging
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
+from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.run.alarms.alarms import ALARMS, Alarms, Fired, refuse_to_continue
 from flowrl.run.alarms.history import History
+from flowrl.run.alarms.rule import Rule
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.engine.timeline import Timeline, idle
+from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.span_log import SpanLog
 from flowrl.run.recording.statistics import statistics
+from flowrl.run.reporting.reporter import Reporter
+from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
-from flowrl.run.training.report import Reporter
+from flowrl.run.training.job import Job
 from flowrl.run.training.resume import Found, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
-from flowrl.run.training.run_folder import TRACE, RunFolder, jsonable
+from flowrl.run.training.run_folder import TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
+from flowrl.run.validation.validation import Validation
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from flowrl.run.training.training import Training
 
 logger = logging.getLogger(__name__)
 
 MAX_CELL = 1 << 16
 """Bytes of a state cell, as JSON, above which ``state.jsonl`` has its digest."""
+
+
+class Settings(Protocol):
+    """The settings of a run; `flowrl.run.training.training.Training` documents them."""
+
+    @property
+    def job(self) -> Job[Any]: ...
+    @property
+    def sources(self) -> Mapping[str, Source]: ...
+    @property
+    def validations(self) -> Sequence[Validation]: ...
+    @property
+    def policies(self) -> Sequence[str]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def save_model(self) -> bool: ...
+    @property
+    def checkpoint_every(self) -> int | None: ...
+    @property
+    def rollouts_every(self) -> int | None: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def alarms(self) -> Sequence[Rule]: ...
+    @property
+    def resume(self) -> Resume: ...
+    @property
+    def accept(self) -> Sequence[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +113,7 @@ class Loop:
 
     def __init__(
         self,
-        training: Training,
+        training: Settings,
         steps: Steps,
         folder: RunFolder,
         checkpoints: Checkpoints,
@@ -84,7 +121,8 @@ class Loop:
         described: Mapping[str, Any],
         ending: Ending,
     ) -> None:
-        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
+        self.training, self.steps, self.folder = training, steps, folder
+        self.reports = Reports(reporters, folder.path, bool(training.resume))
         self.checkpoints, self.described, self.ending = checkpoints, described, ending
         tokenizer = steps.tokenizer()
         graph, region = training.job.graph, steps.plan.region
@@ -100,7 +138,6 @@ class Loop:
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
-        self.summary: Summary | None = None
         self.started = 0.0
         self.scored: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = Timeline.of_starts(folder.path / TRACE)  # the starts that this run resumes
@@ -119,16 +156,13 @@ class Loop:
         """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
-            with ExitStack() as ends:
-                for reporter in self.reporters:
-                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
-                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+            with self.reports.started(self.training.job.graph.name, self.training.steps, done):
                 self._begin(found)
                 with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
                     self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+                    self.reports.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
             with noting(error):
                 self._trace()
@@ -159,6 +193,7 @@ class Loop:
         self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
+        self.reports.earlier(self.metrics, self.validated)
         self.rows = self.recorder.summary(state["step"])
         self.reported_by |= (self.folder.before or {}).get("metrics", {})
         self.alarms.resume(self._history(), [record["step"] for record in self.folder.records(ALARMS)])
@@ -259,16 +294,16 @@ class Loop:
             self.reported_by |= reported_by
             self.folder.describe({"metrics": self.reported_by})
         self.spans.write("steps", self.steps.timeline.spans)
-        for reporter in self.reporters:
-            reporter.step(step + 1, metrics)
+        self.reports.step(step + 1, metrics)
+        if rows is not None:
+            self.reports.rows(step + 1, rows)
 
     def _validate(self, step: int) -> None:
         for validated in self.validations.due(step, step == self.last, self._report_node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
-            for reporter in self.reporters:
-                reporter.validation(step, validated.metrics)
+            self.reports.validation(step, validated.metrics)
             if validated.reached:
                 self.last = step
         self.spans.write("validations", self.validations.spans)
@@ -279,6 +314,7 @@ class Loop:
         self.folder.append(ALARMS, [dataclasses.asdict(alarm) for alarm, _ in fired])
         for alarm, _ in fired:
             logger.warning("%s", alarm)
+            self.reports.alarm(alarm)
         return fired
 
     def _history(self) -> History:
@@ -297,8 +333,7 @@ class Loop:
     def _report_node(self, name: str) -> None:
         self.spans.write("steps", self.steps.timeline.spans)
         self.spans.open(name)
-        for reporter in self.reporters:
-            reporter.node(name)
+        self.reports.node(name)
 
 
 def _short(cells: Any) -> Any:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
+from flowrl.run.reporting.reported import REPORTED
 from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
     """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
     may a checkpoint, which a run reads, or replaces as a link."""
     inside = folder.resolve()
-    written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, CHECKPOINTS))]
+    written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, REPORTED, CHECKPOINTS))]
     written += [path for name in RECORDED for path in (folder / name, *(folder / name).rglob("*"))]
     for role in exports:
         written += [folder / role, *(folder / role).rglob("*")]

@@ -28,12 +28,12 @@ from flowrl.run.alarms.rule import Check, Rule
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.recording.recording import Recording
+from flowrl.run.reporting.reporter import Reporter, refuse_bad_reporters
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
-from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Accepted, accepted, find
 from flowrl.run.training.rollout_log import refuse_partial_rollouts
 from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder

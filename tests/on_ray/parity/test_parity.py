@@ -29,6 +29,7 @@ from tests.on_ray.toys import without_placement
 from tests.run.engine.test_not_finite import Broken
 from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
+from tests.support.runs import TIMES
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
@@ -38,8 +39,7 @@ PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
 def numbers(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """The metrics that depend neither on timing nor on placement."""
     return [
-        {key: value for key, value in record.items() if not key.startswith(("timing", "throughput", "sync/by/"))}
-        for record in records
+        {key: value for key, value in record.items() if not key.startswith((*TIMES, "sync/by/"))} for record in records
     ]
 
 

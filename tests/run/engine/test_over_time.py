@@ -37,7 +37,7 @@ from tests.run.training.interrupted import without_times
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
-from tests.support.runs import train
+from tests.support.runs import TIMES, train
 
 COEF, TEMPERATURE, CLIP = Linear(0.5, 0.1, steps=4), Cosine(1.2, 0.8, steps=4), Linear(0.3, 0.1, steps=4)
 
@@ -59,7 +59,7 @@ def scheduled_job(folder: str) -> Job:
 
 
 def numbers(lines: Any) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
 
 
 def test_steps_use_their_scheduled_parameters_also_after_resuming(tiny: str, prompts_file: str, tmp_path: Path) -> None:

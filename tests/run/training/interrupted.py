@@ -19,9 +19,9 @@ from flowrl.run.training.loop import Run
 from flowrl.schedules import Cosine
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
+from tests.support.runs import TIMES
 
 STEPS = 6
-TIMES = ("timing/", "throughput/")
 
 
 def settings(data: str, **changed: Any) -> dict[str, Any]:
@@ -96,6 +96,8 @@ class Stop(Exception):
 
 class Stopper:
     """A reporter that raises when `node` starts in the step after `step`."""
+
+    in_loop = True
 
     def __init__(self, step: int, node: str) -> None:
         self.done, self.at, self.name = 0, step, node

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class Full:
         opened, written = Path.open, Path.write_bytes
 
         def refuse(path: Path) -> None:
-            if self.on and any(name in path.name for name in self._names):
+            if self.on and any(re.search(rf"{re.escape(name)}(?!l)", path.name) for name in self._names):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         def open_(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:

@@ -69,6 +69,11 @@ def whole(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory
 Whole = Callable[[str], Run]
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The content of every file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class TestSameNumbers:
     """A resumed run has the metrics, predictions and weights of an uninterrupted one, bit for bit."""
 
@@ -288,21 +293,21 @@ class TestStart:
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
     ) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        before = contents(tmp_path)
         for changed, other in (({"seed": 4}, "seed"), ({"prompts": 10}, "prompts")):
             with raises("resume.no-checkpoint", found=f"a run with another {other}"):
                 run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None, **changed)
         with raises("resume.no-checkpoint", found="a run with another graph"):
             run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True)
-        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert before == contents(tmp_path)
         with caplog.at_level(logging.WARNING):
             restarted = run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
         assert_same(restarted, whole("grpo"))
         assert "holds no checkpoint; the run starts from step 0" in caplog.text
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        before = contents(tmp_path)
         with raises("resume.no-checkpoint", found="a finished run"):
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
-        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert before == contents(tmp_path)
 
     def test_resuming_a_finished_run_only_saves_the_model(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole

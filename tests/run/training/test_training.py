@@ -1,4 +1,4 @@
-"""`Training`: reproducibility by seed, the trace of a run, and failure reports."""
+"""`Training` and its `loop.py`: reproducibility by seed, the trace of a run, and failure reports."""
 
 from __future__ import annotations
 

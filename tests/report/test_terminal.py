@@ -1,32 +1,26 @@
-"""Reporters: the output of the terminal and TensorBoard, and the end of every reporter."""
+"""The terminal: what it shows, on a terminal and in a log file."""
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from flowrl import PromptData, TensorBoard, Terminal, Validation
+from flowrl import DemoData, PromptData, Terminal, Training, Validation
+from flowrl.backends import SGD, TorchTrainer
 from flowrl.errors import NodeError
+from flowrl.graphs import sft
 from tests.support.jobs import job_of
-from tests.support.runs import Recorder, described, fails_at, train
-
-
-@pytest.mark.parametrize("fail_at", ["start", "step", "end"])
-def test_every_started_reporter_is_ended_once(tiny: str, prompts_file: str, tmp_path: Path, fail_at: str) -> None:
-    first, second, third = Recorder(), Recorder(fail_at), Recorder()
-    with pytest.raises(RuntimeError, match=f"fails at {fail_at}"):
-        train(job_of("grpo", tiny), prompts_file, tmp_path, [first, second, third], steps=1)
-    assert first.count("end") == 1
-    assert second.count("end") == (fail_at != "start")
-    assert third.count("start") == third.count("end") == (fail_at != "start")
-    assert described(tmp_path)["status"] == "failed"
+from tests.support.rows.prompt_files import write_jsonl
+from tests.support.runs import fails_at, train
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -34,7 +28,7 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=140, soft_wrap=not terminal)
     validation = Validation(PromptData(prompts_file), every=2)
-    run = train(job_of("ppo", tiny), prompts_file, tmp_path, [Terminal(console)], validation=validation)
+    run = train(job_of("ppo", tiny), prompts_file, tmp_path, [Terminal(console, bar=console)], validation=validation)
     shown = out.getvalue()
     last = run.metrics[-1]
     assert f"reward {last['reward/mean']:.3f}" in shown
@@ -56,9 +50,9 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
 
 def test_a_terminal_names_the_running_node(tmp_path: Path) -> None:
     out = io.StringIO()
-    reporter = Terminal(Console(file=out, force_terminal=True, width=140))
+    reporter = Terminal(bar=Console(file=out, force_terminal=True, width=140))
     reporter.start("ppo", 5, tmp_path, 1)
-    assert "1/5" in out.getvalue() and "5 steps (1 done)" in out.getvalue()
+    assert "1/5" in out.getvalue()
     for node in ("generate", "update_actor"):
         reporter.node(node)
         assert reporter.progress is not None
@@ -71,21 +65,65 @@ def test_a_terminal_names_the_running_node(tmp_path: Path) -> None:
 
 
 def test_the_terminal_is_restored_when_a_run_fails(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    reporter = Terminal(Console(file=io.StringIO(), force_terminal=True))
+    reporter = Terminal(bar=Console(file=io.StringIO(), force_terminal=True))
     with pytest.raises(NodeError):
         train(job_of("grpo", tiny, fails_at(0, ValueError("no"))), prompts_file, tmp_path, [reporter])
     assert reporter.progress is None
 
 
-def test_tensorboard_gets_every_metric(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    validation = Validation(PromptData(prompts_file), every=2)
-    run = train(job_of("grpo", tiny), prompts_file, tmp_path, [TensorBoard()], validation=validation)
-    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
-    rewards = [(e.step, e.value) for e in events.Scalars("reward/mean")]
-    assert rewards == [(m["step"], pytest.approx(m["reward/mean"])) for m in run.metrics]
-    assert [e.step for e in events.Scalars("val/reward/mean")] == [0, 2, 3]
-    assert set(events.Tags()["scalars"]) == ({*run.metrics[0], *run.validations[0]} - {"step"})
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        ({"reward/mean": 0.5, "kl/ref": 0.25, "actor/pg_loss": 3.0}, "reward 0.500 KL 0.250"),
+        ({"actor/pg_loss": 1.5, "actor/grad_norm": 2.0}, "loss 1.500"),
+        ({"actor/dpo_accuracy": 0.75, "actor/pg_loss": 0.5}, "accuracy 0.750 loss 0.500"),
+        ({"actor/divergence": 0.125}, "divergence 0.125"),
+    ],
+)
+def test_the_line_depends_on_what_the_graph_trains(tmp_path: Path, reported: dict[str, float], shown: str) -> None:
+    assert first_line(Terminal, reported, tmp_path) == f"step 1/9 {shown}"
+
+
+def test_the_line_has_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
+    reported = {"reward/mean": 0.5, "actor/grad_norm": 2.0}
+    make = functools.partial(Terminal, metrics=["actor/grad_norm"])
+    assert first_line(make, reported, tmp_path) == "step 1/9 actor/grad_norm 2.000"
+    make = functools.partial(Terminal, metrics=["reward/maen"])
+    assert "reports no reward/maen" in first_line(make, reported, tmp_path)
+    assert "did you mean 'reward/mean'?" in first_line(make, reported, tmp_path)
+
+
+def first_line(make: Callable[[Console], Terminal], reported: dict[str, float], folder: Path) -> str:
+    """What a terminal prints of the first step of a run, with single spaces."""
+    out = io.StringIO()
+    terminal = make(Console(file=out, width=200, soft_wrap=True))
+    terminal.start("graph", 9, folder, 0)
+    terminal.step(1, reported)
+    terminal.end(None)
+    return " ".join(out.getvalue().splitlines()[1].split())
+
+
+def test_a_supervised_graph_shows_its_loss(tiny: str, tmp_path: Path) -> None:
+    demos = write_jsonl(tmp_path / "demos.jsonl", [{"prompt": "a", "response": "b"}] * 2)
+    out = io.StringIO()
+    job = sft(mini_batch=2).bind(actor=TorchTrainer(tiny, SGD(lr=0.1)))
+    training = Training(job, DemoData(demos), steps=1, prompts=2, folder=str(tmp_path / "run"), save_model=False)
+    metrics = training.run([Terminal(Console(file=out, width=200))]).metrics[0]
+    assert f"loss {metrics['actor/pg_loss']:.3f}" in out.getvalue()
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_the_bar_is_on_stderr_and_the_lines_on_stdout(tmp_path: Path, piped: bool) -> None:
+    out, bar = io.StringIO(), io.StringIO()
+    lines = Console(file=out, width=140, force_terminal=not piped)
+    terminal = Terminal(lines, bar=Console(file=bar, width=140, force_terminal=True))
+    terminal.start("graph", 4, tmp_path, 0)
+    terminal.step(1, {"reward/mean": 0.5})
+    terminal.validation(1, {"val/reward/mean": 0.25})
+    terminal.end(None)
+    assert "remaining" in bar.getvalue() and "graph: 4 steps" in out.getvalue()
+    assert ("val/reward/mean 0.250" in out.getvalue()) == piped  # else above the bar
+    assert ("val/reward/mean 0.250" in bar.getvalue()) != piped
 
 
 class TestLogFile:
@@ -94,7 +132,7 @@ class TestLogFile:
     def shown(self, seconds: float, steps: int, folder: Path, patch: pytest.MonkeyPatch, first: int = 0) -> list[str]:
         """The lines of a run with two nodes per step, each of which takes `seconds`."""
         now = [100.0]
-        patch.setattr("flowrl.run.training.report.time.monotonic", lambda: now[0])
+        patch.setattr("flowrl.report.terminal.time.monotonic", lambda: now[0])
         out = io.StringIO()
         terminal = Terminal(Console(file=out, width=100, soft_wrap=True))
         terminal.start("grpo", steps, folder, first)

@@ -1,0 +1,1 @@
+"""The page of `flowrl look`: a server on this machine, or one HTML file."""

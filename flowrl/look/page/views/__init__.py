@@ -1,0 +1,1 @@
+"""The views of the page, each as plain JSON."""

@@ -1,0 +1,1 @@
+"""How a run reports to the terminal and to trackers."""

@@ -1,0 +1,61 @@
+"""Runs of every algorithm of the shelf with all columns recorded, on tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowrl import DemoData, PreferenceData, PromptData, Recording, Training, graphs
+from flowrl.backends import TorchScorer
+from flowrl.graph import Graph
+from tests.support.jobs import bind_tiny, write_prompts
+from tests.support.rewards import asks_for_digits, digits
+from tests.support.rows.prompt_files import write_jsonl
+
+ALGORITHMS = tuple(sorted(graphs.__all__))
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "dapo": {"groups": 2, "max_new_tokens": 16},
+    "gdpo": {"others": {"digits": digits}},
+    "pass_at_k": {"k": 2},
+    "vapo": {"critic_warmup": 1},
+    "distill_top": {"k": 4},
+}
+_OF_DATA = ("sft", "dpo")
+
+
+def graph_of(name: str) -> Graph:
+    """An algorithm of the shelf, by name, with several responses per prompt where it samples."""
+    make: Any = getattr(graphs, name)
+    if name in _OF_DATA:
+        found: Graph = make(mini_batch=2)
+        return found
+    rewards = () if name.startswith("distill") else (asks_for_digits,)
+    return make(*rewards, **{"n": 4, "max_new_tokens": 8} | _SETTINGS.get(name, {}))  # type: ignore[no-any-return]
+
+
+def data_of(name: str, folder: Path) -> Any:
+    """Data for an algorithm, written to a folder."""
+    prompts = PromptData(write_prompts(folder / "prompts.jsonl"))
+    demos = [{"prompt": f"q{i}", "response": "12" * (1 + i % 3)} for i in range(6)]
+    pairs = [{"prompt": f"q{i}", "chosen": "12" * (1 + i % 3), "rejected": "abc"} for i in range(6)]
+    match name:
+        case "sft":
+            return DemoData(write_jsonl(folder / "demos.jsonl", demos))
+        case "dpo":
+            return PreferenceData(write_jsonl(folder / "pairs.jsonl", pairs))
+        case "grpo_sft":
+            return {"batch": prompts, "demos": DemoData(write_jsonl(folder / "demos.jsonl", demos))}
+    return prompts
+
+
+def record(graph: Graph, folder: Path, model: str, data: Any, **settings: Any) -> Path:
+    """Run a graph with all columns recorded, by default for 3 steps of 4 prompts; returns the run folder."""
+    job = bind_tiny(graph, model, teacher=TorchScorer(model, device="cpu"))
+    settings = {"steps": 3, "prompts": 4, "save_model": False, "recording": Recording(columns="all")} | settings
+    return Training(job, data, folder=str(folder), **settings).run().folder
+
+
+def record_algorithm(name: str, folder: Path, model: str, **settings: Any) -> Path:
+    """`record` of an algorithm of the shelf; the data is next to the run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return record(graph_of(name), folder / name, model, data_of(name, folder), **settings)
