@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import flowrl
 from flowrl import INJECTED, Key, Operator, PromptData, Training
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchRollout
@@ -82,6 +83,7 @@ def test_ppo_and_grpo_raise_the_reward(tiny: str, task: str, tmp_path: Path, nam
     assert first < 0.45
     assert last > 0.85
     assert run.metrics[-1]["kl/ref"] > 0.1  # it went somewhere
+    assert not flowrl.open(run.folder).alarms  # a healthy run
 
 
 @pytest.mark.parametrize("name", ["grpo", nightly("ppo")])
@@ -97,6 +99,7 @@ def test_training_learns_with_an_engine_that_copies_weights(tiny: str, task: str
     run = train(copied, task, tmp_path, steps=30, seed=0)
     assert rewards(run)[1] > 0.85
     assert all(metrics["sync/bytes"] > 0 for metrics in run.metrics)
+    assert not flowrl.open(run.folder).alarms
 
 
 @pytest.mark.parametrize("name", [nightly("grpo"), "ppo"])
@@ -106,6 +109,7 @@ def test_training_learns_with_several_epochs_and_some_clipped_tokens(
     run = train(job(name, tiny, ppo_epochs=3), task, tmp_path, steps=25, seed=0)
     assert rewards(run)[1] > 0.75
     assert max(metrics["actor/pg_clipfrac"] for metrics in run.metrics) > 0.01
+    assert not flowrl.open(run.folder).alarms
 
 
 @pytest.mark.parametrize("name", ["grpo", nightly("ppo")])

@@ -51,14 +51,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
                 "--best and --worst exclude each other. Pass one of the two.", code="cli.bad-option", option="--best"
             )
         if never:
-            found = opened.prompts(never=True).to_pylist()
-            if as_json:
-                print_json(out, found)
-            else:
-                total = len(opened.prompts())
-                out.print(f"{len(found)} of {total} prompts were never solved", markup=False)
-                names = ("prompt", "attempts", "score")
-                print_table(out, names, ([number(one[name]) for name in names] for one in found[: count or _MOST]))
+            _print_never(out, opened.prompts().to_pylist(), count or _MOST, as_json)
             return
         everything = rollouts(opened, of, step)
         refuse_damaged(everything, run)
@@ -169,6 +162,16 @@ def refuse_damaged(rows: Sequence[Row], run: Path) -> None:
                 row=row.get("row_id"),
                 step=row["step"],
             ) from error
+
+
+def _print_never(out: Console, prompts: Sequence[Row], count: int, as_json: bool) -> None:
+    found = [one for one in prompts if not one["solved"]]
+    if as_json:
+        print_json(out, found)
+        return
+    out.print(f"{len(found)} of {len(prompts)} prompts were never solved", markup=False)
+    names = ("prompt", "attempts", "score")
+    print_table(out, names, ([number(one[name]) for name in names] for one in found[:count]))
 
 
 def _print_rows(out: Console, rows: Sequence[Row], in_full: bool) -> None:

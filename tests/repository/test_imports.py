@@ -265,7 +265,7 @@ def test_the_public_names_are_pinned() -> None:
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Trackio", "Training",
-        "Validation", "WandB", "When", "Writes", "algorithm", "audit", "load", "open", "operator",
+        "Validation", "WandB", "When", "Writes", "algorithm", "audit", "compare", "load", "open", "operator",
         "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
@@ -287,6 +287,7 @@ PUBLIC = {
     "flowrl.report",
     "flowrl.rules",
     "flowrl.run",
+    "flowrl.run.alarms",
     "flowrl.schedules",
     "flowrl.sync",
 }

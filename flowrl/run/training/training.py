@@ -76,7 +76,7 @@ class Training(Spec):
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
         recording: what the run writes of its rows besides their summaries.
-        alarms: rules that are evaluated after every step, and functions as such rules; see `flowrl.run.alarms.rule`.
+        alarms: rules that are evaluated after every step, and functions as such rules; see `flowrl.run.alarms`.
         costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
             the measured seconds. None predicts nothing.
 
