@@ -18,9 +18,9 @@ from flowrl import After, Operator, RecordedRun
 from flowrl.columns import Advantages, ResponseMask, Uid
 from flowrl.data.keys import Key
 from flowrl.graphs import grpo
-from flowrl.look.derivation import Derivation
-from flowrl.look.facts import Fact
-from flowrl.look.sources import data_line
+from flowrl.look.steps.derivation import Derivation
+from flowrl.look.steps.facts import Fact
+from flowrl.look.steps.sources import data_line
 from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
 from tests.nightly import nightly_except
