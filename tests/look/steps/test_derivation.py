@@ -23,9 +23,9 @@ from flowrl.look.steps.facts import Fact
 from flowrl.look.steps.sources import data_line
 from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
+from tests.look.recorded import ALGORITHMS, data_of, record
 from tests.nightly import nightly_except
 from tests.support.errors import raises
-from tests.support.recorded import ALGORITHMS, data_of, record
 from tests.support.rewards import asks_for_digits
 
 Recorded = Callable[[str], RecordedRun]
