@@ -21,17 +21,18 @@ _CHUNK = 1 << 24
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, durable: bool = True) -> Iterator[Path]:
     """The block writes a file or folder at the yielded path, which replaces `path` atomically at its end.
 
     An error leaves `path` unchanged. If the process is killed, ``.<name>.partial`` remains until the next attempt.
+    If it is not `durable`, a crash of the machine may leave an empty file.
     """
     draft, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.replaced")
     with writing(path):
         remove(draft)
         try:
             yield draft
-            for written in [*draft.rglob("*"), draft]:
+            for written in [*draft.rglob("*"), draft] if durable else ():
                 _flush(written)
             if path.is_dir() and not draft.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -43,7 +44,8 @@ def replaced(path: Path) -> Iterator[Path]:
             remove(old)
             os.replace(path, old)
         os.replace(draft, path)
-        _flush(path.parent)
+        if durable:
+            _flush(path.parent)
         remove(old)
 
 

@@ -239,20 +239,8 @@ def _of_engine(step: StepReader, node: Node, rows: _Rows) -> Iterator[str]:
         row = rows.on(row_axis(step.graph, edge))
         if node.roles and getattr(typed, "kind", "") == "version" and row is not None and edge in step.described:
             yield f"sampled by version {step.column(edge)[row]} of the weights"
-    if node.roles and (seconds := _seconds(step, node.name)) is not None:
+    if node.roles and (seconds := step.seconds.get(node.name)) is not None:
         yield f"took {seconds:.3g} s"
-
-
-def _seconds(step: StepReader, node: str) -> float | None:
-    spans = step.run.spans
-    if not spans.num_rows or "step" not in spans.column_names:
-        return None
-    own = [
-        span["end"] - span["start"]
-        for span in spans.to_pylist()
-        if (span["name"], span["step"], span["kind"]) == (node, step.number, "node")
-    ]
-    return sum(own) if own else None
 
 
 def _of_rows(step: StepReader, node: Node, rows: _Rows) -> Iterator[str]:

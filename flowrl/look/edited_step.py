@@ -34,6 +34,7 @@ class EditedStep(StepReader):
         same: the recomputed nodes whose outputs are as recorded.
         unknown: what each other node that would change needs.
         metrics: what each recomputed node reports.
+        took: seconds of the recomputation.
     """
 
     def __init__(self, step: StepReader, graph: Graph) -> None:
@@ -51,7 +52,7 @@ class EditedStep(StepReader):
         for node in graph.nodes.values():
             if self.runs(node.name) and not node.is_input and self._is_affected(node):
                 self._enter(node)
-        self.seconds = time.perf_counter() - began
+        self.took = time.perf_counter() - began
 
     def stored_edge(self, edge: Edge) -> Edge:
         """An edge by its name in the graph of the run."""

@@ -5,24 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from flowrl.columns import ColumnType
 from flowrl.core.operators.symbols import Edge
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.draw.notebook import Html, block, colored, named, sparkline, table, visible
 from flowrl.errors import DataError, offer
 from flowrl.look.address import Address
 from flowrl.look.files import Record
+from flowrl.look.step_reader import Recorded
 from flowrl.run.recording.row_maps import axis_before, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
 
-if TYPE_CHECKING:
-    from flowrl.look.recorded_run import RecordedRun
-
 SHOWN = 12
 """Metrics of a step that a notebook shows."""
+
+
+class ReadsRows(Recorded, Protocol):
+    """What is read of a run for a row or a step; see `flowrl.look.recorded_run.RecordedRun`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> list[int]: ...
+    @property
+    def recorded_steps(self) -> list[int]: ...
+    @property
+    def alarms(self) -> list[Record]: ...
+    @property
+    def tokenizer(self) -> ChatTokenizer | None: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class RecordedStep:
         return block(str(self.address), table(rows), table(alarms) if alarms else "")
 
 
-def row_of(run: RecordedRun, address: Address) -> RecordedRow:
+def row_of(run: ReadsRows, address: Address) -> RecordedRow:
     """The row at an address with step and row."""
     assert address.step is not None
     table = run.rows(address.step)
@@ -121,11 +135,11 @@ def row_of(run: RecordedRun, address: Address) -> RecordedRow:
     number = ids.index(address.row)
     summary = table.slice(number, 1).to_pylist()[0]
     tokens = _tokens(run, address.step, number) if address.step in run.recorded_steps else {}
-    text = run.texts(address.step).get(str(address.row), {})
+    text = dict(run.texts(address.step).get(str(address.row), {}))
     return RecordedRow(address, summary, text, tokens, _pieces(run, tokens))
 
 
-def step_of(run: RecordedRun, step: int) -> RecordedStep:
+def step_of(run: ReadsRows, step: int) -> RecordedStep:
     """A step with metrics."""
     table, steps = run.metrics, run.steps
     if step not in steps:
@@ -142,7 +156,7 @@ def step_of(run: RecordedRun, step: int) -> RecordedStep:
     return RecordedStep(Address(run.name, step), {name: v[-1] for name, v in before.items()}, before, alarms)
 
 
-def _tokens(run: RecordedRun, step: int, number: int) -> dict[str, np.ndarray[Any, Any]]:
+def _tokens(run: ReadsRows, step: int, number: int) -> dict[str, np.ndarray[Any, Any]]:
     """The numbers of the tokens of a sampled row, in all columns on its responses."""
     graph, columns = run.graph, run.columns(step)
     summaries = RowSummaries(graph, 0)
@@ -160,9 +174,7 @@ def _tokens(run: RecordedRun, step: int, number: int) -> dict[str, np.ndarray[An
     return found
 
 
-def _row_in(
-    run: RecordedRun, axis: str, step: int, columns: Mapping[Edge, Any], at: dict[str, int | None]
-) -> int | None:
+def _row_in(run: ReadsRows, axis: str, step: int, columns: Mapping[Edge, Any], at: dict[str, int | None]) -> int | None:
     """The number of the sampled row in an axis that gates made of it; None if it was dropped."""
     if axis not in at:
         before = axis_before(run.graph, axis)
@@ -173,7 +185,7 @@ def _row_in(
     return at[axis]
 
 
-def _pieces(run: RecordedRun, tokens: Mapping[str, np.ndarray[Any, Any]]) -> tuple[str, ...]:
+def _pieces(run: ReadsRows, tokens: Mapping[str, np.ndarray[Any, Any]]) -> tuple[str, ...]:
     """The text of each token of the response."""
     ids = next((column for name, column in tokens.items() if name.endswith(".responses")), None)
     if ids is None:

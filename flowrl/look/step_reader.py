@@ -19,10 +19,12 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.now import ONLY, Now, Round
 from flowrl.errors import DataError
 from flowrl.look.address import Address
-from flowrl.look.files import column_files
+from flowrl.look.files import records
+from flowrl.run.recording.recorder import COLUMNS
 from flowrl.run.recording.row_maps import Rows, axis_before, maker_of, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Column, described_in, reading_parquet
+from flowrl.run.recording.tables import Column, described_in, read_columns, reading_parquet
+from flowrl.run.training.run_folder import SPANS
 
 
 class Recorded(Protocol):
@@ -36,11 +38,8 @@ class Recorded(Protocol):
     def graph(self) -> Graph: ...
     @property
     def metrics(self) -> pa.Table: ...
-    @property
-    def spans(self) -> pa.Table: ...
     def state(self, step: int) -> Mapping[str, Any]: ...
     def rows(self, step: int | None = None) -> pa.Table: ...
-    def texts(self, step: int) -> Mapping[str, Mapping[str, Any]]: ...
     def columns(self, step: int, edges: Sequence[Edge] | None = None) -> Mapping[Edge, Column]: ...
     def column(self, address: str | Address) -> Column: ...
 
@@ -57,7 +56,10 @@ class StepReader:
 
     def __init__(self, run: Recorded, number: int) -> None:
         self.run, self.number = run, number
-        if number not in column_files(run.path):
+        folder = run.path / COLUMNS
+        paths = (axis / f"step-{number:06d}.parquet" for axis in (folder.iterdir() if folder.is_dir() else ()))
+        self._files = [path for path in paths if path.is_file()]
+        if not self._files:
             run.columns(number)  # raises
         self._read: dict[Edge, Column] = {}
         self._rows_before: dict[str, Rows | None] = {}
@@ -82,6 +84,15 @@ class StepReader:
         """The state cells before the step, by ``node.cell``."""
         return self.run.state(self.number)
 
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """How long each node ran in the step, over all rounds."""
+        found: dict[str, float] = {}
+        for span in records(self.run.path / SPANS):
+            if span.get("step") == self.number and span.get("kind") == "node":
+                found[span["name"]] = found.get(span["name"], 0.0) + span["end"] - span["start"]
+        return found
+
     def runs(self, node: str) -> bool:
         """Whether a node runs in this step."""
         return all(when.runs(self.index) for when in self.graph.whens(node))
@@ -98,7 +109,7 @@ class StepReader:
     def described(self) -> Mapping[Edge, Mapping[str, Any]]:
         """What is known of each recorded column, such as its shape, without reading it."""
         found: dict[Edge, Mapping[str, Any]] = {}
-        for path in column_files(self.run.path)[self.number].values():
+        for path in self._files:
             with reading_parquet(path):
                 file = pq.ParquetFile(path)
                 found |= {Edge.parse(name): about for name, about in described_in(file)["columns"].items()}
@@ -111,8 +122,9 @@ class StepReader:
     def read(self, edges: Iterable[Edge]) -> dict[Edge, Column]:
         """The recorded ones of these columns."""
         wanted = [edge for edge in edges if edge in self.described]
-        if missing := [edge for edge in wanted if edge not in self._read]:
-            self._read |= self.run.columns(self.number, missing)
+        missing = [str(edge) for edge in wanted if edge not in self._read]
+        for path in self._files if missing else ():
+            self._read |= {Edge.parse(name): column for name, column in read_columns(path, missing).items()}
         return {edge: self._read[edge] for edge in wanted}
 
     def column(self, edge: Edge) -> Column:

@@ -146,7 +146,7 @@ def what_if(run: Recorded, place: Address, verbs: Mapping[str, Any]) -> WhatIf:
     changes = tuple(_change(before, after, old, new) for old, new in _pairs(before, after))
     shown = tuple(c for c in changes if c is not None and place.node in (None, c.after.node, c.before.node))
     found = before.number, str(after.diff), shown, _metrics(before, after), tuple(after.same)
-    return WhatIf(*found, after.unknown, after.seconds, after.computed)
+    return WhatIf(*found, after.unknown, after.took, after.computed)
 
 
 def _pairs(before: StepReader, after: EditedStep) -> Iterator[tuple[Edge, Edge]]:
@@ -167,7 +167,8 @@ def _change(before: StepReader, after: EditedStep, old: Edge, new: Edge) -> Colu
         return None
     one, other = _ids(before, old, len(first)), _ids(after, new, len(second))
     place = {row: number for number, row in enumerate(other)}
-    both = [(number, place[row]) for number, row in enumerate(one) if row in place]
+    same = one == other  # a repeated row has the id of the row
+    both = [(number, number if same else place[row]) for number, row in enumerate(one) if row in place]
     mine, theirs = (torch.tensor([pair[side] for pair in both], dtype=torch.int64) for side in (0, 1))
     a, on = _on_mask(before, old, first, mine)
     b, on_too = _on_mask(after, new, second, theirs)

@@ -16,8 +16,9 @@ from flowrl.backends import TorchRollout
 from flowrl.columns import ColumnType
 from flowrl.core.operators.references import load_object
 from flowrl.core.operators.symbols import Edge
+from flowrl.episodes import Answer, Environment, Reply
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import AdaptiveKL, RolloutCorrection
+from flowrl.operators import AdaptiveKL, Collect, Interact, RolloutCorrection, Spread
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Typed, read_columns, write_columns
 from flowrl.schedules import Linear
@@ -63,6 +64,33 @@ def test_the_rounds_of_a_step_are_replayed_one_by_one(recorded: Recorded) -> Non
     assert rounds[step] >= 1
     found = run.replay(step)
     assert {"repeat", "reward", "collect"} <= found.nodes.keys() and found.same
+
+
+class Echo(Environment):
+    """Repeats a part of the response, so that rows and rounds have unequal widths."""
+
+    async def step(self, answer: Answer) -> Reply:
+        number = sum(answer.ids) % 5
+        return Reply("ab" * number, reward=float(number > 2), done=answer.turn == 1 or number == 0)
+
+
+@pytest.mark.parametrize("kind", nightly_except(["repeated"], ["repeated", "episodes"]))
+def test_rounds_of_unequal_width_and_repeated_groups(kind: str, tiny: str, tmp_path: Path) -> None:
+    ends = tuple(range(3, 40))
+    if kind == "repeated":
+        collect = Collect(Spread(least=0.3), groups=5, rounds=2, on_underfill="repeat")
+        graph = grpo(digits, n=2, max_new_tokens=30).edit(set={"generate.stop_token_ids": ends})
+        graph = graph.edit(insert={"collect": After("reward", collect)})
+    else:
+        interact = Interact(Echo, max_new_tokens=6, context=120)
+        graph = grpo(None, n=2).edit(replace={"generate": interact}, drop=["reward"])
+        graph = graph.edit(insert={"collect": After("interact", Collect(Spread(), groups=4, rounds=30))})
+    run = flowrl.open(record(graph, tmp_path / "run", tiny, data_of("grpo", tmp_path)), imports=True)
+    rounds = [max(number or 0 for number in run.rows(step)["round"].to_pylist()) for step in (1, 2, 3)]
+    assert max(rounds) >= 1
+    for step in (1, 2, 3):
+        found = run.replay(step)
+        assert found.same and "collect" in found.nodes, str(found)
 
 
 def test_schedules_and_state_are_those_of_the_step_also_with_a_lag(tiny: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +24,7 @@ from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Typed, is_recordable, write_columns
+from flowrl.run.recording.tables import Typed, as_json, is_recordable, write_columns
 from flowrl.run.training.rollout_log import logged_columns
 
 logger = logging.getLogger(__name__)
@@ -173,12 +172,12 @@ class Recorder:
         if "response" not in found:
             return
         as_they_are = {key: pa.array(map(_text, found[key])) for key in ("row_id", "response") if key in found}
-        as_json = {
-            key: pa.array([json.dumps(value, default=str) for value in found[key]])
+        in_json = {
+            key: pa.array([as_json(value)[0] for value in found[key]])
             for key in ("prompt", "ground_truth", "episode")
             if key in found and len(found[key]) == len(found["response"])
         }
-        _write(self._path(TEXTS, step + 1), pa.table(as_they_are | as_json))
+        _write(self._path(TEXTS, step + 1), pa.table(as_they_are | in_json))
 
     def _write_columns(self, step: int, columns: Mapping[Edge, Any]) -> None:
         by_axis: dict[str, dict[str, Typed]] = {}
@@ -249,7 +248,7 @@ _NAME = r"steps?-(\d{6,})(?:-(\d{6,}))?\.parquet"
 def _write(path: Path, table: pa.Table) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as draft:
+    with replaced(path, durable=False) as draft:
         pq.write_table(table, draft, compression="zstd", compression_level=1)
 
 

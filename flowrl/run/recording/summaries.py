@@ -295,10 +295,11 @@ class _View:
         found: dict[str, Any] = {"group_size": np.bincount(group, minlength=len(names))[group]}
         if score is not None:
             totals, live = np.nan_to_num(score).sum(1, dtype=np.float64), mask.any(1)
-            spread = np.zeros(len(names))
-            for number in range(len(names)):
-                own = totals[(group == number) & live]
-                spread[number] = own.std() if len(own) else np.nan
+            counts = np.bincount(group, live, len(names))
+            with np.errstate(invalid="ignore", divide="ignore"):  # groups of empty responses have no spread
+                means = np.bincount(group, totals * live, len(names)) / counts
+                deviations = np.where(live, totals - means[group], 0.0)
+                spread = np.sqrt(np.bincount(group, deviations**2, len(names)) / counts)
             found["group_spread"] = spread[group]
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from flowrl.data.proto.column_math import Objects, objects
 from flowrl.errors import DataError
 
 Column = Tensor | Objects
-ROWS_PER_GROUP = 16
+ROWS_PER_GROUP = 64
 """Rows of a row group: reading one row reads one group of each column."""
 
 _META = b"flowrl"
@@ -153,7 +154,7 @@ def _write(path: Path, table: pa.Table, tensors: Mapping[str, Tensor]) -> None:
     others += [name for name in table.column_names if name and name not in tensors]
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as draft:
+    with replaced(path, durable=False) as draft:
         pq.write_table(
             table,
             draft,
@@ -213,16 +214,31 @@ def _from_tokens(column: Tensor, side: str, pad: int | float | bool) -> pa.Array
 
 
 def _from_objects(column: Objects) -> tuple[pa.Array, dict[str, Any]]:
-    """The objects as JSON text."""
-    texts, exact = [], True
-    for item in column:
-        try:
-            text = json.dumps(item, allow_nan=True)
-            exact = exact and json.loads(text) == item
-        except (TypeError, ValueError, RecursionError):
-            text, exact = json.dumps(str(item)), False
-        texts.append(text)
-    return pa.array(texts, pa.string()), {"dtype": "object", "shape": [len(column)], "json": True, "exact": exact}
+    """The objects as text: strings as they are, others as JSON."""
+    about = {"dtype": "object", "shape": [len(column)], "exact": True}
+    items = column.tolist()
+    if all(type(item) is str for item in items):
+        with suppress(UnicodeEncodeError):  # lone surrogates, which JSON escapes
+            return pa.array(items, pa.string()), about
+    texts: dict[int, tuple[str, bool]] = {}  # by identity: rows of a prompt often share its objects
+    for item in items:
+        if id(item) not in texts:
+            texts[id(item)] = as_json(item)
+    found = [texts[id(item)] for item in items]
+    return pa.array([text for text, _ in found], pa.string()), {
+        **about,
+        "json": True,
+        "exact": all(exact for _, exact in found),
+    }
+
+
+def as_json(item: Any) -> tuple[str, bool]:
+    """An object as JSON, and whether that restores it; what JSON does not know becomes text."""
+    try:
+        text = json.dumps(item)
+        return text, type(item) is str or json.loads(text) == item
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(str(item)), False
 
 
 def _name(column: Tensor) -> str:
@@ -263,8 +279,9 @@ def _sources(about: Mapping[str, Any]) -> list[str]:
 
 
 def _restore(array: pa.Array, about: Mapping[str, Any]) -> Column:
-    if about.get("json"):
-        return objects(json.loads(text) for text in array.to_pylist())
+    if about["dtype"] == "object":
+        texts = array.to_pylist()
+        return objects(map(json.loads, texts) if about.get("json") else texts)
     dtype: torch.dtype = getattr(torch, about["dtype"])
     if len(about["shape"]) == 1:
         return _cast(_values(array), dtype)

@@ -121,3 +121,8 @@ def cut_off(job: Job, data: str, folder: Path, step: int, node: str = "update_ac
     with pytest.raises(Stop):
         run(job, data, folder, [Stopper(step, node)], **changed)
     assert status(folder) == "failed"
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The content of every file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

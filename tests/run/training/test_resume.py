@@ -39,6 +39,7 @@ from tests.run.training.interrupted import (
     Stopper,
     assert_same,
     checkpoints,
+    contents,
     cut_off,
     jobs,
     run,
@@ -67,11 +68,6 @@ def whole(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory
 
 
 Whole = Callable[[str], Run]
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """The content of every file in a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class TestSameNumbers:
