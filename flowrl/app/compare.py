@@ -11,7 +11,7 @@ from rich.console import Console
 from flowrl.app.printing import excerpt, number, print_json, print_table, printable
 
 if TYPE_CHECKING:
-    from flowrl.look.comparison import Comparison
+    from flowrl.look.comparing.comparison import Comparison
 
 CURVES = ("reward/mean", "kl/ref", "response_length/mean", "actor/entropy", "actor/grad_norm")
 """Metrics that are compared if the runs have them."""
@@ -54,8 +54,8 @@ def add_to(app: typer.Typer, out: Console) -> None:
         """Compare runs: parameters, curves, held-out responses, time and alarms. Seeds of one configuration count as
         one side."""
         from flowrl.errors import ParameterError, offer
-        from flowrl.look.compare import compare
-        from flowrl.look.comparison import AXES
+        from flowrl.look.comparing.compare import compare
+        from flowrl.look.comparing.comparison import AXES
 
         if x not in AXES:
             raise ParameterError(

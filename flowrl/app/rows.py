@@ -43,7 +43,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
     ) -> None:
         """Show the rows of a step: scores, responses and episodes, text of the policy (>) and of environments (|)."""
         from flowrl.look.recorded_run import open_run
-        from flowrl.look.rollouts import rollouts
+        from flowrl.look.rows.rollouts import rollouts
 
         opened = open_run(run)
         if best is not None and worst is not None:

@@ -21,9 +21,9 @@ from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.look.address import Address, address_of
-from flowrl.look.blame import Blame, blame
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
+from flowrl.look.rows.blame import Blame, blame
 from flowrl.look.steps import replay
 from flowrl.look.steps.derivation import Derivation, why
 from flowrl.look.steps.what_if import WhatIf, what_if
@@ -255,7 +255,7 @@ class RecordedRun:
 
     def blame(self, metric: str, step: int | None = None, against: int | None = None) -> Blame:
         """The rows that make a metric of a step, by default the newest, or its change since another step; see
-        `flowrl.look.blame.blame`."""
+        `flowrl.look.rows.blame.blame`."""
         return blame(self, metric, step, against)
 
     # ---- columns

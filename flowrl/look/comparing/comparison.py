@@ -14,7 +14,7 @@ import pyarrow as pa
 from flowrl.core.graphs.graph import Graph
 from flowrl.edits.diff import Diff, diff
 from flowrl.errors import FlowrlError
-from flowrl.look.paired import Paired, pair
+from flowrl.look.comparing.paired import Paired, pair
 from flowrl.look.recorded_run import RecordedRun
 
 AXES = {"step": "step", "rows": "total/rows", "tokens": "total/tokens", "seconds": "total/seconds"}

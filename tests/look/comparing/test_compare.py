@@ -1,4 +1,4 @@
-"""Runs beside each other: `compare.py`, `comparison.py` and `paired.py`; and the rows of a metric, `blame.py`."""
+"""Runs beside each other: `compare.py`, `comparison.py`, `paired.py`; rows of a metric: `flowrl/look/rows/blame.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import flowrl
 from flowrl import PromptData, Validation
 from flowrl.backends import SGD
-from flowrl.look.compare import compare
-from flowrl.look.paired import sign_test
+from flowrl.look.comparing.compare import compare
+from flowrl.look.comparing.paired import sign_test
 from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import train

@@ -9,7 +9,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from flowrl.errors import DataError
-from flowrl.look.comparison import Comparison, Side
+from flowrl.look.comparing.comparison import Comparison, Side
 from flowrl.look.recorded_run import RecordedRun, open_run
 
 _OF_A_RUN = ("training.seed", "training.folder", "training.resume", "training.costs", "training.data.path")
