@@ -162,7 +162,8 @@ class TestRows:
         assert dict(found["numbers"])["kl"] == pytest.approx(rows[3]["kl"], rel=1e-5)
         assert [one["row_id"] for one in found["group"]] == [r["row_id"] for r in rows if r["uid"] == rows[3]["uid"]]
         assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
-        assert found["address"] == f"5[{rows[3]['row_id']}]" and "columns='all'" in found["note"]
+        assert found["address"] == f"5/group_advantage.advantages[{rows[3]['row_id']}]"
+        assert "columns='all'" in found["note"]
 
 
 class TestTokens:
@@ -195,6 +196,15 @@ class TestTokens:
         assert pieces([1, 2, 3, 4, 5], decode) == ["a", "€", "", "", "b"]
         assert "".join(pieces([1, 2, 3], decode)) == "a" + decode([2, 3])
         assert pieces([7, 8], None) == ["7 ", "8 "]
+
+
+class TestWhy:
+    def test_why_and_replay_are_those_of_the_run(self, trained: Path) -> None:
+        api, run, row = api_of(trained), flowrl.open(trained), rows_of(trained, 2)[0]
+        address = asked(api, "row", run="trained", step=2, row=row["row_id"])["address"]
+        assert address == f"2/group_advantage.advantages[{row['row_id']}]"
+        assert asked(api, "why", run="trained", address=address)["text"] == str(run.why(address))
+        assert "group_advantage  same bits" in asked(api, "replay", run="trained", step=2)["text"]
 
 
 class TestPrompts:

@@ -288,18 +288,12 @@ def test_a_folder_of_format_1_shows_what_it_has(browser: Any, runs: list[Path], 
     (old / "run.json").write_text(json.dumps(described))
     for name in ("metrics.jsonl", "predictions.jsonl"):
         (old / name).write_bytes((runs[0] / name).read_bytes())
-    with serving(old) as server:
-        page_settings = {"viewport": {"width": 1280, "height": 800}}
-        context = browser.new_context(**page_settings)
-        page = context.new_page()
-        page.goto(server.address)
-        page.locator("header").wait_for()
+    with serving(old) as server, opened(browser, server.address) as page:
         for tab in ("now", "curves", "prompts", "run"):
             drawn(page, tab)
         for tab in ("rows", "time"):
             go(page, tab)
             page.get_by_text(re.compile("no row summaries|no spans")).first.wait_for()
-        context.close()
 
 
 @pytest.fixture
