@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flowrl.errors import FlowrlError
     from flowrl.files.graph_io import save
     from flowrl.graph import Graph, algorithm, load, open
+    from flowrl.look.compare import compare
     from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
@@ -102,6 +103,7 @@ __all__ = [
     "Writes",
     "algorithm",
     "audit",
+    "compare",
     "load",
     "open",
     "operator",
@@ -157,6 +159,7 @@ __getattr__ = lazy(
         "load": "graph",
         "open": "graph",
         "RecordedRun": "look.recorded_run",
+        "compare": "look.compare",
         "operator": "core.operators.function",
         "save": "files.graph_io",
         "algorithm": "graph",

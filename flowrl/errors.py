@@ -151,6 +151,10 @@ class NodeError(FlowrlError, RuntimeError):
     """A node of a running graph raised; names node, step and input shapes."""
 
 
+class AlarmError(FlowrlError, RuntimeError):
+    """An alarm whose action is to stop the run fired."""
+
+
 class AuditError(FlowrlError, ValueError):
     """A graph cannot be audited: its behavior or its objective is not defined on an `AuditTask`."""
 

@@ -17,6 +17,7 @@ from flowrl.operators.corrections import CorrectLogitNorms, Mismatch, RolloutCor
 from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherHiddenStates, TeacherTopK
 from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.engines.interact import Interact
+from flowrl.operators.explains import Explains, exact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.losses.objective import KLLoss
 from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
@@ -48,6 +49,7 @@ __all__ = [
     "Collect",
     "CorrectLogitNorms",
     "DecoupledGAE",
+    "Explains",
     "Feedback",
     "Filter",
     "FullGKD",
@@ -101,5 +103,6 @@ __all__ = [
     "WeighRewards",
     "Whiten",
     "conversation",
+    "exact",
     "pass_at_k",
 ]

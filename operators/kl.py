@@ -11,13 +11,13 @@ from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
 from flowrl.core.operators.effects import Effect
-from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.operators.advantages.per_token import Estimator, kl_penalty, select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 from flowrl.spec import Spec
 
 
@@ -124,7 +124,7 @@ class KLShape(Operator):
         return self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         if not (on := tokens_on(inputs["response_mask"], row)):
             return ""
         score, old, ref = (inputs[name][row] for name in ("token_level_scores", "old_log_probs", "ref_log_prob"))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flowrl.app.episodes import printable
+from flowrl.app.printing import printable
 from flowrl.errors import FlowrlError, ParameterError, offer
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]

@@ -1,4 +1,5 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | why | replay | export | demo``, ...
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``, and those on run
+folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +20,14 @@ from typer.core import TyperGroup
 
 from flowrl.app import ask as ask_commands
 from flowrl.app import audit as audit_command
-from flowrl.app import episodes as episodes_command
+from flowrl.app import compare as compare_commands
 from flowrl.app import export as export_command
 from flowrl.app import look as look_command
+from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
+from flowrl.app import runs as runs_commands
 from flowrl.app.memory import out_of_memory
+from flowrl.app.printing import print_table
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
 
@@ -243,14 +247,16 @@ def list_() -> None:
     """List the built-in algorithms with their papers and changes. Their names are targets."""
     from flowrl.app.algorithms import listed
 
-    _print_table(("algorithm", "summary", "edit of", "changes"), listed())
+    print_table(out, ("algorithm", "summary", "edit of", "changes"), listed())
 
 
 audit_command.add_to(app, out)
-episodes_command.add_to(app, out)
-export_command.add_to(app, out)
+runs_commands.add_to(app, out)
+rows_commands.add_to(app, out)
 ask_commands.add_to(app, out)
 look_command.add_to(app, out)
+compare_commands.add_to(app, out)
+export_command.add_to(app, out)
 
 
 @app.command()
@@ -264,7 +270,7 @@ def operators() -> None:
         record = signature.output_record
         writes = ", ".join(signature.outputs) if record is None else record.__name__
         rows.append((name, ", ".join(signature.ports), writes, point.value.partition(":")[0]))
-    _print_table(("operator", "reads", "writes", "from"), rows)
+    print_table(out, ("operator", "reads", "writes", "from"), rows)
 
 
 @app.command()
@@ -364,20 +370,6 @@ def _writer(to: Path, suffixes: Sequence[str]) -> Callable[[Any, str], None]:
             ) from error
 
     return write
-
-
-def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading == headings[0], overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    if not out.is_terminal:  # scripts need full names and lines
-        table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
-    out.print(table)
 
 
 def _quiet() -> None:

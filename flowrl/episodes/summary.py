@@ -1,4 +1,4 @@
-"""`summarize`: an episode as plain data, which a run writes and `flowrl episodes` shows."""
+"""`summarize`: an episode as plain data, which a run writes and `flowrl rows` shows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Node
-from flowrl.core.operators.explains import Explains, exact
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Cell
 from flowrl.core.operators.symbols import Edge
@@ -26,6 +25,7 @@ from flowrl.look.facts import Fact, GroupRow, fact_of, group_of
 from flowrl.look.replay import step_of
 from flowrl.look.sources import data_line
 from flowrl.look.step_reader import Recorded, StepReader
+from flowrl.operators.explains import Explains, exact
 from flowrl.run.recording.row_maps import axis_before, row_axis
 
 SHOWN = 6

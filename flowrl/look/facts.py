@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flowrl.core.graphs.graph import Node
-from flowrl.core.operators.explains import exact
 from flowrl.core.operators.symbols import Edge
 from flowrl.look.step_reader import StepReader
+from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column
 

@@ -22,17 +22,16 @@ from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.look import replay
 from flowrl.look.address import Address, address_of
+from flowrl.look.blame import Blame, blame
 from flowrl.look.derivation import Derivation, why
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
 from flowrl.look.what_if import WhatIf, what_if
-from flowrl.run.recording.recorder import TEXTS
+from flowrl.run.recording.recorder import TEXTS, steps_in
+from flowrl.run.recording.statistics import PASSED
 from flowrl.run.recording.tables import Column, read_columns
 from flowrl.run.training.lock import LOCK
 from flowrl.run.training.run_folder import SPANS
-
-PASSED = 0.5
-"""A row has solved its prompt if its score is above this."""
 
 
 class RecordedRun:
@@ -129,6 +128,12 @@ class RecordedRun:
     def recorded_steps(self) -> list[int]:
         """The steps whose columns are there."""
         return list(column_files(self.path))
+
+    @property
+    def row_steps(self) -> list[int]:
+        """The steps whose row summaries are there."""
+        spans = (steps_in(path) for path in row_files(self.path))
+        return sorted({step for first, last in spans for step in range(first, last + 1)})
 
     def state(self, step: int) -> Mapping[str, Any]:
         """The state cells before a step, by ``node.cell``."""
@@ -248,6 +253,11 @@ class RecordedRun:
         """
         return step_of(self, step)
 
+    def blame(self, metric: str, step: int | None = None, against: int | None = None) -> Blame:
+        """The rows that make a metric of a step, by default the newest, or its change since another step; see
+        `flowrl.look.blame.blame`."""
+        return blame(self, metric, step, against)
+
     # ---- columns
 
     def columns(self, step: int, edges: Sequence[Edge] | None = None) -> dict[Edge, Column]:
@@ -259,7 +269,7 @@ class RecordedRun:
         files = column_files(self.path)
         if step not in files:
             raise DataError(
-                f"The columns of step {step} of {self.path} are not recorded; those of {_listed(list(files))} are. "
+                f"The columns of step {step} of {self.path} are not recorded; those of {listed(list(files))} are. "
                 f"Record every step with Training(recording=Recording(columns='all')).",
                 code="look.not-recorded",
                 path=self.path,
@@ -357,7 +367,7 @@ class RecordedRun:
 
     def _no_rows(self, step: int | None) -> DataError:
         if step is None or step not in self.steps:
-            known = f"it has the steps {_listed(self.steps)}" if self.steps else "it has no finished step"
+            known = f"it has the steps {listed(self.steps)}" if self.steps else "it has no finished step"
         else:
             known = "it was written by an older flowrl, its graph samples no rows, or its recording stopped"
         return DataError(
@@ -395,8 +405,8 @@ def _is_held(lock: Path) -> bool:
     return True
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """``"1, 18 to 37"``."""
+def listed(numbers: Sequence[int]) -> str:
+    """Steps as text: ``"1, 18 to 37"``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

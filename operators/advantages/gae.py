@@ -24,10 +24,10 @@ from flowrl.columns import (
     Values,
 )
 from flowrl.core.operators.effects import Effect
-from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import has_holes, select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 
 _BLOCK = 32  # tokens per block of the scan
 
@@ -195,7 +195,7 @@ class GAE(Operator):
         return GAEOutput(*gae(token_level_rewards, values, response_mask, self.gamma, self.lam))
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         return explain_gae(row, inputs, outputs["advantages"], self.gamma, self.lam)
 
 
@@ -228,7 +228,7 @@ class DecoupledGAE(Operator):
         return GAEOutput(advantages, returns)
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         lam = self._lam(inputs["response_mask"])
         own = float(lam[row]) if isinstance(lam, Tensor) else lam
         return explain_gae(row, inputs, outputs["advantages"], self.gamma, own)
@@ -258,7 +258,7 @@ class ReturnToGo(Operator):
         return gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, self.gamma, 1.0)[0]
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         rewards, returns = inputs["token_level_rewards"][row], outputs["advantages"][row]
         on = tokens_on(inputs["response_mask"], row)
         if len(on) < 2:
@@ -292,7 +292,7 @@ class SubtractBaseline(Operator):
         return select(advantages - baseline.unsqueeze(-1), response_mask)
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         if not (on := tokens_on(inputs["response_mask"], row)):
             return ""
         before, baseline = exact(inputs["advantages"][row, on[0]]), exact(inputs["baseline"][row])
@@ -319,7 +319,7 @@ class Whiten(Operator):
         return whiten(advantages, response_mask, self.shift_mean)
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         on = tokens_on(mask := inputs["response_mask"], row)
         if not on:
             return ""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, Uid
 from flowrl.core.operators.effects import Effect
-from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks, select
+from flowrl.operators.explains import exact, tokens_on
 
 
 class Groups:
@@ -271,7 +271,7 @@ class _OfScores(GroupBaseline):
         raise NotImplementedError
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         mask = inputs["response_mask"]
         if not (on := tokens_on(mask, row)):
             return "no token on the mask, so it has no advantage"

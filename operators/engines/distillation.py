@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
@@ -18,6 +17,7 @@ from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import select
+from flowrl.operators.explains import exact, tokens_on
 from flowrl.protocols.heads import Head, HiddenStateScorer
 from flowrl.protocols.scorers import LogitScorer
 from flowrl.records import Sequences
@@ -106,7 +106,7 @@ class ReverseKL(Operator):
         return advantages
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         if not (on := tokens_on(inputs["response_mask"], row)):
             return ""
         token = max(on, key=lambda one: abs(float(outputs["advantages"][row, one])))

@@ -164,6 +164,7 @@ class Reward(Operator):
                     if errors == 0:
                         logger.warning("%s Its score is on_error=%s.", message, self.on_error)
                     errors += 1
+                    metrics.row(f"{self.log}/errors", prompts.row_id[row], 1.0)
                     scored = Scored(float(self.on_error), {})
                 scores[row] = scored.score
                 metrics.mean(f"{self.log}/mean", scored.score)

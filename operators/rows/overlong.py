@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 
 from flowrl.columns import ResponseMask, TokenLevelScores
-from flowrl.core.operators.explains import exact, tokens_on
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.operators.advantages.per_token import select_rewards
+from flowrl.operators.explains import exact, tokens_on
 
 
 class OverlongPenalty(Operator):
@@ -62,7 +62,7 @@ class OverlongPenalty(Operator):
         return scores + torch.where(last, change[:, None], 0.0)
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
-        """See `flowrl.core.operators.explains.Explains`."""
+        """See `flowrl.operators.explains.Explains`."""
         if not (on := tokens_on(inputs["response_mask"], row)):
             return ""
         before, after = (c["token_level_scores"][row, on[-1]] for c in (inputs, outputs))

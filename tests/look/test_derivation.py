@@ -16,12 +16,12 @@ from torch import Tensor
 import flowrl
 from flowrl import After, Operator, RecordedRun
 from flowrl.columns import Advantages, ResponseMask, Uid
-from flowrl.core.operators.explains import exact
 from flowrl.data.keys import Key
 from flowrl.graphs import grpo
 from flowrl.look.derivation import Derivation
 from flowrl.look.facts import Fact
 from flowrl.look.sources import data_line
+from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
 from tests.nightly import nightly_except
 from tests.support.errors import raises

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from flowrl.core.graphs.graph import Graph
@@ -22,6 +23,7 @@ from flowrl.errors import StorageError
 from flowrl.run.engine.result import StepResult
 from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
+from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
 from flowrl.run.recording.tables import Typed, is_recordable, write_columns
 from flowrl.run.training.rollout_log import logged_columns
@@ -43,6 +45,7 @@ class Recorder:
         seed: of the run.
         retained: whether the columns of a step, counted from 1, are retained whatever the ring drops.
         alarms: the steps that alarms point at, counted from 1.
+        everything: whether texts and columns are written now whatever the settings, because an alarm is on.
     """
 
     def __init__(
@@ -53,9 +56,10 @@ class Recorder:
         recording: Recording,
         retained: Callable[[int], bool],
         alarms: Callable[[], Collection[int]] = tuple,
+        everything: Callable[[], bool] = bool,
     ) -> None:
         self._folder, self._graph, self._recording = folder, graph, recording
-        self._retained, self._alarms = retained, alarms
+        self._retained, self._alarms, self._everything = retained, alarms, everything
         self._summaries, self._texts = RowSummaries(graph, seed), logged_columns(graph)
         self.stopped: StorageError | None = None
         self.rows = 0  # sampled in the newest step
@@ -65,9 +69,14 @@ class Recorder:
         needed = dict.fromkeys(self._summaries.needed)
         if self._of_texts(step):
             needed |= dict.fromkeys(self._texts.values())
-        if self._recording.wants_columns:
+        if self._of_columns:
             needed |= dict.fromkeys(self._recordable)
         return () if self.stopped else needed
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """By metric of `statistics`, the node that it is about."""
+        return sources(self._summaries.edges)
 
     def record(self, step: int, result: StepResult) -> pa.Table | None:
         """Write a step, counted from 0, and return its row summaries; None without rows, or if recording has stopped.
@@ -88,10 +97,19 @@ class Recorder:
                     self._compact(step + 1)
             if self._of_texts(step):
                 self._write_texts(step, columns)
-            if self._recording.wants_columns:
+            if self._of_columns:
                 self._write_columns(step, columns)
+            if self._recording.wants_columns:
                 self._prune(step + 1)
         return table
+
+    def summary(self, step: int) -> pa.Table | None:
+        """The row summaries of a recorded step, counted from 1; None if they are not there."""
+        for path in files_of(self._folder / ROWS):
+            first, last = steps_in(path)
+            if first <= step <= last:
+                return pq.read_table(path).filter(pc.field("step") == step)
+        return None
 
     def rewind(self, step: int) -> None:
         """Remove what was written of later steps than `step`, counted from 1."""
@@ -101,7 +119,7 @@ class Recorder:
                 if last > step and first <= step:
                     table = pq.read_table(path)
                     for number in range(first, step + 1):
-                        _write(self._path(ROWS, number), table.filter(pa.compute.field("step") == number))
+                        _write(self._path(ROWS, number), table.filter(pc.field("step") == number))
                 if last > step:
                     remove(path)
             for kind in (TEXTS, COLUMNS):
@@ -137,7 +155,12 @@ class Recorder:
         return [edge for edge, type in types if is_recordable(type)]  # type: ignore[arg-type]
 
     def _of_texts(self, step: int) -> bool:
-        return self._recording.texts is not None and (step + 1) % self._recording.texts == 0
+        every = self._recording.texts
+        return self._everything() or (every is not None and (step + 1) % every == 0)
+
+    @property
+    def _of_columns(self) -> bool:
+        return self._everything() or self._recording.wants_columns
 
     def _ran(self, edge: Edge, result: StepResult) -> bool:
         return edge.node in result.columns and edge.output in result.columns[edge.node].columns

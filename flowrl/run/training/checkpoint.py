@@ -148,9 +148,9 @@ def _seal(files: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 
 
-def refuse_no_checkpoints(graph: Graph, every: int) -> None:
-    """Refuse ``checkpoint_every`` for engines without checkpoints, and for states that JSON cannot represent."""
-    refuse_uncheckpointed(graph.trained, graph.bindings, f"checkpoint_every={every}", "leave checkpoint_every out")
+def refuse_no_checkpoints(graph: Graph, setting: str) -> None:
+    """Refuse a setting that writes checkpoints, for engines without them and states that JSON cannot represent."""
+    refuse_uncheckpointed(graph.trained, graph.bindings, setting, f"leave {setting.partition('=')[0]} out")
     for node in graph.nodes.values():
         for field, state in node.operator.states.items():
             check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -18,12 +19,16 @@ from flowrl.data.files import noting, writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import block, sparkline, table
+from flowrl.run.alarms.alarms import ALARMS, Alarms, Fired, refuse_to_continue
+from flowrl.run.alarms.history import History
+from flowrl.run.alarms.rule import Rule
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Timeline, idle
 from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.span_log import SpanLog
+from flowrl.run.recording.statistics import statistics
 from flowrl.run.reporting.reporter import Reporter
 from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints
@@ -37,6 +42,9 @@ from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
 from flowrl.run.validation.validating import Validating
 from flowrl.run.validation.validation import Validation
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +77,8 @@ class Settings(Protocol):
     def rollouts_every(self) -> int | None: ...
     @property
     def recording(self) -> Recording: ...
+    @property
+    def alarms(self) -> Sequence[Rule]: ...
     @property
     def resume(self) -> Resume: ...
     @property
@@ -134,7 +144,10 @@ class Loop:
         # here: pyarrow starts threads, so that no worker can be forked from a process that imported `Training`
         from flowrl.run.recording.recorder import Recorder
 
-        self.recorder = Recorder(folder.path, graph, training.seed, training.recording, self._has_checkpoint)
+        self.alarms = alarms = Alarms(training.alarms, str(folder.path))
+        recorded = self._has_checkpoint, lambda: alarms.steps, lambda: alarms.does("record")
+        self.recorder = Recorder(folder.path, graph, training.seed, training.recording, *recorded)
+        self.rows: pa.Table | None = None  # the summaries of the newest step
         self.spans = SpanLog(folder)
         self.totals = dict.fromkeys(("total/rows", "total/tokens", "total/seconds"), 0.0)
         self.reported_by: dict[str, str] = {}
@@ -181,12 +194,17 @@ class Loop:
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         self.recorder.rewind(state["step"])
         self.reports.earlier(self.metrics, self.validated)
+        self.rows = self.recorder.summary(state["step"])
+        self.reported_by |= (self.folder.before or {}).get("metrics", {})
+        self.alarms.resume(self._history(), [record["step"] for record in self.folder.records(ALARMS)])
         self.totals |= {key: self.metrics[-1][key] for key in self.totals if self.metrics and key in self.metrics[-1]}
         if self.validations.reached(self.validated):
             self.last = state["step"]
 
-    def _checkpoint(self, step: int) -> None:
-        if not self._has_checkpoint(step) and (self.training.checkpoint_every is None or not self.ending.received):
+    def _checkpoint(self, step: int, fired: Sequence[Fired]) -> None:
+        actions = {action for _, action in fired}
+        ends = self.training.checkpoint_every is not None and (self.ending.received or "stop" in actions)
+        if not (self._has_checkpoint(step) or ends or "checkpoint" in actions):
             return
         self.steps.drain()
         state = {
@@ -237,7 +255,9 @@ class Loop:
                 rows = [{"step": step + 1, **row} for row in rollout_records(self.logged_columns, result.columns)]
                 self.folder.append("rollouts.jsonl", rows)
             self._validate(step + 1)
-            self._checkpoint(step + 1)
+            fired = self._alarm()
+            self._checkpoint(step + 1, fired)
+            refuse_to_continue(fired, self.folder.path)
             if step + 1 == self.last:
                 break
             self.ending.end_after(step + 1, self.folder.path)
@@ -251,10 +271,10 @@ class Loop:
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         """Write what a step leaves: its rows first, so that every step with metrics has them."""
         began = time.time()
-        rows = self.recorder.record(step, result)
+        self.rows = rows = self.recorder.record(step, result)
         self.steps.timeline.add("record", "this process", began, time.time(), kind="record")
         recording = {"timing/record": time.time() - began}
-        computed = result.metrics.compute()
+        computed = ({} if rows is None else statistics(rows)) | result.metrics.compute()
         self.totals["total/seconds"] += seconds
         self.totals["total/rows"] += self.recorder.rows
         self.totals["total/tokens"] += computed.get("response_length/total", 0.0)
@@ -268,8 +288,10 @@ class Loop:
         self.seconds.append(result.seconds)
         self.makespans.append(seconds)
         self.folder.append("metrics.jsonl", [metrics])
-        if result.reported_by.keys() - self.reported_by.keys():
-            self.reported_by |= result.reported_by
+        of_rows = {key: node for key, node in self.recorder.sources.items() if key in computed}
+        reported_by = {**of_rows, **result.reported_by}
+        if reported_by.keys() - self.reported_by.keys():
+            self.reported_by |= reported_by
             self.folder.describe({"metrics": self.reported_by})
         self.spans.write("steps", self.steps.timeline.spans)
         self.reports.step(step + 1, metrics)
@@ -285,6 +307,19 @@ class Loop:
             if validated.reached:
                 self.last = step
         self.spans.write("validations", self.validations.spans)
+
+    def _alarm(self) -> list[Fired]:
+        """The alarms that fire after the newest step, which are written and logged."""
+        fired = list(self.alarms.after(self._history()))
+        self.folder.append(ALARMS, [dataclasses.asdict(alarm) for alarm, _ in fired])
+        for alarm, _ in fired:
+            logger.warning("%s", alarm)
+            self.reports.alarm(alarm)
+        return fired
+
+    def _history(self) -> History:
+        facts = {"stopped": self.recorder.stopped, "free": shutil.disk_usage(self.folder.path).free}
+        return History(self.metrics, self.validated, self.rows, self.reported_by, facts)
 
     def _columns_due(self, step: int) -> Collection[Edge]:
         """The columns that are written of a step."""

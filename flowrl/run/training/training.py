@@ -23,6 +23,8 @@ from flowrl.draw.notebook import job_html
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
 from flowrl.protocols.protocols import Trainer
+from flowrl.run.alarms.defaults import DEFAULT
+from flowrl.run.alarms.rule import Check, Rule
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.recording.recording import Recording
@@ -74,6 +76,7 @@ class Training(Spec):
         rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
             none.
         recording: what the run writes of its rows besides their summaries.
+        alarms: rules that are evaluated after every step, and functions as such rules; see `flowrl.run.alarms.rule`.
         costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
             the measured seconds. None predicts nothing.
 
@@ -99,6 +102,7 @@ class Training(Spec):
     accept: tuple[Accepted, ...] = ()
     rollouts_every: int | None = Field(default=None, ge=1)
     recording: Recording = Recording()
+    alarms: tuple[Rule, ...] = DEFAULT
     costs: str | None = None
 
     @field_validator("job", mode="before")
@@ -108,6 +112,14 @@ class Training(Spec):
             roles = ", ".join(f"{role}=..." for role in job.roles())
             raise ValueError(f"this is a graph; pass a job: graph.bind({roles})")
         return job
+
+    @field_validator("alarms", mode="before")
+    @classmethod
+    def _rules_of_functions(cls, alarms: Any) -> Any:
+        """Functions as rules."""
+        if not isinstance(alarms, list | tuple):
+            raise ValueError("pass a tuple of rules, such as (*DEFAULT, Above('kl/ref', 1.0))")
+        return tuple(Check(one) if callable(one) and not isinstance(one, Rule) else one for one in alarms)
 
     @field_validator("data", mode="before")
     @classmethod
@@ -174,7 +186,9 @@ class Training(Spec):
             for source in sources.values():
                 source.refuse_missing()
         if self.checkpoint_every is not None:
-            refuse_no_checkpoints(graph, self.checkpoint_every)
+            refuse_no_checkpoints(graph, f"checkpoint_every={self.checkpoint_every}")
+        if any(rule.action == "checkpoint" for rule in self.alarms):
+            refuse_no_checkpoints(graph, "an alarm with action='checkpoint'")
 
     def refuse_unfit_data(self) -> None:
         """Read and tokenize all data, as the run does when its models are loaded.

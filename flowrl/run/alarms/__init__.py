@@ -1,0 +1,1 @@
+"""Alarms of a run: rules over its metrics and rows, evaluated after every step."""
