@@ -38,7 +38,7 @@ class Api:
         if view == "runs":
             return [_head(run) for run in self.named.values()]
         if view == "compare":
-            return comparison(self.named[asked["run"]], self.named[asked["other"]])
+            return comparison(list(self.named.values()))
         return _VIEWS[view](self.named[asked["run"]], asked)
 
     def warm_up(self) -> None:

@@ -1,7 +1,7 @@
 // Now: the graph with the numbers of a step, what runs, alarms, the time left and the newest rows.
 
 import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
-import { Spark } from "./charts.js";
+import { Spark, parsedSvg } from "./charts.js";
 import { linked, usePoll, useView } from "./data.js";
 import { bytes, line, number, percent, seconds, short } from "./format.js";
 
@@ -34,11 +34,9 @@ function Drawing({ graph, now, chosen, onPick }) {
   const picked = useRef();
   picked.current = onPick;
   useLayoutEffect(() => {
-    const svg = new DOMParser().parseFromString(graph.svg, "image/svg+xml").documentElement;
+    const svg = parsedSvg(graph.svg);
     for (const group of svg.querySelectorAll("g[data-node]")) prepare(svg, group);
-    svg.removeAttribute("width");
-    svg.removeAttribute("height");
-    box.current.replaceChildren(document.importNode(svg, true));
+    box.current.replaceChildren(svg);
     for (const group of box.current.querySelectorAll("g[data-node]")) {
       group.addEventListener("click", () => picked.current(group.dataset.node));
       group.addEventListener("keydown", (e) => (e.key === "Enter" || e.key === " ") && (e.preventDefault(), picked.current(group.dataset.node)));
