@@ -102,7 +102,7 @@ def _print(out: Console, found: Comparison, count: int) -> None:
         out.print(f"{side.name}: {', '.join(str(run.path) for run in side.runs)}", markup=False)
     out.print(f"Basis: {found.basis}.\n", markup=False)
     drawn = found.graphs is not None  # then the diff of the graphs shows nodes and wires
-    values = {name: some for name, some in found.differences.items() if not (drawn and _of_graph(found, name))}
+    values = {name: some for name, some in found.differences.items() if not (drawn and found.is_of_graph(name))}
     if values:
         print_table(out, ("parameter", *names), ([name, *map(_value, some)] for name, some in values.items()))
     if found.graphs is not None and str(found.graphs).strip():
@@ -144,15 +144,6 @@ def _print_held_out(out: Console, found: Comparison, count: int) -> None:
         )
         for name, score, response in zip((first, second), (pair.before, pair.after), pair.responses, strict=True):
             out.print(f"    {name} {score:.2f}: {printable(excerpt(response, 100))}", markup=False)
-
-
-def _of_graph(found: Comparison, name: str) -> bool:
-    """Whether a parameter is a wire, or of a node or role that a side lacks."""
-    owner = f"{name.partition('.')[0]}.type"
-    lacks = any(owner in side.parameters for side in found.sides) and not all(
-        owner in side.parameters for side in found.sides
-    )
-    return lacks or ".inputs." in name
 
 
 def _value(value: Any) -> str:

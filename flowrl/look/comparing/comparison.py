@@ -74,6 +74,12 @@ class Comparison:
         values = {name: tuple(side.parameters.get(name) for side in self.sides) for name in names}
         return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
 
+    def is_of_graph(self, name: str) -> bool:
+        """Whether a parameter is a wire, or of a node or role that a side lacks, which the diff of the graphs shows."""
+        owner = f"{name.partition('.')[0]}.type"
+        having = [owner in side.parameters for side in self.sides]
+        return (any(having) and not all(having)) or ".inputs." in name
+
     @cached_property
     def graphs(self) -> Diff | None:
         """The diff of the graphs of the first two sides; None if a graph cannot be read without importing its code."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.errors import DataError
 from flowrl.look.page.views.comparisons import comparison
 from flowrl.look.page.views.descriptions import description
 from flowrl.look.page.views.graphs import graph_view
 from flowrl.look.page.views.metrics import metrics
 from flowrl.look.page.views.now import now
 from flowrl.look.page.views.prompts import prompt, prompts
-from flowrl.look.page.views.rows import row, rows
+from flowrl.look.page.views.rows import replay, row, rows, why
 from flowrl.look.page.views.times import times
 from flowrl.look.page.watched import WatchedRun
 
@@ -39,7 +38,7 @@ class Api:
         if view == "runs":
             return [_head(run) for run in self.named.values()]
         if view == "compare":
-            return comparison(self.named[asked["run"]], self.named[asked["other"]])
+            return comparison(list(self.named.values()))
         return _VIEWS[view](self.named[asked["run"]], asked)
 
     def warm_up(self) -> None:
@@ -63,14 +62,11 @@ def _head(run: WatchedRun) -> dict[str, Any]:
 
 
 def _graph(run: WatchedRun, asked: Asked) -> dict[str, Any]:
-    if run.graph is None:
-        raise DataError(
-            f"The graph in {run.path / 'run.json'} cannot be read. Restore the file from a copy, or pass --import if "
-            f"the graph names code of yours.",
-            code="run.damaged",
-            path=run.path / "run.json",
-        )
-    return graph_view(run.graph, run.reporters)
+    graph = run.graph
+    if run.graph_problem is not None:
+        raise run.graph_problem
+    assert graph is not None
+    return graph_view(graph, run.reporters)
 
 
 def _number(asked: Asked, name: str) -> int | None:
@@ -85,6 +81,8 @@ _VIEWS: dict[str, Callable[[WatchedRun, Asked], Any]] = {
     "row": lambda run, asked: row(run, int(asked["step"]), asked["row"]),
     "prompts": lambda run, asked: prompts(run, asked.get("of")),
     "prompt": lambda run, asked: prompt(run, asked["prompt"], asked["of"]),
+    "why": lambda run, asked: why(run, asked["address"]),
+    "replay": lambda run, asked: replay(run, int(asked["step"])),
     "time": lambda run, asked: times(run, int(asked["step"])),
     "run": lambda run, asked: description(run),
 }

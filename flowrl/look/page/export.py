@@ -61,11 +61,13 @@ def _answers(api: Api, rows: bool, steps: dict[str, list[int]]) -> Iterator[tupl
     """All answers, the most important first."""
     names = list(api.named)
     yield from _asked(api, [("runs", {})])
+    for view, asked, answer in _asked(api, [("compare", {})] if len(names) > 1 else []):
+        held_out = answer["held_out"] and {**answer["held_out"], "changed": []}
+        yield view, asked, answer if rows else {**answer, "held_out": held_out}
     for name in names:
         views: list[str] = ["graph", "metrics", "run", *(["prompts"] if rows else [])]
         yield from _asked(api, [(view, {"run": name}) for view in views])
         yield from _asked(api, [("now", {"run": name})], rows)
-        yield from _asked(api, [("compare", {"run": name, "other": other}) for other in names if other != name])
         steps[name] = list(islice(_important(api, name), STEPS))
     for name, step in _in_turn({name: [(name, step) for step in steps[name]] for name in names}):
         at = {"run": name, "step": step}

@@ -75,7 +75,7 @@ def application(api: Api, token: str, port: int) -> Any:
         try:
             found, status = api.answer(request.path_params["view"], dict(request.query_params)), 200
         except FlowrlError as error:
-            found, status = {"error": str(error)}, 409
+            found, status = {"error": str(error)}, 200  # an answer that says why there is none
         except (LookupError, ValueError) as error:
             found, status = {"error": f"There is no such view: {error}"}, 404
         return Response(dumps(found), status, HEADERS, "application/json")

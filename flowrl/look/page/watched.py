@@ -110,6 +110,7 @@ class WatchedRun:
         self._by_step: dict[int, list[Record]] = {}
         self._counted = 0, 0
         self._recent: dict[tuple[int, int], StepRows] = {}
+        self.graph_problem: FlowrlError | None = None
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -138,11 +139,17 @@ class WatchedRun:
 
     @cached_property
     def graph(self) -> Graph | None:
-        """The graph; None if it cannot be read."""
+        """The graph; None if it cannot be read, for the reason that `graph_problem` is then."""
         try:
             return self.run.graph
-        except (FlowrlError, LookupError):
-            return None
+        except FlowrlError as error:
+            self.graph_problem = error
+        except LookupError:
+            path = self.path / "run.json"
+            self.graph_problem = DataError(
+                f"{path} has no graph. Restore it from a copy.", code="run.damaged", path=path
+            )
+        return None
 
     @cached_property
     def decode(self) -> Callable[[Sequence[int]], str] | None:

@@ -30,7 +30,7 @@ from tests.look.page.pages import api_of, asked, written
 from tests.support.jobs import job_of
 from tests.support.kernel import exact
 from tests.support.runs import lines, train
-from tests.support.written_run import SECONDS
+from tests.support.written_run import SECONDS, WrittenRun
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,8 @@ class TestRows:
         assert dict(found["numbers"])["kl"] == pytest.approx(rows[3]["kl"], rel=1e-5)
         assert [one["row_id"] for one in found["group"]] == [r["row_id"] for r in rows if r["uid"] == rows[3]["uid"]]
         assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
-        assert found["address"] == f"5[{rows[3]['row_id']}]" and "columns='all'" in found["note"]
+        assert found["address"] == f"5/group_advantage.advantages[{rows[3]['row_id']}]"
+        assert "columns='all'" in found["note"]
 
 
 class TestTokens:
@@ -195,6 +196,15 @@ class TestTokens:
         assert pieces([1, 2, 3, 4, 5], decode) == ["a", "€", "", "", "b"]
         assert "".join(pieces([1, 2, 3], decode)) == "a" + decode([2, 3])
         assert pieces([7, 8], None) == ["7 ", "8 "]
+
+
+class TestWhy:
+    def test_why_and_replay_are_those_of_the_run(self, trained: Path) -> None:
+        api, run, row = api_of(trained), flowrl.open(trained), rows_of(trained, 2)[0]
+        address = asked(api, "row", run="trained", step=2, row=row["row_id"])["address"]
+        assert address == f"2/group_advantage.advantages[{row['row_id']}]"
+        assert asked(api, "why", run="trained", address=address)["text"] == str(run.why(address))
+        assert "group_advantage  same bits" in asked(api, "replay", run="trained", step=2)["text"]
 
 
 class TestPrompts:
@@ -336,3 +346,32 @@ def test_every_view_answers_for_an_algorithm(algorithm: str, tiny: str, prompts_
     tokens = asked(api, "row", run="run", step=2, row=row)["tokens"]
     assert {"advantage", "log p"} <= set(tokens["columns"])
     assert len({len(column["values"]) for column in tokens["columns"].values()} | {len(tokens["text"])}) == 1
+
+
+class TestCompare:
+    def test_sides_parameters_and_held_out_answers(self, tmp_path: Path) -> None:
+        folders = [written(tmp_path / name, steps=6, seed=seed) for name, seed in (("a", 0), ("b", 1), ("c", 2))]
+        for folder in folders[2:]:
+            described = json.loads((folder / "run.json").read_text())
+            described["graph"]["nodes"]["repeat"]["operator"]["n"] = 8
+            (folder / "run.json").write_text(json.dumps(described))
+        found = asked(api_of(*folders), "compare")
+        assert [side["runs"] for side in found["sides"]] == [["a", "b"], ["c"]]
+        tables = {table["title"].partition(",")[0]: table["rows"] for table in found["tables"]}
+        assert ["repeat.n", "4", "8"] in tables["Parameters that differ"] and "not two methods" in found["basis"]
+        mine = flowrl.compare(folders)
+        assert tables["Final values"][0][:2] == [
+            "reward/mean",
+            pytest.approx(np.mean(mine.sides[0].final("reward/mean")), rel=1e-5),
+        ]
+        assert found["held_out"]["count"] == len(mine.held_out.changed) and found["diff"] is None
+
+    def test_graphs_that_differ_in_nodes_are_drawn(self, tmp_path: Path) -> None:
+        plain = written(tmp_path / "plain", steps=1)
+        (tmp_path / "edited").mkdir()
+        graph = grpo(exact, n=4).edit(drop=["mismatch"])
+        edited = WrittenRun(graph, tmp_path / "edited", steps=1).write()
+        found = asked(api_of(plain, edited), "compare")
+        assert ">removed</text>" in found["diff"]
+        names = [row[0] for row in found["tables"][0]["rows"]]
+        assert not [name for name in names if name.startswith("mismatch")]

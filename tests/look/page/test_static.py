@@ -44,10 +44,10 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_text() -> 
 
 def test_every_color_of_the_drawing_has_one_on_a_dark_page() -> None:
     dark = (STATIC / "style.css").read_text().partition("/* the drawing of the graph, dark")[2]
-    boxes = [colors(role) for role in (None, *range(6))]
+    boxes = [colors(role, mark) for role in (None, *range(6)) for mark in ("", "added", "removed", "changed")]
     drawn = {(kind, color) for fill, line in boxes for kind, color in (("fill", fill), ("stroke", line))}
     drawn |= {("fill", INK), ("fill", "#ffffff")}
-    drawn |= {(kind, STROKES[arrow]) for kind in ("fill", "stroke") for arrow in ("data", "state", "back")}
+    drawn |= {(kind, STROKES[arrow]) for kind in ("fill", "stroke") for arrow in STROKES}
     assert [color for color in sorted(drawn) if f'[{color[0]}="{color[1]}"]' not in dark] == []
 
 

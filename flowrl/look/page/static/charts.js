@@ -129,4 +129,12 @@ function shade(value, low, high) {
   return `s${Math.min(4, Math.max(0, Math.round(4 * share)))}`;
 }
 
-export { Curves, SERIES, Spark, shade };
+/** A drawing of flowrl.draw as an element that fills its place. */
+function parsedSvg(text) {
+  const svg = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+  svg.removeAttribute("width");
+  svg.removeAttribute("height");
+  return document.importNode(svg, true);
+}
+
+export { Curves, SERIES, Spark, parsedSvg, shade };

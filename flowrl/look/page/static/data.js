@@ -31,14 +31,14 @@ async function get(view, asked = {}) {
   }
   const response = await fetch(`api/${at}`);
   const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error);
+  if (answer.error) throw new Error(answer.error);
   return answer;
 }
 
 /** The answer to a view, the previous one until it is here; `again` (a number that changes) asks once more. */
 function useView(view, asked, again = 0) {
   const [state, set] = useState({});
-  const at = view && address(view, asked);
+  const at = view ? address(view, asked) : null;
   useEffect(() => {
     if (!at) return undefined;
     let wanted = true;

@@ -1,7 +1,7 @@
 // Now: the graph with the numbers of a step, what runs, alarms, the time left and the newest rows.
 
 import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
-import { Spark } from "./charts.js";
+import { Spark, parsedSvg } from "./charts.js";
 import { linked, usePoll, useView } from "./data.js";
 import { bytes, line, number, percent, seconds, short } from "./format.js";
 
@@ -17,7 +17,7 @@ function Now({ at, go, run, metrics, graph, failure, step, steps, last, followin
     <section class="card drawing">
       ${graph?.svg
         ? html`<${Drawing} graph=${graph} now=${now} chosen=${at.node} onPick=${(name) => go({ node: name === at.node ? undefined : name })} />`
-        : failure && html`<p class="hint">${failure}</p>`}
+        : failure && html`<${NodeTable} failure=${failure} nodes=${now?.nodes ?? {}} />`}
     </section>
     <aside>
       ${node
@@ -34,11 +34,9 @@ function Drawing({ graph, now, chosen, onPick }) {
   const picked = useRef();
   picked.current = onPick;
   useLayoutEffect(() => {
-    const svg = new DOMParser().parseFromString(graph.svg, "image/svg+xml").documentElement;
+    const svg = parsedSvg(graph.svg);
     for (const group of svg.querySelectorAll("g[data-node]")) prepare(svg, group);
-    svg.removeAttribute("width");
-    svg.removeAttribute("height");
-    box.current.replaceChildren(document.importNode(svg, true));
+    box.current.replaceChildren(svg);
     for (const group of box.current.querySelectorAll("g[data-node]")) {
       group.addEventListener("click", () => picked.current(group.dataset.node));
       group.addEventListener("keydown", (e) => (e.key === "Enter" || e.key === " ") && (e.preventDefault(), picked.current(group.dataset.node)));
@@ -99,6 +97,19 @@ function outline(shape) {
   const [xs, ys] = [points.map(([x]) => x), points.map(([, y]) => y)];
   const [x, y] = [Math.min(...xs), Math.min(...ys)];
   return { x, y, width: Math.max(...xs) - x, height: Math.max(...ys) - y };
+}
+
+/** The numbers of the nodes where the graph cannot be drawn. */
+function NodeTable({ failure, nodes }) {
+  return html`<div class="scroll">
+    <p class="hint pad">${failure}</p>
+    <table>
+      <thead><tr><th class="text">node</th><th class="n">rows</th><th class="n">seconds</th><th class="n">share</th><th class="n">number</th></tr></thead>
+      <tbody>
+        ${Object.entries(nodes).map(([name, node]) => html`<tr><td class="text">${name}</td><td class="n">${number(node.rows)}</td><td class="n">${seconds(node.seconds)}</td><td class="n">${percent(node.share)}</td><td class="n">${node.key ? `${short(node.key)} ${number(node.value)}` : ""}</td></tr>`)}
+      </tbody>
+    </table>
+  </div>`;
 }
 
 function Progress({ run, now }) {

@@ -1,7 +1,7 @@
 // One row: the conversation with its tokens in color, its numbers, its group, and why it was trained on as it was.
 
 import { html, useMemo, useState } from "./vendor/htm-preact.js";
-import { useView } from "./data.js";
+import { live, useView } from "./data.js";
 import { line, number, signed } from "./format.js";
 
 function Row({ run, step, id, at, go }) {
@@ -125,16 +125,17 @@ function Siblings({ answer, go }) {
   </section>`;
 }
 
-/** How the row's advantage came about, on request. */
+/** Where the row's advantage comes from, and what of its step replays with the same bits: on request. */
 function Why({ run, answer }) {
-  const [asked, ask] = useState(null);
-  const view = useView(asked === answer.address ? "why" : null, { run: run.name, address: answer.address });
-  if (!answer.address) return null;
+  const [asked, ask] = useState({});
+  const mine = asked.of === `${answer.step} ${answer.row_id}` ? asked.view : null;
+  const parameters = { why: { address: answer.address }, replay: { step: answer.step } }[mine];
+  const { answer: found, error, current } = useView(mine, { run: run.name, ...parameters });
+  const button = (view, title) => html`<button aria-pressed=${mine === view} onClick=${() => ask({ of: `${answer.step} ${answer.row_id}`, view })}>${title}</button>`;
   return html`<section class="why">
-    <h3>Why ${asked !== answer.address && html`<button onClick=${() => ask(answer.address)}>explain ${answer.address}</button>`}</h3>
-    ${view.answer && asked === answer.address && html`<pre>${view.answer.text}</pre>`}
-    ${view.error && html`<p class="hint">${view.error}</p>`}
-    <p class="hint">In a shell: ${answer.commands.map((command) => html`<code>${command}</code>`)}</p>
+    ${live && html`<div class="bar">${answer.address && button("why", "Why this advantage")}${button("replay", `Replay step ${answer.step}`)}</div>`}
+    ${mine && (current ? html`<pre>${found?.text ?? error}</pre>` : html`<p class="hint">Computing …</p>`)}
+    <p class="hint">${answer.commands.map((command) => html`<code>${command}</code>`)}</p>
   </section>`;
 }
 

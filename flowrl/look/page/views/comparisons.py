@@ -1,65 +1,99 @@
-"""Two runs side by side, as tables: what differs between them, and what came of it."""
+"""All runs of the page against each other: what their configurations differ in, and what came of it."""
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from flowrl.look.page.plain import short
+from flowrl.draw.svg import svg
+from flowrl.look.compare import compare
+from flowrl.look.comparison import NEWEST, Comparison
+from flowrl.look.page.plain import as_text, prompt_text, short
 from flowrl.look.page.watched import WatchedRun
+from flowrl.look.paired import Paired
 
-NEWEST = 5
-"""Steps whose mean is shown of a metric."""
+METRICS = ("reward/mean", "kl/ref", "actor/entropy", "response_length/mean", "actor/grad_norm")
+CHANGED = 50
+"""The most prompts that are shown of those that changed sides."""
 
 
-def comparison(run: WatchedRun, other: WatchedRun) -> dict[str, Any]:
-    """Tables of parameters that differ, of the newest metrics, and of seconds."""
-    parameters = [dict(_flat(one.description)) for one in (run, other)]
-    names = dict.fromkeys(name for found in parameters for name in found)
-    differing = [[name, *(found.get(name) for found in parameters)] for name in names]
-    columns = ["", run.name, other.name]
+def comparison(runs: Sequence[WatchedRun]) -> dict[str, Any]:
+    """The configurations, by the runs of each; tables; the diff of their graphs, drawn; and paired held-out answers."""
+    found = compare([run.run for run in runs])
+    names = {str(run.path): run.name for run in runs}
+    columns = ["", *(side.name for side in found.sides)]
+    diff = found.graphs
+    drawn = diff is not None and bool(diff.added or diff.removed or diff.pruned or diff.renamed)
+    parameters = [
+        [name, *map(_text, values)]
+        for name, values in found.differences.items()
+        if not (drawn and found.is_of_graph(name))
+    ]
+    finals = _finals(found)
+    alarms = [["alarms", *(sum(len(run.alarms) for run in side.runs) for side in found.sides)]]
     return {
-        "basis": [
-            "One run a side: this compares two checkpoints, not two methods.",
-            f"Metrics are means of the newest {NEWEST} steps or of the newest validation.",
-        ],
+        "basis": found.basis,
+        "sides": [{"name": side.name, "runs": [names[str(run.path)] for run in side.runs]} for side in found.sides],
+        "diff": svg(diff) if drawn and diff is not None else None,
         "tables": [
+            {"title": "Parameters that differ", "columns": columns, "rows": parameters, "empty": "None."},
             {
-                "title": "Parameters that differ",
-                "columns": columns,
-                "rows": [[str(cell) for cell in row] for row in differing if row[1] != row[2]],
-                "empty": "Nothing but the seed and the folder can differ: all parameters are equal.",
+                "title": f"Final values, means of {NEWEST} steps",
+                "columns": [*columns, "difference (95 %)"][: len(finals[0]) if finals else None],
+                "rows": finals,
+                "empty": "No step is done.",
             },
-            {"title": "Metrics", "columns": columns, "rows": _means(run, other), "empty": "No step is done."},
+            {"title": "Median seconds", "columns": columns, "rows": _seconds(found), "empty": "No step is done."},
+            {"title": "Alarms", "columns": columns, "rows": alarms, "empty": ""},
         ],
+        "held_out": None if found.held_out is None else _held_out(found.held_out, columns[1:3]),
     }
 
 
-def _flat(described: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    graph = described.get("graph") or {}
-    for part in (graph.get("nodes"), graph.get("bindings"), {"training": described.get("training")}):
-        yield from _leaves(part or {}, "")
+def _text(value: Any) -> str:
+    """A parameter: classes of flowrl by their names, and of digests as much as tells them apart."""
+    text = "none" if value is None else str(value)
+    name = re.sub(r"^flowrl\.[\w.]+:(\w+)$", r"\1", text)
+    return name[:12] if re.fullmatch("[0-9a-f]{32}", name) else name
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The values in nested data, by dotted name."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            part = "" if key in ("operator", "$type") else key
-            yield from _leaves(item, ".".join(filter(None, (name, part))))
-    else:
-        yield name, str(value) if isinstance(value, list | Mapping) else value
+def _finals(found: Comparison) -> list[list[Any]]:
+    """The values of each side, and from enough runs the difference with its interval."""
+    intervals = {metric: found.interval(metric) for metric in METRICS}
+    rows = []
+    for metric, interval in intervals.items():
+        values = [side.final(metric) for side in found.sides]
+        if any(values):
+            row = [metric, *(short(statistics.fmean(some)) if some else None for some in values)]
+            if any(intervals.values()):
+                row.append("" if interval is None else "{:+.4g} ({:.4g} to {:.4g})".format(*interval))
+            rows.append(row)
+    return rows
 
 
-def _means(run: WatchedRun, other: WatchedRun) -> list[list[Any]]:
-    found = []
-    for lines, newest in (
-        ([one.validations for one in (run, other)], 1),
-        ([one.training for one in (run, other)], NEWEST),
-    ):
-        keys = dict.fromkeys(key for mine in lines for line in mine for key in line)
-        for key in (key for key in keys if key not in ("step", "time") and not key.startswith("total/")):
-            values = [[v for line in mine if (v := line.get(key)) is not None][-newest:] for mine in lines]
-            found.append([key, *(short(statistics.fmean(some)) if some else None for some in values)])
-    return found
+def _seconds(found: Comparison) -> list[list[Any]]:
+    seconds = [side.seconds() for side in found.sides]
+    nodes = dict.fromkeys(node for side in seconds for node in sorted(side, key=lambda node: -side[node]))
+    return [[node, *(short(side.get(node)) for side in seconds)] for node in nodes if node != "waiting_share"]
+
+
+def _held_out(paired: Paired, sides: Sequence[str]) -> dict[str, Any]:
+    first, second = sides
+    alone = f" {paired.alone} prompts are of one side only and left out." if paired.alone else ""
+    return {
+        "text": f"{paired.validation}, {len(paired.pairs)} prompts, {first} after {paired.steps[0]} steps and {second} "
+        f"after {paired.steps[1]}: {second} is better on {paired.better}, worse on {paired.worse}, equal on "
+        f"{paired.equal}; sign test p = {paired.p:.3g}.{alone}",
+        "count": len(paired.changed),
+        "changed": [
+            {
+                "prompt": prompt_text(pair.prompt),
+                "ground_truth": None if pair.ground_truth is None else as_text(pair.ground_truth),
+                "scores": [short(pair.before), short(pair.after)],
+                "responses": [text[:2000] for text in pair.responses],
+            }
+            for pair in paired.changed[:CHANGED]
+        ],
+    }

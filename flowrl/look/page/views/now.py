@@ -11,6 +11,8 @@ from flowrl.look.page.plain import prompt_text, short
 from flowrl.look.page.views.graphs import badge
 from flowrl.look.page.watched import WatchedRun
 
+NOT_NODES = ("timing/step", "timing/waiting_share")
+"""Timings that are not the seconds of a node or a wait."""
 NEWEST = 16
 """Rows beside the graph."""
 
@@ -60,7 +62,7 @@ def _nodes(run: WatchedRun, line: Mapping[str, Any], running: Sequence[str]) -> 
     found: dict[str, dict[str, Any]] = {}
     total = line.get("timing/step")
     for key, value in line.items():
-        if key.startswith("timing/") and key != "timing/step" and value is not None:
+        if key.startswith("timing/") and key not in NOT_NODES and value is not None:
             found[key[7:]] = {"seconds": short(value), "share": short(value / total) if total else None}
     for span in run.spans(line["step"]) if line else ():
         node = found.setdefault(span["name"], {})

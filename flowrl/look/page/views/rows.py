@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from flowrl.errors import DataError
 from flowrl.look.page.plain import as_text, content, messages_of, prompt_text, short, shortened
 from flowrl.look.page.views.tokens import row_tokens
 from flowrl.look.page.watched import StepRows, WatchedRun
+from flowrl.run.recording.summaries import RowSummaries
 
 CHARACTERS = 1_000_000
 """The most characters of responses in one answer; longer ones are cut alike."""
@@ -77,7 +79,7 @@ def row(run: WatchedRun, step: int, row_id: str) -> dict[str, Any]:
     except DataError as error:
         note = str(error)
     group = [one for one in of.rows.values() if one.get("uid") == found.get("uid")] if found.get("uid") else [found]
-    address = f"{step}[{row_id}]"
+    address = _explained(run, step, row_id)
     skipped = {"row_id", "step", "row", "uid"}
     return {
         "row_id": row_id,
@@ -97,8 +99,28 @@ def row(run: WatchedRun, step: int, row_id: str) -> dict[str, Any]:
             }
             for one in group
         ],
-        "commands": [f"flowrl why {run.path}@{address}", f"flowrl replay {run.path} --step {step}"],
+        "commands": [
+            *([] if address is None else [shlex.join(["flowrl", "why", str(run.path), address])]),
+            shlex.join(["flowrl", "replay", str(run.path), f"--step={step}"]),
+        ],
     }
+
+
+def _explained(run: WatchedRun, step: int, row_id: str) -> str | None:
+    """The address of the row's advantage, or of its score, which `why` follows back."""
+    edges = {} if run.graph is None else RowSummaries(run.graph, 0).edges
+    edge = edges.get("advantage") or edges.get("score")
+    return None if edge is None else f"{step}/{edge}[{row_id}]"
+
+
+def why(run: WatchedRun, address: str) -> dict[str, str]:
+    """Where a number comes from, as text."""
+    return {"text": str(run.run.why(address))}
+
+
+def replay(run: WatchedRun, step: int) -> dict[str, str]:
+    """Which nodes of a step replay with the same bits, as text."""
+    return {"text": str(run.run.replay(step))}
 
 
 def _conversation(text: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.draw.picture import picture
 from flowrl.look.page.plain import short
 from flowrl.look.page.views.graphs import role_colors
+from flowrl.look.page.views.now import NOT_NODES
 from flowrl.look.page.watched import WatchedRun
 from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
 
@@ -80,7 +81,7 @@ def _costs(run: WatchedRun, colors: dict[str, int], several: bool) -> tuple[list
     lines = run.training
     total = sum(line["timing/step"] for line in lines)
     names = dict.fromkeys(
-        key[7:] for line in lines for key in line if key.startswith("timing/") and key != "timing/step"
+        key[7:] for line in lines for key in line if key.startswith("timing/") and key not in NOT_NODES
     )
     seconds = {
         name: [line[f"timing/{name}"] for line in lines if line.get(f"timing/{name}") is not None] for name in names
