@@ -67,7 +67,7 @@ function Small({ name, node, color, shown, metrics, x, step, onPick }) {
     seen.observe(box.current);
     return () => seen.disconnect();
   }, []);
-  const { axis, lines, marks, dots } = useMemo(() => series(name, shown, metrics, x, step), [name, shown.map((one) => one.name).join(), metrics, x, step]);
+  const { axis, lines, marks, dots } = useMemo(() => series(name, shown, metrics, x, step), [name, shown, metrics, x, step]);
   const place = hovered ?? lastOf(lines[0]?.values);
   return html`<figure class="card small" ref=${box} data-metric=${name}>
     <figcaption title=${node ? `${name}, reported by ${node}` : name}><span class="swatch" data-role=${color}></span><span>${name}</span><strong>${number(lines[0]?.values[place] ?? null)}</strong></figcaption>
@@ -100,7 +100,8 @@ function series(name, shown, metrics, x, step) {
   const mine = metrics[first.run.name];
   const toX = (one) => { const k = mine?.training?.steps.indexOf(one) ?? -1; return x && k >= 0 ? mine.training.columns[x]?.[k] : one; };
   const marks = (first.run.starts ?? []).filter((one) => one > 0).map((one) => ({ x: toX(one), kind: "resume" }));
-  return { axis, lines, dots, marks: [...marks, { x: toX(step), kind: "cursor" }] };
+  const alarms = (first.run.alarms ?? []).filter(([, metric]) => metric === name).map(([one]) => ({ x: toX(one), kind: "alarm" }));
+  return { axis, lines, dots, marks: [...marks, ...alarms, { x: toX(step), kind: "cursor" }] };
 }
 
 /** Where the steps of a part are on the axis: validations at the step that they follow. */
