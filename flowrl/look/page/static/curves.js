@@ -23,7 +23,7 @@ function CurvesTab({ at, go, run, runs, metrics, graph, step }) {
         ${Object.keys(AXES).map((name) => html`<button aria-pressed=${name === x} onClick=${() => go({ x: name === "steps" ? undefined : name })}>${name}</button>`)}
       </div>
     </div>
-    ${several && html`<ul class="legend">${shown.map((one, i) => html`<li><span class="stroke" data-series=${i + 1}></span>${one.name}</li>`)}</ul>`}
+    ${several && html`<ul class="legend">${shown.map((one, i) => html`<li><span class="stroke" data-series=${i + 1}></span>${one.name}</li>`)}${runs.length > shown.length && html`<li class="hint">${shown.length} of ${runs.length} runs</li>`}</ul>`}
     <div class="scroll">
       ${groups.map(
         ([title, keys]) => html`<section class="multiples" key=${title}>
