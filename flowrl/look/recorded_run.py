@@ -20,13 +20,13 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
-from flowrl.look import replay
 from flowrl.look.address import Address, address_of
-from flowrl.look.derivation import Derivation, why
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
 from flowrl.look.rows.blame import Blame, blame
-from flowrl.look.what_if import WhatIf, what_if
+from flowrl.look.steps import replay
+from flowrl.look.steps.derivation import Derivation, why
+from flowrl.look.steps.what_if import WhatIf, what_if
 from flowrl.run.recording.recorder import TEXTS, steps_in
 from flowrl.run.recording.statistics import PASSED
 from flowrl.run.recording.tables import Column, read_columns

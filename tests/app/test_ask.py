@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import flowrl
+from tests.look.recorded import record_algorithm
 from tests.support.command_line import Command, is_paragraph
-from tests.support.recorded import record_algorithm
 
 pytestmark = pytest.mark.runs
 

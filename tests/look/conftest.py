@@ -9,7 +9,7 @@ import pytest
 
 import flowrl
 from flowrl import RecordedRun
-from tests.support.recorded import record_algorithm
+from tests.look.recorded import record_algorithm
 
 
 @pytest.fixture(scope="session")

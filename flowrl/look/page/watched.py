@@ -16,7 +16,7 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import parse_json
 from flowrl.errors import DataError, FlowrlError, ParameterError
 from flowrl.look.recorded_run import RecordedRun
-from flowrl.look.step_reader import StepReader
+from flowrl.look.steps.step_reader import StepReader
 from flowrl.run.engine.timeline import Timeline
 
 Record = dict[str, Any]

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.look.page.plain import shortened
-from flowrl.look.step_reader import StepReader
+from flowrl.look.steps.step_reader import StepReader
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.summaries import RowSummaries
 

@@ -19,7 +19,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import ONLY, Collected, Round
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.look.step_reader import StepReader
+from flowrl.look.steps.step_reader import StepReader
 from flowrl.run.engine.local import LocalRunner
 from flowrl.run.engine.nodes import Region
 

@@ -21,10 +21,10 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.edits.diff import describe
 from flowrl.errors import ParameterError, offer
 from flowrl.look.address import Address
-from flowrl.look.facts import Fact, GroupRow, fact_of, group_of
-from flowrl.look.replay import step_of
-from flowrl.look.sources import data_line
-from flowrl.look.step_reader import Recorded, StepReader
+from flowrl.look.steps.facts import Fact, GroupRow, fact_of, group_of
+from flowrl.look.steps.replay import step_of
+from flowrl.look.steps.sources import data_line
+from flowrl.look.steps.step_reader import Recorded, StepReader
 from flowrl.operators.explains import Explains, exact
 from flowrl.run.recording.row_maps import axis_before, row_axis
 

@@ -13,9 +13,9 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.edits.edit import edit
 from flowrl.errors import ParameterError
 from flowrl.look.address import Address
-from flowrl.look.edited_step import EditedStep
-from flowrl.look.replay import step_of
-from flowrl.look.step_reader import Recorded, StepReader
+from flowrl.look.steps.edited_step import EditedStep
+from flowrl.look.steps.replay import step_of
+from flowrl.look.steps.step_reader import Recorded, StepReader
 from flowrl.run.recording.row_maps import row_axis
 
 MOST = 8

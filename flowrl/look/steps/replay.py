@@ -22,8 +22,8 @@ from flowrl.data.proto.column_math import bits
 from flowrl.errors import DataError, ParameterError
 from flowrl.files.values import NotImported
 from flowrl.look.address import Address
-from flowrl.look.rounds import compute
-from flowrl.look.step_reader import Recorded, StepReader
+from flowrl.look.steps.rounds import compute
+from flowrl.look.steps.step_reader import Recorded, StepReader
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column
 from flowrl.spec import Spec, parameters

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl.core.graphs.graph import Node
 from flowrl.core.operators.symbols import Edge
-from flowrl.look.step_reader import StepReader
+from flowrl.look.steps.step_reader import StepReader
 from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column

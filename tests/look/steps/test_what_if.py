@@ -17,8 +17,8 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.graphs import grpo
 from flowrl.operators import RLOOAdvantage, SubtractBaseline
 from flowrl.operators.advantages.gae import gae, whiten
+from tests.look.recorded import data_of, record
 from tests.support.errors import raises
-from tests.support.recorded import data_of, record
 from tests.support.rewards import digits
 
 Recorded = Callable[[str], RecordedRun]

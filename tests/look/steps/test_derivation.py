@@ -18,14 +18,14 @@ from flowrl import After, Operator, RecordedRun
 from flowrl.columns import Advantages, ResponseMask, Uid
 from flowrl.data.keys import Key
 from flowrl.graphs import grpo
-from flowrl.look.derivation import Derivation
-from flowrl.look.facts import Fact
-from flowrl.look.sources import data_line
+from flowrl.look.steps.derivation import Derivation
+from flowrl.look.steps.facts import Fact
+from flowrl.look.steps.sources import data_line
 from flowrl.operators.explains import exact
 from flowrl.run.recording.row_maps import row_axis
+from tests.look.recorded import ALGORITHMS, data_of, record
 from tests.nightly import nightly_except
 from tests.support.errors import raises
-from tests.support.recorded import ALGORITHMS, data_of, record
 from tests.support.rewards import asks_for_digits
 
 Recorded = Callable[[str], RecordedRun]

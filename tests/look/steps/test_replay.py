@@ -22,10 +22,10 @@ from flowrl.operators import AdaptiveKL, Collect, Interact, RolloutCorrection, S
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Typed, read_columns, write_columns
 from flowrl.schedules import Linear
+from tests.look.recorded import ALGORITHMS, data_of, record
 from tests.nightly import nightly_except
 from tests.support.errors import raises
 from tests.support.jobs import bind_tiny
-from tests.support.recorded import ALGORITHMS, data_of, record
 from tests.support.rewards import asks_for_digits, digits
 from tests.support.runs import train
 

@@ -14,9 +14,9 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.metrics import Metrics
 from flowrl.edits.diff import Diff, diff
 from flowrl.errors import FlowrlError
-from flowrl.look.replay import difference, lacks, stored_value
-from flowrl.look.rounds import compute
-from flowrl.look.step_reader import StepReader
+from flowrl.look.steps.replay import difference, lacks, stored_value
+from flowrl.look.steps.rounds import compute
+from flowrl.look.steps.step_reader import StepReader
 from flowrl.run.recording.tables import Column
 
 
