@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.draw.svg import svg
-from flowrl.look.compare import compare
-from flowrl.look.comparison import NEWEST, Comparison
+from flowrl.look.comparing.compare import compare
+from flowrl.look.comparing.paired import Paired
+from flowrl.look.comparing.comparison import NEWEST, Comparison
 from flowrl.look.page.plain import as_text, prompt_text, short
 from flowrl.look.page.watched import WatchedRun
-from flowrl.look.paired import Paired
 
 METRICS = ("reward/mean", "kl/ref", "actor/entropy", "response_length/mean", "actor/grad_norm")
 CHANGED = 50
