@@ -16,7 +16,7 @@ from flowrl.draw.notebook import Html, block, colored, named, sparkline, table, 
 from flowrl.errors import DataError, offer
 from flowrl.look.address import Address
 from flowrl.look.files import Record
-from flowrl.look.step_reader import Recorded
+from flowrl.look.steps.step_reader import Recorded
 from flowrl.run.recording.row_maps import axis_before, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
 
