@@ -9,8 +9,8 @@ from typing import Any
 
 from flowrl.draw.svg import svg
 from flowrl.look.comparing.compare import compare
-from flowrl.look.comparing.paired import Paired
 from flowrl.look.comparing.comparison import NEWEST, Comparison
+from flowrl.look.comparing.paired import Paired
 from flowrl.look.page.plain import as_text, prompt_text, short
 from flowrl.look.page.watched import WatchedRun
 
