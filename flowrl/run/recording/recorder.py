@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import remove, replaced, writing
-from flowrl.errors import StorageError
+from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.result import StepResult
 from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Typed, as_json, is_recordable, write_columns
+from flowrl.run.recording.tables import Typed, as_json, is_recordable, reading_parquet, write_columns
 from flowrl.run.training.rollout_log import logged_columns
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,15 @@ class Recorder:
         return table
 
     def summary(self, step: int) -> pa.Table | None:
-        """The row summaries of a recorded step, counted from 1; None if they are not there."""
+        """The row summaries of a recorded step, counted from 1; None if they are not there, or damaged."""
         for path in files_of(self._folder / ROWS):
             first, last = steps_in(path)
             if first <= step <= last:
-                return pq.read_table(path).filter(pc.field("step") == step)
+                try:
+                    with reading_parquet(path):
+                        return pq.read_table(path).filter(pc.field("step") == step)
+                except DataError as error:
+                    logger.warning("%s", error)
         return None
 
     def rewind(self, step: int) -> None:

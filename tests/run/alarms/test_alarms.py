@@ -25,6 +25,11 @@ def third(history: History) -> str | None:
     return f"it is step {history.step}" if history.step in (3, 4) else None
 
 
+def fails_on_some(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """A reward function that fails on one prompt."""
+    return len(solution_str) / (0 if ground_truth == "3" else 8)
+
+
 def steps_of(run: flowrl.RecordedRun) -> list[int]:
     return [alarm["step"] for alarm in run.alarms]
 
@@ -71,6 +76,17 @@ class TestFires:
             )
         straight, both = (flowrl.open(tmp_path / name) for name in ("straight", "both"))
         assert steps_of(straight) == steps_of(both) == [3]
+
+    def test_errors_of_a_reward_are_an_alarm_with_their_rows(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        job = job_of("grpo", tiny, fails_on_some).edit(set={"reward.on_error": 0.0})
+        train(job, prompts_file, tmp_path, steps=2, prompts=12)
+        run = flowrl.open(tmp_path)
+        (alarm,) = [alarm for alarm in run.alarms if alarm["metric"] == "reward/errors"]
+        failed = [row["row_id"] for row in run.rows(1).to_pylist() if row["reward/errors"]]
+        assert alarm["step"] == 1 and len(failed) == alarm["value"] == 4
+        assert alarm["rows"] and set(alarm["rows"]) <= set(failed)
 
 
 class TestActions:
