@@ -118,6 +118,8 @@ class ControlTokens:
     @cached_property
     def normalizes(self) -> bool:
         """Whether other characters can spell a control token, because the tokenizer searches the normalized text."""
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            return False  # those in Python search the text itself
         added = self.tokenizer.added_tokens_decoder.values()
         return any(token.normalized and token.content in self._names for token in added)
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import trained_on
-from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.errors import ParameterError
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import writers
 
@@ -60,16 +58,3 @@ def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto])
     if "score" in found:
         found["score"] = found["score"].sum(-1).tolist()
     return [{key: column[row] for key, column in found.items()} for row in range(len(found["response"]))]
-
-
-def refuse_partial_rollouts(graph: Graph, every: int | None) -> None:
-    """Refuse a rollout log of a graph that collects and runs ahead: it would lack the rows of earlier rounds."""
-    if every is not None and graph.lag.versions and (collector := Plan(graph).collector) is not None:
-        raise ParameterError(
-            f"rollouts_every={every} logs the rows of all rounds of a step, but with lag={graph.lag} a checkpoint "
-            f"holds only those that {collector} collected. Leave rollouts_every out, or use edit(lag=0).",
-            code="run.partial-rollouts",
-            node=collector,
-            lag=graph.lag,
-            rollouts_every=every,
-        )

@@ -35,7 +35,6 @@ from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
 from flowrl.run.training.resume import Accepted, accepted, find
-from flowrl.run.training.rollout_log import refuse_partial_rollouts
 from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder
 from flowrl.run.training.signals import ended_in_order
 from flowrl.run.training.sources import (
@@ -175,7 +174,6 @@ class Training(Spec):
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
-        refuse_partial_rollouts(graph, self.rollouts_every)
         refuse_no_tokenizer(graph, self.sources)
         forks = held_out(graph, self.validations)
         for one in forks:

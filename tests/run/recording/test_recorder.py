@@ -157,14 +157,16 @@ class TestResume:
     ) -> None:
         """With groups collected in rounds; the files of three steps are joined, also before the resume."""
         monkeypatch.setattr(recorder, "TOGETHER", 3)
-        settings: dict[str, Any] = {"checkpoint_every": 2, "recording": Recording(recent=2, every=None)}
+        recording = Recording(recent=2, every=None)
+        settings: dict[str, Any] = {"checkpoint_every": 2, "recording": recording, "rollouts_every": 1}
         train(collecting(tiny, lag), prompts_file, tmp_path / "whole", steps=5, **settings)
         cut = tmp_path / "cut"
         train(collecting(tiny, lag), prompts_file, cut, steps=4, **settings)
         (cut / "checkpoints" / "step-000004").rename(tmp_path / "lost")  # killed in step 4
         train(collecting(tiny, lag), prompts_file, cut, steps=5, resume=True, **settings)
         assert recorded(cut) == recorded(tmp_path / "whole")
-        assert lines(cut / "state.jsonl") == lines(tmp_path / "whole" / "state.jsonl")
+        for name in ("state.jsonl", "rollouts.jsonl"):
+            assert lines(cut / name) == lines(tmp_path / "whole" / name)
         first, second = described(cut), described(tmp_path / "whole")
         assert [start["step"] for start in first["starts"]] == [0, 2] and len(second["starts"]) == 1
         assert first["recorded"] == second["recorded"]
