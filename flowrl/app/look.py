@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flowrl.app.printing import print_json
 from flowrl.errors import ParameterError, StorageError
 
 if TYPE_CHECKING:
@@ -57,12 +58,11 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
 
 def _print(api: Api, out: Console, as_json: bool) -> None:
-    from flowrl.look.page.plain import dumps
     from flowrl.look.page.text import shown
 
     if as_json:
         states = {name: api.answer("now", {"run": name}) for name in api.named}
-        out.print(dumps({"runs": api.answer("runs", {}), "now": states}).decode(), markup=False)
+        print_json(out, {"runs": api.answer("runs", {}), "now": states})
         return
     for name in api.named:
         out.print(shown(api, name), soft_wrap=False)

@@ -6,11 +6,13 @@ The live page is tested in `tests/look/page`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from flowrl.run.engine.timeline import Timeline
+from tests import ROOT
 from tests.look.page.pages import written
 from tests.support.command_line import Command, is_paragraph
 from tests.support.written_run import SECONDS
@@ -54,6 +56,16 @@ def test_refusals_name_the_option(command: Command, run: Path, tmp_path: Path, o
     (tmp_path / "file").touch()
     result = command("look", run, option, value)
     assert result.code == 2 and is_paragraph(result) and option in result.err
+
+
+LINES = re.findall(r"^flowrl (look .*?) +#", (ROOT / "docs" / "look.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "--" in line])
+def test_the_commands_of_the_docs(command: Command, run: Path, tmp_path: Path, line: str) -> None:
+    (tmp_path / "runs" / "grpo-001").symlink_to(run)
+    result = command(*line.split())
+    assert result.code == 0 and result.out
 
 
 def test_a_folder_without_a_run_is_refused(command: Command, tmp_path: Path) -> None:

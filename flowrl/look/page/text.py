@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flowrl.draw.notebook import visible
 from flowrl.look.page.api import Api
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _HEADLINES = ("reward/mean", "kl/ref", "actor/entropy", "response_length/mean", "actor/grad_norm")
 
 
@@ -36,7 +35,7 @@ def shown(api: Api, name: str) -> Group:
 
 def printable(text: str) -> str:
     """Text on one line without terminal control: control characters are escaped as in Python."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def spark(values: Sequence[float | None]) -> str:
