@@ -57,6 +57,7 @@ def _head(run: WatchedRun) -> dict[str, Any]:
         "status": run.status,
         "steps": (described.get("training") or {}).get("steps"),
         "starts": [one["step"] for one in described.get("starts", ())],
+        "alarms": [[alarm.get("step"), alarm.get("metric")] for alarm in run.alarms],
         "error": described.get("error") or run.problem,
     }
 

@@ -97,10 +97,10 @@ function drawMark(u, { x, kind }) {
   if (at < u.bbox.left || at > u.bbox.left + u.bbox.width + 1) return;
   const { ctx } = u;
   ctx.save();
-  ctx.strokeStyle = style(kind === "cursor" ? "--accent" : "--muted");
+  ctx.strokeStyle = style({ cursor: "--accent", alarm: "--bad" }[kind] ?? "--muted");
   ctx.lineWidth = devicePixelRatio;
   ctx.setLineDash(kind === "resume" ? [4, 4] : []);
-  ctx.globalAlpha = kind === "cursor" ? 0.75 : 0.6;
+  ctx.globalAlpha = kind === "resume" ? 0.6 : 0.75;
   ctx.beginPath();
   ctx.moveTo(at, u.bbox.top);
   ctx.lineTo(at, u.bbox.top + u.bbox.height);

@@ -10,7 +10,7 @@ function Compare({ runs, last }) {
   if (runs.length < 2) return html`<section class="card pad comparison"><h2>Compare</h2><p class="hint">This page shows one run. Open several: <code>flowrl look RUN RUN</code></p></section>`;
   return html`<section class="card pad comparison">
     <h2>Compare</h2>
-    ${error && html`<p class="hint">${error}</p>`}
+    ${!answer && html`<p class="hint">${error ?? "Loading …"}</p>`}
     ${answer && html`
       <p class="hint">${answer.sides.map((side) => html`<span class="side"><b>${side.name}</b> ${side.runs.join(", ")}</span>`)}</p>
       <p class="hint">${answer.basis}</p>

@@ -23,7 +23,7 @@ function CurvesTab({ at, go, run, runs, metrics, graph, step }) {
         ${Object.keys(AXES).map((name) => html`<button aria-pressed=${name === x} onClick=${() => go({ x: name === "steps" ? undefined : name })}>${name}</button>`)}
       </div>
     </div>
-    ${several && html`<ul class="legend">${shown.map((one, i) => html`<li><span class="stroke" data-series=${i + 1}></span>${one.name}</li>`)}</ul>`}
+    ${several && html`<ul class="legend">${shown.map((one, i) => html`<li><span class="stroke" data-series=${i + 1}></span>${one.name}</li>`)}${runs.length > shown.length && html`<li class="hint">${shown.length} of ${runs.length} runs</li>`}</ul>`}
     <div class="scroll">
       ${groups.map(
         ([title, keys]) => html`<section class="multiples" key=${title}>
@@ -67,7 +67,7 @@ function Small({ name, node, color, shown, metrics, x, step, onPick }) {
     seen.observe(box.current);
     return () => seen.disconnect();
   }, []);
-  const { axis, lines, marks, dots } = useMemo(() => series(name, shown, metrics, x, step), [name, shown.map((one) => one.name).join(), metrics, x, step]);
+  const { axis, lines, marks, dots } = useMemo(() => series(name, shown, metrics, x, step), [name, shown, metrics, x, step]);
   const place = hovered ?? lastOf(lines[0]?.values);
   return html`<figure class="card small" ref=${box} data-metric=${name}>
     <figcaption title=${node ? `${name}, reported by ${node}` : name}><span class="swatch" data-role=${color}></span><span>${name}</span><strong>${number(lines[0]?.values[place] ?? null)}</strong></figcaption>
@@ -100,7 +100,8 @@ function series(name, shown, metrics, x, step) {
   const mine = metrics[first.run.name];
   const toX = (one) => { const k = mine?.training?.steps.indexOf(one) ?? -1; return x && k >= 0 ? mine.training.columns[x]?.[k] : one; };
   const marks = (first.run.starts ?? []).filter((one) => one > 0).map((one) => ({ x: toX(one), kind: "resume" }));
-  return { axis, lines, dots, marks: [...marks, { x: toX(step), kind: "cursor" }] };
+  const alarms = (first.run.alarms ?? []).filter(([, metric]) => metric === name).map(([one]) => ({ x: toX(one), kind: "alarm" }));
+  return { axis, lines, dots, marks: [...marks, ...alarms, { x: toX(step), kind: "cursor" }] };
 }
 
 /** Where the steps of a part are on the axis: validations at the step that they follow. */

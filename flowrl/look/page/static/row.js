@@ -20,7 +20,7 @@ function Row({ run, step, id, at, go }) {
   </div>`;
 }
 
-const MAIN = /^(score|advantage|response_tokens|kl|mismatch|fate|reward\/.*)$/;
+const MAIN = /^(score|advantage|response_tokens|kl|mismatch|fate|reward\/(?!score$).*)$/;
 
 function Numbers({ shown }) {
   return html`<dl class="numbers">
