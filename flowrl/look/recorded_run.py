@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -18,7 +19,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import parse_json
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.draw.notebook import block, sparkline, table
-from flowrl.errors import DataError, ParameterError, offer
+from flowrl.errors import DataError, GraphError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.look.address import Address, address_of
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
@@ -81,7 +82,11 @@ class RecordedRun:
         Raises:
             GraphError: it names classes that the program has not imported; see ``flowrl.open(imports=)``.
         """
-        return graph_from_dict(self._kind, self.description["graph"], self._imports)
+        data = self.description["graph"]
+        if not self._imports:
+            with suppress(GraphError):  # it names code that the program has not imported, or that has changed since
+                return graph_from_dict(self._kind, data, None)
+        return graph_from_dict(self._kind, data, self._imports)
 
     @property
     def tokenizer(self) -> ChatTokenizer | None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import flowrl
-from flowrl import PromptData, RecordedRun, Validation
+from flowrl import After, PromptData, RecordedRun, Validation
 from flowrl.core.operators.symbols import Edge
 from tests.support.errors import raises
 from tests.support.jobs import job_of
+from tests.support.kernel import LengthPenalty
 from tests.support.runs import train
 
 
@@ -179,3 +180,11 @@ def describe(folder: Path, **changed: Any) -> None:
 def lock(folder: Path, process: int, host: str | None = None) -> None:
     named = {"host": host or socket.gethostname(), "process": process, "since": "2026-01-01 00:00:00"}
     (folder / ".lock").write_text(json.dumps(named))
+
+
+def test_classes_that_the_program_has_imported_are_used_without_imports(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    job = job_of("grpo", tiny).edit(insert={"penalty": After("reward", LengthPenalty(0.5))})
+    train(job, prompts_file, tmp_path, steps=1)
+    assert isinstance(flowrl.open(tmp_path).graph["penalty"].operator, LengthPenalty)
