@@ -41,7 +41,7 @@ class Above(Rule):
             if self.times is None:
                 return Finding(f"{key} is {value:.4g}, above {limit:g}", key, value, limit)
             if before and value > self.times * max(before):
-                text = f"{key} is {value:.4g}; the highest of the {len(before)} steps before is {max(before):.4g}"
+                text = f"{key} is {value:.4g}; {_highest(before)} {max(before):.4g}"
                 return Finding(text, key, value, max(before))
         return None
 
@@ -68,9 +68,9 @@ class Jump(Rule):
             if value is None or value <= self.floor or len(before) < (FEWEST if self.of == "recent" else 1):
                 continue
             recent = before[-WINDOW:]
-            usual, what = (before[0], "at the start") if self.of == "start" else (max(recent), _steps(recent))
+            usual, what = (before[0], "it started at") if self.of == "start" else (max(recent), _highest(recent))
             if value > self.times * usual > 0:
-                text = f"{key} is {value:.4g}, above {self.times:g} times {usual:.4g}, {what}"
+                text = f"{key} is {value:.4g}; {what} {usual:.4g} (limit: {self.times:g} times that)"
                 return Finding(text, key, value, usual)
         return None
 
@@ -98,10 +98,10 @@ class Falls(Rule):
             newest, before = history.newest(key, self.steps), history.before(key)[: -(self.steps - 1) or None]
             if newest is None or len(before) < self.steps:
                 continue
-            usual, what = (before[0], "at the start") if self.of == "start" else (self._best(before), "at best")
+            usual, what = (before[0], "it started at") if self.of == "start" else (self._best(before), "its best was")
             enough = usual - max(newest) > self.spreads * (history.now("reward/std") or 0.0)
             if usual > 0 and max(newest) < self.to * usual and enough:
-                text = f"{key} is {newest[-1]:.4g}, below {self.to:g} times {usual:.4g}, {what}"
+                text = f"{key} is {newest[-1]:.4g}; {what} {usual:.4g} (limit: {self.to:g} times that)"
                 return Finding(text, key, newest[-1], usual)
         return None
 
@@ -110,5 +110,5 @@ class Falls(Rule):
         return max(sum(window) / self.steps for window in windows)
 
 
-def _steps(before: Sequence[float]) -> str:
-    return f"the highest of the {len(before)} steps before"
+def _highest(before: Sequence[float]) -> str:
+    return "in the step before it was" if len(before) == 1 else f"the highest of the {len(before)} steps before is"
