@@ -3,8 +3,9 @@
     python benchmarks/kills.py [KILLS_OF_EACH] [SEED]     # 10 of each of 6 runs by default
 
 Each run is a process of its own, forked from one that has imported everything, and is killed by SIGKILL after a uniform
-share of the time that the uninterrupted run took. The resumed run must have the same metrics, predictions and weights,
-bit for bit, and no process of a killed run may be left.
+share of the time that the uninterrupted run took. The folder of the killed run must open, with the rows of every step
+that has metrics. The resumed run must have the same metrics, predictions, weights and recorded rows, bit for bit, and
+no process of a killed run may be left.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import pyarrow.parquet as pq  # noqa: E402
 from harness import table  # noqa: E402
 from harness.environment import Digits  # noqa: E402
 
+import flowrl  # noqa: E402
 from flowrl import After, PromptData, Training, Validation  # noqa: E402
 from flowrl.backends import AdamW, TorchRollout  # noqa: E402
 from flowrl.operators import Collect, Interact, RolloutCorrection, Spread  # noqa: E402
+from flowrl.run.recording.recorder import FOLDERS, files_of  # noqa: E402
 from flowrl.run.training.job import Job  # noqa: E402
 from tests.support.jobs import job_of, write_prompts  # noqa: E402
 from tests.support.models import tiny_folder  # noqa: E402
@@ -138,8 +142,24 @@ def outcome(name: str, folder: Path) -> dict[str, Any]:
     return {
         "metrics": [{k: v for k, v in line.items() if not left_out.search(k)} for line in lines],
         "predictions": (folder / "predictions.jsonl").read_bytes(),
+        "recorded": {} if "processes" in name else recorded(folder),
         "weights": {path.name: path.read_bytes() for path in sorted((folder / "actor").glob("*.safetensors"))},
     }
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The state cells, and the content of every Parquet file, of a run folder."""
+    paths = [path for kind in FOLDERS for path in files_of(folder / kind)]
+    tables = {str(path.relative_to(folder)): pq.read_table(path) for path in paths}
+    return {"state": (folder / "state.jsonl").read_bytes(), **{name: str(t.to_pylist()) for name, t in tables.items()}}
+
+
+def missing_rows(folder: Path) -> list[int]:
+    """The steps of a killed run that have metrics and no rows."""
+    run = flowrl.open(folder)
+    if not run.steps:
+        return []
+    return sorted({*run.steps} - {*run.rows()["step"].to_pylist()})
 
 
 def kill(name: str, desk: Path, folder: Path, seconds: float, expected: dict[str, Any]) -> str:
@@ -151,6 +171,8 @@ def kill(name: str, desk: Path, folder: Path, seconds: float, expected: dict[str
     if processes := left_over(folder):
         return f"processes are left: {processes}"
     begun = (folder / "run.json").exists()
+    if begun and (steps := missing_rows(folder)):
+        return f"the killed run has no rows of the steps {steps}"
     if wait(start(name, desk, folder, resume=begun)):
         return f"the resumed run failed: {folder.with_suffix('.log').read_text()[-1500:]}"
     found = outcome(name, folder)
