@@ -99,7 +99,7 @@ def generate_by_vllm(engine: Any, call: int, size: Size) -> None:
     from vllm import SamplingParams
 
     settings: dict[str, Any] = dict(max_tokens=size.new, stop_token_ids=[*engine.tokenizer.ends], ignore_eos=True)
-    seeds = [Key.of(call).answer(f"{call}/{row}").bits & (2**63 - 1) for row in range(size.rows)]
+    seeds = [Key.of(call).response(f"{call}/{row}").bits & (2**63 - 1) for row in range(size.rows)]
     each = [SamplingParams(**settings, seed=seed, logprobs=0, detokenize=False) for seed in seeds]
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(call, size).tolist()]
     engine._llm.generate(prompts, each, use_tqdm=False)

@@ -125,7 +125,7 @@ class Toy(HostedRollout):
 
 def request_of(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more: Any) -> Request:
     sampling = Sampling(1.0, more.pop("top_k", 0), 1.0, tokens, ignore_eos=True, **more)
-    return Request(name, ids, sampling, KEY.answer(name, turn))
+    return Request(name, ids, sampling, KEY.response(name, turn))
 
 
 def expected(request: Request, version: int = 0) -> Response:

@@ -320,7 +320,7 @@ def test_turns_have_different_random_numbers_and_turn_0_those_of_generate() -> N
     assert torch.equal(numbers[0], KEY.uniforms(["a"], 6)[0])
     assert len({tuple(row.tolist()) for row in numbers}) == 3
     assert torch.equal(KEY.response("a", 2).numbers(3), numbers[2][:3])
-    assert KEY.response("a", 1) != KEY.response("b", 1) != Key.of(4).answer("b", 1)
+    assert KEY.response("a", 1) != KEY.response("b", 1) != Key.of(4).response("b", 1)
 
 
 # Requests in flight
