@@ -51,7 +51,7 @@ class Recorded:
         return getattr(self._engine, name)
 
     def submit(self, request: Request) -> None:
-        self._turns[request.name] = next(t for t in range(100) if KEY.answer(request.name, t) == request.key)
+        self._turns[request.name] = next(t for t in range(100) if KEY.response(request.name, t) == request.key)
         self._engine.submit(request)
 
     def take(self, name: str) -> Response:

@@ -53,7 +53,7 @@ class Scripted:
 
     def submit(self, request: Request) -> None:
         assert request.name not in self._under_way and request.name not in self._done
-        turn = next(turn for turn in range(100) if KEY.answer(request.name, turn) == request.key)
+        turn = next(turn for turn in range(100) if KEY.response(request.name, turn) == request.key)
         self.requests.append(request)
         (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
         ids = [*self._tokenizer.encode(self._script(request.name, turn)), end]

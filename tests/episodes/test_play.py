@@ -55,7 +55,7 @@ def test_environments_and_agents_have_the_same_turns_and_rewards(environment: An
 def test_random_numbers_of_a_turn_depend_on_row_and_turn() -> None:
     _, engine = played(Three, say, count=2)
     keys = {request.key for request in engine.requests}
-    assert keys == {KEY.answer(f"row-{i}", turn) for i in range(2) for turn in range(3)}
+    assert keys == {KEY.response(f"row-{i}", turn) for i in range(2) for turn in range(3)}
 
 
 def test_each_request_continues_the_earlier_tokens() -> None:

@@ -93,9 +93,9 @@ def assert_turns_use_synced_weights(engine: Any, synced: Any, other: Any, sample
         assert set(response.versions) == {engine.receipt.version}
         return response, engine.cached_tokens - before
 
-    one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), retain_cache=True)
+    one = Request("a", tokens(LONG, 1), FREE, KEY.response("a"), retain_cache=True)
     first, _ = complete(one, synced)
-    two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.answer("a", 1))
+    two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.response("a", 1))
     second, known = complete(two, synced)
     assert 128 <= known < len(two.ids)
     engine.submit(two)
@@ -148,7 +148,7 @@ class RequestTests:
         running: dict[str, Request] = {}
 
         def ask(name: str) -> None:
-            key = KEY.answer(name, turn[name])
+            key = KEY.response(name, turn[name])
             running[name] = Request(name, context[name], SAMPLINGS[int(name)], key, retain_cache=turn[name] < 2)
             engine.submit(running[name])
 
@@ -174,7 +174,7 @@ class RequestTests:
         prompts, mask = ragged(engine, [4, 9, 140, 4])
         sampling = FREE if self.samples_by_key else GREEDY
         requests = [
-            Request(name, ids[attended].tolist(), sampling, KEY.answer(name))
+            Request(name, ids[attended].tolist(), sampling, KEY.response(name))
             for ids, attended, name in zip(prompts, mask, names(4), strict=True)
         ]
         for request in requests:
@@ -208,7 +208,7 @@ class RequestTests:
         assert_turns_use_synced_weights(engine, trainer, other, self.samples_by_key)
 
     def test_sleep_during_a_response_restarts_the_response(self, engine: Any, trainer: TorchTrainerEngine) -> None:
-        requests = [Request(name, tokens(6, 3), replace(FREE, max_new_tokens=30), KEY.answer(name)) for name in "ab"]
+        requests = [Request(name, tokens(6, 3), replace(FREE, max_new_tokens=30), KEY.response(name)) for name in "ab"]
         expected = [alone(engine, request).ids for request in requests]
         engine.submit(requests[0])
         engine.step()

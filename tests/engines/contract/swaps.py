@@ -61,7 +61,7 @@ def assert_log_probs_by_version(
 
 def bystander(engine: Any, prompt: Sequence[int], responses: dict[str, Response]) -> tuple[Request, Response, int]:
     """A new request, its response and number of cached tokens; requests that end earlier are added to `responses`."""
-    request = Request("bystander", [*prompt], FREE, KEY.answer("bystander"))
+    request = Request("bystander", [*prompt], FREE, KEY.response("bystander"))
     known = engine.cached_tokens
     engine.submit(request)
     while "bystander" not in responses:
@@ -88,7 +88,7 @@ def assert_tokens_of_their_versions(engine: Any, trainer: TorchTrainerEngine, ot
     # An engine in its own process does not wait for swaps, so responses are long. The first one has a second turn.
     samplings = [replace(FREE, max_new_tokens=110 if i else 60) for i in range(MANY)]
     requests = {
-        str(i): Request(str(i), tokens(LONG, i), sampling, KEY.answer(str(i)), retain_cache=i == 0)
+        str(i): Request(str(i), tokens(LONG, i), sampling, KEY.response(str(i)), retain_cache=i == 0)
         for i, sampling in enumerate(samplings)
     }
     for request in (clock(1), *requests.values()):
@@ -135,7 +135,7 @@ class SwapTests:
     ) -> None:
         if not self.samples_by_key:
             pytest.skip("the engine samples all rows from one generator")
-        request = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.answer("a"))
+        request = Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=20), KEY.response("a"))
         undisturbed = alone(engine, request)
         engine.submit(request)
         for _ in range(7):
@@ -180,7 +180,7 @@ class SwapTests:
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         """The probe runs concurrently with requests; the engine stops, and running requests get the error."""
-        engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
+        engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.response("a")))
         engine.step()
         with raises("sync.scores-differ", engine=engine.name):
             engine.swap(SendsOtherWeights(other, trainer.weights(), version=5), "recompute")

@@ -229,7 +229,7 @@ def test_an_undelivered_swap_with_requests_in_flight_is_detected(engine: VLLMEng
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
     for i in range(9):
-        engine.submit(Request(f"{i}", tokens(20 + i, i), replace(FREE, max_new_tokens=100), KEY.answer(f"{i}")))
+        engine.submit(Request(f"{i}", tokens(20 + i, i), replace(FREE, max_new_tokens=100), KEY.response(f"{i}")))
     engine.step()
     nudge(trainer)
     engine.swap(Altered(trainer, version=1), "reuse")

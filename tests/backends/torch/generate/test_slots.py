@@ -49,7 +49,7 @@ def full_logits(model: Any, ids: list[int]) -> Tensor:
 
 def test_a_shared_prefix_is_prefilled_once(actor: Actor, engine: TorchRolloutEngine, passes: list[Any]) -> None:
     prefix = tokens(40, 1)
-    requests = [Request(str(i), prefix + tokens(2 + i, i), LONG, KEY.answer(str(i))) for i in range(5)]
+    requests = [Request(str(i), prefix + tokens(2 + i, i), LONG, KEY.response(str(i))) for i in range(5)]
     responses = responses_of(engine, *requests)
     assert passes[:3] == [(1, 40), (5, 6), (5, 1)]
     del passes[:]
@@ -62,10 +62,10 @@ def test_requests_reuse_the_cached_prefix_of_running_requests(
 ) -> None:
     prompt = tokens(30, 1)
     requests = [
-        Request("a", prompt, LONG, KEY.answer("a")),
-        Request("b", prompt, LONG, KEY.answer("b")),
-        Request("c", [*prompt[:20], *tokens(5, 2)], LONG, KEY.answer("c")),
-        Request("d", [*prompt[:10], *tokens(5, 2)], LONG, KEY.answer("d")),
+        Request("a", prompt, LONG, KEY.response("a")),
+        Request("b", prompt, LONG, KEY.response("b")),
+        Request("c", [*prompt[:20], *tokens(5, 2)], LONG, KEY.response("c")),
+        Request("d", [*prompt[:10], *tokens(5, 2)], LONG, KEY.response("d")),
     ]
     for request in requests:
         engine.submit(request)
@@ -86,7 +86,7 @@ def test_a_turn_prefills_only_its_new_tokens(actor: Actor, engine: TorchRolloutE
     context = tokens(50, 1)
     (first,) = responses_of(engine, Request("a", context, LONG, KEY, retain_cache=True))
     context = [*context, *first.ids, *tokens(7, 2)]
-    request = Request("a", context, LONG, KEY.answer("a", 1), retain_cache=True)
+    request = Request("a", context, LONG, KEY.response("a", 1), retain_cache=True)
     del passes[:]
     (second,) = responses_of(engine, request)
     assert passes[0] == (1, 8)  # including the last sampled token, which has no cache entry yet

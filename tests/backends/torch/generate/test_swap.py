@@ -88,7 +88,7 @@ def over_old(old: Any, new: Any, ids: list[int], response: Response, swapped: in
 
 
 def requests_of(count: int, keep: bool = False) -> list[Request]:
-    return [Request(str(i), tokens(3 + 4 * i, seed=i), LONG, KEY.answer(str(i)), keep) for i in range(count)]
+    return [Request(str(i), tokens(3 + 4 * i, seed=i), LONG, KEY.response(str(i)), keep) for i in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phimoe"])
@@ -159,7 +159,7 @@ def test_requests_started_after_a_swap_reuse_no_cache_of_old_weights(caches: Cac
     old, new, _ = versions = actors(folder("llama"))
     engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
     ended, running = (
-        Request(name, start, replace(LONG, max_new_tokens=count), KEY.answer(name), retain_cache=True)
+        Request(name, start, replace(LONG, max_new_tokens=count), KEY.response(name), retain_cache=True)
         for name, count in (("ended", 3), ("running", 10))
     )
     for request in (ended, running):
@@ -167,13 +167,13 @@ def test_requests_started_after_a_swap_reuse_no_cache_of_old_weights(caches: Cac
     taken = finished(engine, 1)
     engine.swap(new, caches)
     again = [
-        Request("ended", [*start, *taken["ended"].ids, *tokens(2, 1)], LONG, KEY.answer("ended", 1)),
-        Request("shared", start, LONG, KEY.answer("shared")),
+        Request("ended", [*start, *taken["ended"].ids, *tokens(2, 1)], LONG, KEY.response("ended", 1)),
+        Request("shared", start, LONG, KEY.response("shared")),
     ]
     for request in again:
         engine.submit(request)
     taken |= finished(engine, 3)
-    again.append(Request("running", [*start, *taken["running"].ids, 7], LONG, KEY.answer("running", 1)))
+    again.append(Request("running", [*start, *taken["running"].ids, 7], LONG, KEY.response("running", 1)))
     taken |= {"running": responses_of(engine, again[-1])[0]}
     for request in again:
         response = taken[request.name]
