@@ -168,7 +168,7 @@ def test_custom_operators_and_schedules_work_without_extra_code() -> None:
         (lambda: GAE(lambd=Linear(0.9, 1, steps=3)), "unknown", {"parameter": "lambd"}),
         (lambda: Linear(0.1, Linear(0, 1, steps=2), steps=3), "constant", {"parameter": "end"}),
         (lambda: KLShape(coef=Schedule()), "schedule", {"schedule": "Schedule()", "step": 0}),
-        (lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 0, steps=4))), "constant", {"parameter": "optimizer.lr"}),
+        (lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 1e-6, steps=4))), "constant", {"parameter": "optimizer.lr"}),
         (lambda: TorchTrainer("m", max_tokens=Linear(1, 9, steps=4)), "constant", {"parameter": "max_tokens"}),
         (lambda: PromptData("x.jsonl", max_prompt_length=Linear(1, 9, steps=4)), "constant", {"spec": "PromptData"}),
         (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), "invalid", {"spec": "TorchTrainer"}),

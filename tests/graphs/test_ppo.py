@@ -34,4 +34,4 @@ def test_ppo_uses_four_roles_and_returns_three_results() -> None:
     graph = ppo(exact)
     assert set(graph.roles()) == {"rollout", "actor", "ref", "critic"}
     assert set(graph.sinks) == {"sync", "update_critic", "mismatch"}
-    assert graph.check(prompts=1) == []
+    assert graph.check(prompts=2) == []
