@@ -36,5 +36,6 @@ def time_limit(seconds: float) -> Iterator[None]:
             with lock:
                 running = False
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that was set as the block ended
+            timer.join()  # it has been woken, and no thread remains
     except _Expired:
         raise TimeoutError(f"it ran for more than {seconds:g} s") from None
