@@ -1,4 +1,4 @@
-"""``flowrl blame``, ``flowrl compare``: the rows that make a number, and runs beside each other."""
+"""``flowrl blame``, ``flowrl compare``: the rows that make a number, and runs side by side."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Runs beside each other: what differs, and what of it can be told."""
+"""Runs side by side: what differs, and what their number supports."""

@@ -1,4 +1,4 @@
-"""The server of the page: read-only, on this machine only, for whoever has the printed address."""
+"""The server of the page: read-only, on this machine only, for holders of the printed address."""
 
 from __future__ import annotations
 

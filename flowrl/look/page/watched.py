@@ -28,7 +28,7 @@ _RECENT = 4
 class Growing:
     """The records of a JSONL file, which may not be there yet.
 
-    `generation` changes when the file was written anew, as a resume does.
+    `generation` changes when the file was rewritten, as a resume does.
     """
 
     def __init__(self, path: Path) -> None:

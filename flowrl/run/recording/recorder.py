@@ -107,11 +107,8 @@ class Recorder:
         for path in files_of(self._folder / ROWS):
             first, last = steps_in(path)
             if first <= step <= last:
-                try:
-                    with reading_parquet(path):
-                        return pq.read_table(path).filter(pc.field("step") == step)
-                except DataError as error:
-                    logger.warning("%s", error)
+                table = _read(path)
+                return None if table is None else table.filter(pc.field("step") == step)
         return None
 
     def rewind(self, step: int) -> None:
@@ -119,8 +116,7 @@ class Recorder:
         with self._reported():
             for path in list(files_of(self._folder / ROWS)):
                 first, last = steps_in(path)
-                if last > step and first <= step:
-                    table = pq.read_table(path)
+                if last > step and first <= step and (table := _read(path)) is not None:
                     for number in range(first, step + 1):
                         _write(self._path(ROWS, number), table.filter(pc.field("step") == number))
                 if last > step:
@@ -197,7 +193,7 @@ class Recorder:
         """Join the files of the newest steps of ``rows/``; a kill in between leaves both, and readers ignore one."""
         first = last - TOGETHER + 1
         paths = [self._path(ROWS, number) for number in range(first, last + 1)]
-        tables = [pq.read_table(path) for path in paths if path.exists()]
+        tables = [table for path in paths if path.exists() and (table := _read(path)) is not None]
         whole = self._folder / ROWS / f"steps-{first:06d}-{last:06d}.parquet"
         _write(whole, pa.concat_tables(tables, promote_options="default"))
         with writing(whole):
@@ -247,6 +243,16 @@ def steps_in(path: Path) -> tuple[int, int]:
 
 
 _NAME = r"steps?-(\d{6,})(?:-(\d{6,}))?\.parquet"
+
+
+def _read(path: Path) -> pa.Table | None:
+    """A table; None, with a warning, if the file is damaged, for example by a crash of the machine."""
+    try:
+        with reading_parquet(path):
+            return pq.read_table(path)
+    except DataError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _write(path: Path, table: pa.Table) -> None:

@@ -47,7 +47,7 @@ class Reported:
                 logger.warning("%s If the run resumes, %s may get reports twice.", error, name)
 
     def clear(self) -> None:
-        """Begin anew, for another run in the folder."""
+        """Start over, for another run in the folder."""
         self._all.clear()
         self._path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Runs beside each other: `compare.py`, `comparison.py`, `paired.py`; rows of a metric: `flowrl/look/rows/blame.py`."""
+"""Runs side by side: `compare.py`, `comparison.py`, `paired.py`; rows of a metric: `flowrl/look/rows/blame.py`."""
 
 from __future__ import annotations
 

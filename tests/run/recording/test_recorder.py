@@ -246,3 +246,15 @@ def test_demonstrations_have_summaries_too(tiny: str, tmp_path: Path) -> None:
     rows = flowrl.open(tmp_path / "run").rows(2).to_pylist()
     assert len(rows) == 2 and all(row["response_tokens"] > 0 and row["score"] is None for row in rows)
     assert all(row["fate"] == "trained" and row["loss_weight"] > 0 for row in rows)
+
+
+def test_a_summary_damaged_by_a_crash_does_not_end_the_run(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty file among those that are joined, and the joined file itself when the run is rewound."""
+    monkeypatch.setattr(recorder, "TOGETHER", 3)
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=2, checkpoint_every=2)
+    (tmp_path / "rows" / "step-000001.parquet").write_bytes(b"")
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=4, checkpoint_every=2, resume=True)
+    assert sorted(set(flowrl.open(tmp_path).rows()["step"].to_pylist())) == [2, 3, 4]
+    assert "step-000001.parquet cannot be read" in caplog.text

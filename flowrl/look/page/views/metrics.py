@@ -10,7 +10,7 @@ from flowrl.look.page.watched import WatchedRun
 
 
 def metrics(run: WatchedRun, after: int = 0, start: int | None = None) -> dict[str, Any]:
-    """The metrics after line `after`; all of them if the file was written anew since.
+    """The metrics after line `after`; all of them if the file was rewritten since.
 
     Args:
         after, start: those of the previous answer.

@@ -14,7 +14,7 @@ from flowrl.look.page.watched import WatchedRun
 NOT_NODES = ("timing/step", "timing/waiting_share")
 """Timings that are not the seconds of a node or a wait."""
 NEWEST = 16
-"""Rows beside the graph."""
+"""Rows next to the graph."""
 
 
 def now(run: WatchedRun, step: int | None = None) -> dict[str, Any]:
