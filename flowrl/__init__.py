@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from flowrl.run.reporting.reporter import Reporter
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
+    from flowrl.run.validation.stopping import Best, EarlyStopping
     from flowrl.run.validation.validation import Validation
     from flowrl.spec import Spec
 
@@ -60,6 +61,7 @@ __all__ = [
     "Audit",
     "AuditTask",
     "Backend",
+    "Best",
     "ByDifficulty",
     "Colocate",
     "Column",
@@ -67,6 +69,7 @@ __all__ = [
     "DataProto",
     "DemoBatch",
     "DemoData",
+    "EarlyStopping",
     "FlowrlError",
     "Graph",
     "Job",
@@ -164,6 +167,8 @@ __getattr__ = lazy(
         "save": "files.graph_io",
         "algorithm": "graph",
         "Training": "run.training.training",
+        "Best": "run.validation.stopping",
+        "EarlyStopping": "run.validation.stopping",
         "Validation": "run.validation.validation",
         "When": "core.operators.when",
     },
