@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
-    from flowrl.files.graph_io import save
-    from flowrl.graph import Graph, algorithm, load, open
+    from flowrl.graph import Graph, algorithm, load, open, save
     from flowrl.look.comparing.compare import compare
     from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
@@ -164,7 +163,7 @@ __getattr__ = lazy(
         "RecordedRun": "look.recorded_run",
         "compare": "look.comparing.compare",
         "operator": "core.operators.function",
-        "save": "files.graph_io",
+        "save": "graph",
         "algorithm": "graph",
         "Training": "run.training.training",
         "Best": "run.validation.stopping",

@@ -80,7 +80,7 @@ class TestSettings:
             ({"steps": 1, "validation": held_out, "early_stopping": EarlyStopping("val/loss")}, "'held/reward/mean'"),
         ):
             with raises("parameter.invalid") as caught:
-                Training(job, data, prompts=2, **given)  # type: ignore[arg-type]
+                Training(job, data, prompts=2, **given)
             assert words in caught.value.message
 
 
