@@ -98,8 +98,8 @@ class Job(Generic[GraphT]):
         Raises:
             BindError: a role is not bound, two roles that share tokens have different vocabularies, or no node syncs
                 an engine that generates and is not frozen.
-            GraphError: the graph was loaded without imports; a step in which no node would run; an ambiguous order of updates and syncs; or a lag with which
-                nodes would wait for each other.
+            GraphError: the graph was loaded without imports; a step in which no node would run; an ambiguous order of
+                updates and syncs; or a lag with which nodes would wait for each other.
             RuleError: the graph breaks a rule.
         """
         refuse_not_imported(self.graph)

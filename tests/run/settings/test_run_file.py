@@ -52,7 +52,7 @@ def large() -> Training:
         place=Colocate(gpus=2, memory=40.0),
         optimize=False,
     )
-    held, at_4 = PromptData("held.jsonl"), {"k": After("reward", PassAtK(4))}
+    held = PromptData("held.jsonl")
     checks = (
         Validation(held, every=2, name="greedy", goal=0.9),
         Validation(
