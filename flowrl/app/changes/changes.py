@@ -90,6 +90,29 @@ class Changes:
         return words + [f"--set={path}={text}" for path, text in self.settings.items()]
 
 
+def load_changed(target: str, imports: bool, settings: Sequence[str] | None) -> Any:
+    """A target, with the settings if it is a training; see `load_target` for `imports`.
+
+    Raises:
+        ParameterError: settings for a target that is not a training, or that it does not have.
+    """
+    from flowrl.run.settings.changes import with_settings
+    from flowrl.run.training.training import Training
+
+    found = load_target(target, imports)
+    if not settings:
+        return found
+    if not isinstance(found, Training):
+        raise ParameterError(
+            f"--set {settings[0]} needs a training, and {target} is {type_of(found)}. Leave --set out, or pass a "
+            f"training.",
+            code="cli.bad-option",
+            option="--set",
+            found=type(found).__name__,
+        )
+    return with_settings(found, split(settings))
+
+
 def split(settings: Sequence[str]) -> dict[str, str]:
     """Path and text of each ``PATH=VALUE``.
 
