@@ -1,5 +1,5 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``, and those on run
-folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | operators | demo``, and those on
+run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -29,6 +29,7 @@ from flowrl.app import runs as runs_commands
 from flowrl.app.changes.changes import Set, load_changed
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
+from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
 
@@ -244,6 +245,7 @@ def diff(
 
 
 run_command.add_to(app, out)
+sweep_command.add_to(app, out)
 
 
 @app.command("list")

@@ -81,6 +81,13 @@ def members(owner: Any, of: Any = Any) -> dict[str, tuple[Any, Any]]:
     return {}
 
 
+def annotation_at(owner: Any, path: str, of: Any = Any) -> Any:
+    """The annotation of the parameter at a path below `owner`, whose own is `of`; an empty path is `owner` itself."""
+    for name in path.split(".") if path else ():
+        owner, of = members(owner, of)[name]
+    return of
+
+
 def _item_of(annotation: Any, kind: type) -> Any:
     """The annotation of the values of a mapping, or of the items of a tuple of any length; else `Any`."""
     for part in (annotation, *get_args(annotation)):

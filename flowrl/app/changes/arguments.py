@@ -7,10 +7,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from flowrl.errors import ParameterError, offer
-from flowrl.run.settings.typed import typed
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of a command that takes arguments of its target."""
@@ -49,6 +46,10 @@ def bound(
     Raises:
         ParameterError: a name that the function does not have, or a value of another type.
     """
+    from pydantic import TypeAdapter, ValidationError
+
+    from flowrl.run.settings.typed import typed
+
     known = inspect.signature(function).parameters
     hints = typing.get_type_hints(function, include_extras=True)
     found = {}

@@ -15,7 +15,7 @@ _BOOLS = {"true": True, "false": False}
 
 def typed(text: str, annotation: Any) -> Any:
     """The value that a text stands for; text that fits no type in the annotation remains text, for it to refuse."""
-    kinds = _kinds(annotation)
+    kinds = kinds_of(annotation)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if text in choices:
         return text
@@ -39,12 +39,12 @@ def _is_other(value: Any, kinds: list[Any]) -> bool:
     return isinstance(value, str | Spec) or is_number
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def kinds_of(annotation: Any) -> list[Any]:
     """The types that an annotation allows."""
     if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return kinds_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+        return [kind for part in get_args(annotation) for kind in kinds_of(part)]
     return [annotation]
 
 
