@@ -257,14 +257,14 @@ class Sources:
         """The steps of `draws` rows after which every row of the first input was drawn `epochs` times.
 
         Raises:
-            ParameterError: the data is endless.
+            DataError: the data is endless.
         """
         name, stream = next(iter(self.streams.items()))
         if stream.size is None:
-            raise ParameterError(
+            raise DataError(
                 f"The source of the input {name!r} is endless, so epochs={epochs} has no end. Pass "
                 f"Training(..., steps=...) instead.",
-                code="run.endless-data",
+                code="prompts.endless-stream",
                 input=name,
             )
         return math.ceil(epochs * stream.size / draws)
