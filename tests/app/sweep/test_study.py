@@ -1,6 +1,6 @@
 """The trials of a sweep: axes, a grid, sampled ranges, and a study that continues as one that was not ended.
 
-Covers `flowrl.app.sweep.axes` and `.study`.
+Covers also `flowrl/app/sweep/axes.py`.
 """
 
 from __future__ import annotations

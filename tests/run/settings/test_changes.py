@@ -1,6 +1,6 @@
 """Settings by path: typed by what they set, wrong ones answered with the nearest, and what changes on a resume.
 
-Covers `flowrl.run.settings.changes`, `.typed` and `.resumed`, and `flowrl.edits.parameters`.
+Covers `flowrl/run/settings/typed.py` and `resumed.py` there, and `flowrl/edits/parameters.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training as a file: round trips are exact, and the text is what a person would write.
 
-Covers `flowrl.run.settings.run_file`, `flowrl.files.concise` and `flowrl.files.names`.
+Covers also `flowrl/files/concise.py` and `flowrl/files/names.py`.
 """
 
 from __future__ import annotations
