@@ -108,7 +108,7 @@ def train(
         advice = f"resume with: {_resuming(target, changes, str(terminal.folder), report, metrics)}"
         if terminal.folder is None:
             advice = "the run had not started."
-        elif training.checkpoint_every is None:
+        elif training.checkpoint_every is None and training.keep_best is None:
             advice = "it has no checkpoint. Pass Training(checkpoint_every=...) to resume such a run."
         complain(f"{what}; {advice}")
         raise typer.Exit(code) from None

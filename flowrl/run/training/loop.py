@@ -323,7 +323,9 @@ class Loop:
         timing = {**result.timing(seconds), **recording}
         metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
-        if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
+        if (
+            self.training.checkpoint_every is not None or self.training.best is not None
+        ):  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)

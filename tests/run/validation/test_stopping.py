@@ -1,6 +1,6 @@
 """Early stopping, the best checkpoint, and a length in epochs; resumed runs decide as uninterrupted ones.
 
-Covers also `flowrl.run.training.training`, `.loop` and `.checkpoint`.
+Covers also the length and the checkpoints of `flowrl/run/training/loop.py`.
 """
 
 from __future__ import annotations
