@@ -265,6 +265,11 @@ class Loop:
         every = self.training.checkpoint_every
         return every is not None and (step % every == 0 or step == self.last)
 
+    @property
+    def _writes_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints, for any reason but an alarm."""
+        return self.training.checkpoint_every is not None or self.training.best is not None
+
     def _write(self, checkpoint: Path) -> None:
         """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
         self.steps.save(checkpoint)
@@ -323,9 +328,7 @@ class Loop:
         timing = {**result.timing(seconds), **recording}
         metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
-        if (
-            self.training.checkpoint_every is not None or self.training.best is not None
-        ):  # now, not hours later when it is saved
+        if self._writes_checkpoints:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)
