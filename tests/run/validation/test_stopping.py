@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from flowrl import INJECTED, After, Best, EarlyStopping, Metrics, Now, Operator, PromptData, Training, Validation
 from flowrl import columns as c
+from flowrl.backends import TorchRollout
+from flowrl.operators import RolloutCorrection
 from flowrl.run.validation.stopping import Value
 from tests.run.training.interrupted import Stop, Stopper, checkpoints
 from tests.support.errors import raises
@@ -108,10 +110,13 @@ class TestRuns:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "loaded" / "actor").state_dict()
         assert all(torch.equal(saved[name], w) for name, w in weights_of(at_two.engines["actor"]).items())
 
+    @pytest.mark.parametrize("lag", [0, 1])
     def test_a_resumed_run_stops_and_keeps_as_an_uninterrupted_one(
-        self, tiny: str, prompts_file: str, tmp_path: Path
+        self, lag: int, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
-        given, job = self.settings(prompts_file, load_best_at_end=True), job_of("ppo", tiny)
+        given = self.settings(prompts_file, load_best_at_end=True)
+        correction = {"correction": After("whiten", RolloutCorrection("token", "truncate", high=2.0))}
+        job = job_of("ppo", tiny).edit(lag=lag, bind={"rollout": TorchRollout(tiny)}, insert=correction)
         whole = train(job, prompts_file, tmp_path / "whole", **given)
         assert checkpoints(whole.folder) == ["step-000001", "step-000002"]
         with pytest.raises(Stop):
