@@ -10,6 +10,8 @@ from flowrl.core.operators import entry_points
 from flowrl.core.operators.references import imported
 from flowrl.errors import GraphError
 
+UNKNOWN = "operator.unknown-name"
+"""The code of the error about a name that nothing has."""
 MODULES = ("flowrl", "flowrl.backends", "flowrl.operators", "flowrl.schedules", "flowrl.run.alarms")
 """The modules whose public names files may use; imported by name, when a file has one."""
 
@@ -31,7 +33,7 @@ def named(name: str) -> Any:
     if name not in entry_points.names():
         if (found := public(name)) is not None:
             return found
-        known = {name for module in MODULES for name in import_module(module).__all__}
+        known = {one for module in MODULES for one in import_module(module).__all__} - {name}
         if near := difflib.get_close_matches(name, sorted(known), n=1):
             raise GraphError(
                 f"{name!r} is not an import path, and neither flowrl nor an installed package has that name; did you "

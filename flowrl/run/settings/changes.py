@@ -101,18 +101,17 @@ def _changed(training: Training, root: str, texts: Mapping[str, str], flag: str)
     if owner is None:
         raise _unknown(training, first, texts[first.partition(".")[2]], flag)
     value, below = owner.value, {rest: text for rest, text in texts.items() if rest}
-    if owner.kind != "node" and "" in texts:
-        value = typed(texts[""], owner.annotation)
-    known = list(paths(value))
-    for rest, text in texts.items():
-        parent, is_whole = rest.rpartition(".")[0], not rest and owner.kind != "node"
-        inside_nothing = parent in known and not any(path.startswith(f"{parent}.") for path in known)
-        if not (is_whole or rest in known or inside_nothing):  # the last one `with_parameters` refuses
-            raise _unknown(training, f"{root}.{rest}" if rest else root, text, flag)
-    if not below:
-        return owner.kind, value
-    said = " ".join(f"{flag} {root}.{rest}={text}" for rest, text in below.items())
-    with _named(said):
+    with _named(" ".join(f"{flag} {f'{root}.{rest}' if rest else root}={text}" for rest, text in texts.items())):
+        if owner.kind != "node" and "" in texts:
+            value = typed(texts[""], owner.annotation)
+        known = list(paths(value))
+        for rest, text in texts.items():
+            parent, is_whole = rest.rpartition(".")[0], not rest and owner.kind != "node"
+            inside_nothing = parent in known and not any(path.startswith(f"{parent}.") for path in known)
+            if not (is_whole or rest in known or inside_nothing):  # the last one `with_parameters` refuses
+                raise _unknown(training, f"{root}.{rest}" if rest else root, text, flag)
+        if not below:
+            return owner.kind, value
         return owner.kind, with_parameters(
             value, root, below, lambda path: f"{flag} {path}=...", lambda text, of, _: typed(text, of), owner.annotation
         )

@@ -7,14 +7,19 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from flowrl.files.names import public
+from flowrl.errors import FlowrlError
+from flowrl.files.names import UNKNOWN, named
 from flowrl.spec import Spec
 
 _BOOLS = {"true": True, "false": False}
 
 
 def typed(text: str, annotation: Any) -> Any:
-    """The value that a text stands for; text that fits no type in the annotation remains text, for it to refuse."""
+    """The value that a text stands for; text that fits no type in the annotation remains text, for it to refuse.
+
+    Raises:
+        GraphError, ParameterError: a call of a class that does not exist, or that refuses its arguments.
+    """
     kinds = kinds_of(annotation)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if text in choices:
@@ -26,6 +31,10 @@ def typed(text: str, annotation: Any) -> Any:
         return _BOOLS[text.lower()]
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
+    except FlowrlError as error:
+        if error.code == UNKNOWN and (is_any or str in kinds):
+            return text
+        raise
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return text
     return value if str not in kinds or _is_other(value, kinds) else text
@@ -49,13 +58,13 @@ def kinds_of(annotation: Any) -> list[Any]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A Python literal, or a call of a public class of flowrl with such arguments; raises ValueError for others."""
+    """A Python literal, or a call of a class that files may name with such arguments; raises ValueError for others."""
     match node:
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=named):
-            spec = public(name)
-            if spec is None or not issubclass(spec, Spec) or any(one.arg is None for one in named):
+        case ast.Call(func=ast.Name(id=name), args=given, keywords=keywords):
+            spec = named(name)
+            if not isinstance(spec, type) or not issubclass(spec, Spec) or any(one.arg is None for one in keywords):
                 raise ValueError(name)
-            return spec(*map(_value, given), **{one.arg: _value(one.value) for one in named if one.arg is not None})
+            return spec(*map(_value, given), **{one.arg: _value(one.value) for one in keywords if one.arg is not None})
         case ast.Tuple(elts=items):
             return tuple(map(_value, items))
         case ast.List(elts=items):
