@@ -1,4 +1,4 @@
-"""On Ray: graphs with other data, and adaptive samplers, are bit-equal to one process."""
+"""On Ray: graphs with other data, and adaptive samplers, are bit-equal to one process, which records no columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowrl import After, ByDifficulty, DemoData, PreferenceData, PromptData, Training, graphs
+import flowrl
+from flowrl import After, ByDifficulty, DemoData, PreferenceData, PromptData, Recording, Training, graphs
 from flowrl.distributed.place import Colocate
 from flowrl.operators import Collect, Feedback, Spread
 from flowrl.run.training.checkpoint import Checkpoints
@@ -41,11 +42,13 @@ def test_three_steps_are_bit_equal_to_one_process(name: str, tiny: str, tmp_path
     graph, data = cases(tmp_path)[name]
     job = bind_tiny(graph, tiny)
     settings: dict[str, Any] = {"steps": 3, "prompts": 4, "checkpoint_every": 3, "save_model": False}
-    training = Training(job, data, folder=str(tmp_path / "local"), **settings)
-    local = training.run()
+    training = Training(job, data, folder=str(tmp_path / "ray"), **settings)
+    local = replace(training, folder=str(tmp_path / "local"), recording=Recording(texts=None, columns=None)).run()
     with leaves_nothing():
-        remote = replace(training, job=replace(job, place=Colocate(1)), folder=str(tmp_path / "ray")).run()
+        remote = replace(training, job=replace(job, place=Colocate(1))).run()
     assert numbers(local.metrics) == numbers(remote.metrics)
+    assert flowrl.open(tmp_path / "local").rows().equals(flowrl.open(tmp_path / "ray").rows())
+    assert (tmp_path / "ray" / "columns").exists() and not (tmp_path / "local" / "columns").exists()
     ends = [Checkpoints(tmp_path / where / "checkpoints", 1).latest() for where in ("local", "ray")]
     assert ends[0] is not None and ends[1] is not None
     assert ends[0][1]["data"] == ends[1][1]["data"]
