@@ -19,8 +19,8 @@ from flowrl.errors import GraphError, ParameterError, offer, type_of
 def load_target(target: str, imports: bool = True) -> Any:
     """The object that a target names; for an algorithm or a function, its result. For `imports` see `flowrl.load`."""
     from flowrl.core.graphs.algorithm import Algorithm
-    from flowrl.core.operators.references import load_object
     from flowrl.graph import load
+    from flowrl.references import load_object
 
     if target.endswith((".yaml", ".yml", ".json")):
         return load(target, imports=imports)

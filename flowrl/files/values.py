@@ -20,7 +20,9 @@ from typing import Any, Literal
 from flowrl.core.graphs.after import After
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
-from flowrl.core.operators.references import (
+from flowrl.core.operators.roles import RoleRef
+from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
+from flowrl.references import (
     imported,
     named_source_hash,
     parse_reference,
@@ -28,8 +30,6 @@ from flowrl.core.operators.references import (
     resolve,
     source_hash,
 )
-from flowrl.core.operators.roles import RoleRef
-from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
 from flowrl.spec import Spec, parameters
 
 
