@@ -21,6 +21,7 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
 from flowrl.core.operators.roles import RoleRef
+from flowrl.data.sources.held_rows import HeldRows
 from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
 from flowrl.references import (
     imported,
@@ -82,6 +83,8 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
             for k, v in parameters(value).items()
         }
         return {**_type(value, where, portable), **fields}
+    if isinstance(value, HeldRows):
+        return _rows(value, where, portable)
     if isinstance(value, NotImported):
         return {value.key: value.path, "source": value.source}
     if isinstance(value, type):
@@ -94,6 +97,19 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
         where=where,
         found=value,
     )
+
+
+def _rows(rows: HeldRows, where: str, portable: bool) -> dict[str, Any]:
+    """The digest of rows in memory, which cannot be read back."""
+    if portable:
+        raise GraphError(
+            f"{where} is {len(rows)} rows in memory, which a file cannot hold. Write them to a file, "
+            f"{rows.how_to_write}, and pass that: path='rows.parquet'.",
+            code="file.rows-in-memory",
+            where=where,
+            found=len(rows),
+        )
+    return {"$rows": rows.digest, "count": len(rows)}
 
 
 def _type(spec: Spec, where: str, portable: bool) -> dict[str, str]:

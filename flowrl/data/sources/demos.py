@@ -97,20 +97,24 @@ class Demonstration:
         for name, response in self.responses.items():
             if isinstance(response, str):
                 ids = [*tokenizer.response_ids(response), tokenizer.turn_end]
-                turns[name] = Turns(ids, [True] * len(ids))
+                turns[name] = Turns(prompt.ids, ids, [True] * len(ids))
                 continue
             try:
                 turns[name] = turns_of(tokenizer, prompt.raw_prompt, response, arguments)
             except DataError as error:
                 facts = {**error.facts, "where": where}
                 raise DataError(f"{where}: {error.message}", code=error.code, **facts) from error
-        return replace(self, prompt=prompt, turns=turns)
+        return replace(self, prompt=replace(prompt, ids=next(iter(turns.values())).prompt), turns=turns)
 
     def _document(self, tokenizer: ChatTokenizer) -> Demonstration:
         """A copy of a document: its first token is the prompt, since none predicts it."""
         [(name, text)] = self.responses.items()
         first, *rest = tokenizer.document_ids(text_of(text))
-        return replace(self, prompt=replace(self.prompt, ids=[first]), turns={name: Turns(rest, [True] * len(rest))})
+        return replace(
+            self,
+            prompt=replace(self.prompt, ids=[first]),
+            turns={name: Turns([first], rest, [True] * len(rest))},
+        )
 
 
 class _Responses(FileSource):
@@ -294,8 +298,8 @@ class ResponseStream(RowStream[Demonstration]):
 
     def _batch(self, sampled: Sequence[tuple[SampledRow, Demonstration]]) -> DataProto:
         rows = [(one, row, name) for one, row in sampled for name in row.turns]
-        prompts, prompt_mask = self._tokenizer.pad_left([row.prompt.ids for _, row, _ in rows])
         turns = [row.turns[name] for _, row, name in rows]
+        prompts, prompt_mask = self._tokenizer.pad_left([one.prompt for one in turns])
         responses, present = _pad_right([one.ids for one in turns], self._tokenizer.pad_id)
         mask = present.clone()
         mask[present] = torch.tensor([trained for one in turns for trained in one.mask])

@@ -197,6 +197,21 @@ class ChatTokenizer:
         messages, template_kwargs = self._quoted(messages, template_kwargs)
         return self._templated(messages, template_kwargs, add_generation_prompt)
 
+    def generation_spans(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[tuple[int, int]]:
+        """What the chat template marks by ``{% generation %}`` in the text of `rendered`; nothing without marks."""
+        messages, arguments = self._quoted(messages, template_kwargs)
+        given = {**self._tokenizer.special_tokens_map, **(arguments or {})}
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(None, given.get("tools"))
+        if not re.search(r"{%[-+]?\s*generation\b", template):
+            return []
+        given |= {"chat_template": template, "return_assistant_tokens_mask": True}
+        spans: Any = render_jinja_template([[*map(dict, messages)]], **given)[1]
+        return [(int(start), int(end)) for start, end in spans[0]]
+
     def _templated_ids(
         self,
         messages: Sequence[Mapping[str, Any]],

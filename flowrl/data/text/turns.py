@@ -1,11 +1,12 @@
 """Which tokens of a conversation the assistant writes, for supervised training.
 
-The tokens of an assistant's turn are those that the policy would sample there: from the end of the generation prompt to
-the token that ends the turn. Each part is encoded alone, as during generation, where the policy reads the tokens of a
-prompt and then samples. Whitespace that a template writes after the end of a turn is not sampled, nor trained.
+A chat template that marks them by ``{% generation %}``, as transformers and TRL read it, is taken at its word. In any
+other template, they are those that the policy would sample: from the end of the generation prompt to the token that
+ends the turn. Whitespace that a template writes after that token is not sampled, nor trained. Such a template must not
+rewrite earlier turns once more messages follow (strip thinking, merge turns): they would be trained otherwise than the
+policy samples them, so only the last turn can be.
 
-A template that rewrites earlier turns once more messages follow (it strips thinking, merges turns) shows an earlier
-turn otherwise than the policy would have sampled it. Only its last turn can be trained.
+Each part is encoded alone, as during generation, where the policy reads the tokens of a prompt and then samples.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from flowrl.errors import DataError
 
 
 class Turns(NamedTuple):
-    """The tokens of a conversation from the first turn to train on.
+    """The tokens of a conversation.
 
     Args:
-        ids: of all its messages to the end of the last turn.
-        mask: whether the assistant writes each.
+        prompt: of the text before the first turn to train on.
+        ids: of the rest, to the end of the last turn.
+        mask: whether the assistant writes each of `ids`.
     """
 
+    prompt: list[int]
     ids: list[int]
     mask: list[bool]
 
@@ -36,7 +39,7 @@ def turns_of(
     response: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Turns:
-    """The tokens that follow ``tokenizer.prompt_ids(prompt)``; all turns of the assistant in `response` are trained.
+    """The tokens of `prompt` and `response`, of which all turns of the assistant in `response` are trained.
 
     Args:
         response: messages, the first and last of the assistant.
@@ -44,24 +47,24 @@ def turns_of(
     Raises:
         DataError: the template rejects the messages, or rewrites earlier turns.
     """
-    messages, start = [*prompt, *response], len(prompt)
+    messages = [*prompt, *response]
     whole = tokenizer.rendered(messages, template_kwargs)
+    if marks := tokenizer.generation_spans(messages, template_kwargs):
+        return _marked(tokenizer, whole, marks[len(tokenizer.generation_spans(prompt, template_kwargs)) :])
     opened = tokenizer.rendered(prompt, template_kwargs, add_generation_prompt=True)
+    found, end = Turns(tokenizer.encode(opened), [], []), len(opened)
     if not whole.startswith(opened) and response[0].keys() == {"role", "content"} and len(response) == 1:
         # generation reads another prompt than the conversation has, such as a closed thinking block
-        ids = [*tokenizer.response_ids(response[0]["content"]), tokenizer.turn_end]
-        return Turns(ids, [True] * len(ids))
-    found, end = Turns([], []), len(opened)
-    for i in range(start, len(messages)):
+        _append(found, [*tokenizer.response_ids(response[0]["content"]), tokenizer.turn_end], trained=True)
+        return found
+    for i in range(len(prompt), len(messages)):
         if messages[i]["role"] != "assistant":
             continue
-        if i > start:
+        if i > len(prompt):
             opened = tokenizer.rendered(messages[:i], template_kwargs, add_generation_prompt=True)
-        closed = _to_the_end(
-            tokenizer,
-            tokenizer.rendered(messages[: i + 1], template_kwargs) if i + 1 < len(messages) else whole,
-            len(opened),
-        )
+        last = i + 1 == len(messages)
+        closed = whole if last else tokenizer.rendered(messages[: i + 1], template_kwargs)
+        closed = _to_the_end(tokenizer, closed, len(opened))
         for earlier, later in ((opened, closed), (closed, whole)):
             if not later.startswith(earlier):
                 _refuse_rewritten(tokenizer, earlier, later, i)
@@ -73,16 +76,26 @@ def turns_of(
     return found
 
 
+def _marked(tokenizer: ChatTokenizer, whole: str, marks: Sequence[tuple[int, int]]) -> Turns:
+    """The turns that a template marks in the text of a conversation."""
+    end = marks[0][0]
+    found = Turns(tokenizer.encode(whole[:end]), [], [])
+    for start, stop in marks:
+        _append(found, tokenizer.encode(whole[end:start]), trained=False)
+        _append(found, tokenizer.encode(whole[start:stop]), trained=True)
+        end = stop
+    return found
+
+
 def _append(turns: Turns, ids: Sequence[int], trained: bool) -> None:
     turns.ids.extend(ids)
     turns.mask.extend([trained] * len(ids))
 
 
 def _to_the_end(tokenizer: ChatTokenizer, rendered: str, start: int) -> str:
-    """A rendered conversation up to the token that ends the last turn, which begins at `start`; the whole one if the
-    template writes no such token."""
+    """A rendered conversation to the first token after `start` that ends a turn; the whole one if there is none."""
     marks = [tokenizer.shown([end]) for end in tokenizer.ends]
-    return rendered[: max((at + len(mark) for mark in marks if (at := rendered.rfind(mark, start)) >= 0), default=None)]
+    return rendered[: min((at + len(mark) for mark in marks if (at := rendered.find(mark, start)) >= 0), default=None)]
 
 
 def _refuse_rewritten(tokenizer: ChatTokenizer, earlier: str, later: str, message: int) -> None:
@@ -91,7 +104,7 @@ def _refuse_rewritten(tokenizer: ChatTokenizer, earlier: str, later: str, messag
     raise DataError(
         f"The chat template in {tokenizer.folder!r} rewrites turns once more messages follow: at message {message} it "
         f"writes {expected!r} first, and {found!r} later. So earlier turns of the assistant cannot be trained as they "
-        f"would be sampled; use a template that keeps them, or train the last turn only: DemoData(..., turns='last').",
+        f"would be sampled; use a template that keeps them, or train the last turn only: DemoData(turns='last').",
         code="tokenizer.rewritten-turns",
         path=tokenizer.folder,
         index=message,
