@@ -276,6 +276,7 @@ def test_the_public_names_are_pinned() -> None:
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Trackio", "Training",
+            "UnpairedBatch", "UnpairedData",
         "Validation", "WandB", "When", "Writes", "algorithm", "audit", "compare", "load", "open", "operator",
         "save",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from a cache that may be older than these. Data sets that are a script are refus
 from __future__ import annotations
 
 import glob
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,14 @@ def patterns_of(base: str, card: Path | None, shown: str, name: str | None) -> d
     return {str(split): list(each) for split, each in found_patterns.items()}
 
 
+def saved_patterns(folder: Path) -> dict[str, list[str]]:
+    """By split, the patterns of what ``save_to_disk`` wrote to a folder; none if it did not."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        return {split: [f"{split}/*.arrow"] for split in splits}
+    return {"train": ["*.arrow"]} if (folder / "state.json").is_file() else {}
+
+
 def splits_of(shown: str, splits: Collection[str], split: str | None) -> list[str]:
     """The splits that ``split=``, such as ``"train[:100]+test"``, names; None is the only one."""
     if split is None:
@@ -86,12 +95,13 @@ def splits_of(shown: str, splits: Collection[str], split: str | None) -> list[st
 
 
 def files_in(folder: Path, shown: str, patterns: Sequence[str]) -> list[Path]:
-    """The files in a folder that match.
+    """The files in a folder that match, without those of another format than most.
 
     Raises:
         DataError: there are none, or one is outside of the folder.
     """
     from datasets.data_files import resolve_pattern
+    from datasets.load import infer_module_for_data_files_list
 
     try:
         found = [Path(path) for pattern in patterns for path in resolve_pattern(pattern, str(folder))]
@@ -99,7 +109,11 @@ def files_in(folder: Path, shown: str, patterns: Sequence[str]) -> list[Path]:
         _refuse(shown, f"no file matches {', '.join(map(repr, patterns))}. Complete the folder")
     if outside := [str(path) for path in found if not path.is_relative_to(folder) or ".." in path.parts]:
         _refuse(shown, f"its {CARD} names {outside[0]!r}, a file outside of the data set. Remove it")
-    return found
+    formats = [infer_module_for_data_files_list([str(path)])[0] for path in found]
+    chosen = infer_module_for_data_files_list(list(map(str, found)))[0]
+    if chosen is None:
+        _refuse(shown, f"the package 'datasets' does not read {found[0].name!r}. Convert it to parquet")
+    return [path for path, one in zip(found, formats, strict=True) if one == chosen]
 
 
 def refuse_script(names: Collection[str], shown: str) -> None:
@@ -149,10 +163,7 @@ def _stream(
         found = DataFilesDict.from_patterns(named)
         module, arguments = infer_module_for_data_files(found, shown)
         builder = import_main_class(f"datasets.packaged_modules.{module}.{module}")(data_files=found, **arguments)
-        stream = builder.as_streaming_dataset(split).decode(False)
-        if columns is not None and stream.column_names:
-            stream = stream.select_columns([name for name in stream.column_names if name in columns])
-        for record in stream:
+        for record in _selected(builder.as_streaming_dataset(split), columns):
             yield f"{shown} {split} row {row}", record
             row += 1
     except GeneratorExit:
@@ -171,6 +182,14 @@ def _stream(
             code="prompts.no-rows",
             path=shown,
         )
+
+
+def _selected(stream: Any, columns: Collection[str] | None) -> Any:
+    """A stream of these columns, without decoded images, as far as the format names its columns."""
+    if not stream.features:
+        return stream
+    known = [name for name in stream.features if columns is None or name in columns]
+    return stream.decode(False).select_columns(known or list(stream.features))
 
 
 def _refuse(shown: str, what: str) -> NoReturn:

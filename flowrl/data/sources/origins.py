@@ -18,6 +18,7 @@ from flowrl.data.sources.dataset_files import (
     patterns_of,
     refuse_script,
     rows_of,
+    saved_patterns,
     splits_of,
 )
 from flowrl.data.sources.held_rows import HeldRows
@@ -122,7 +123,7 @@ class DatasetPath(Origin):
 def split_files(folder: Path, shown: str, name: str | None, split: str | None) -> dict[str, list[Path]]:
     """The files in a data set's folder of each split that ``split=`` names."""
     base, card = folder.absolute(), folder / CARD
-    patterns = patterns_of(str(base), card if card.is_file() else None, shown, name)
+    patterns = saved_patterns(folder) or patterns_of(str(base), card if card.is_file() else None, shown, name)
     return {one: files_in(base, shown, patterns[one]) for one in splits_of(shown, patterns, split)}
 
 
