@@ -116,6 +116,13 @@ def files_in(folder: Path, shown: str, patterns: Sequence[str]) -> list[Path]:
     return [path for path, one in zip(found, formats, strict=True) if one == chosen]
 
 
+def split_files(folder: Path, shown: str, name: str | None, split: str | None) -> dict[str, list[Path]]:
+    """The files in a data set's folder of each split that ``split=`` names."""
+    base, card = folder.absolute(), folder / CARD
+    patterns = saved_patterns(folder) or patterns_of(str(base), card if card.is_file() else None, shown, name)
+    return {one: files_in(base, shown, patterns[one]) for one in splits_of(shown, patterns, split)}
+
+
 def refuse_script(names: Collection[str], shown: str) -> None:
     """Refuse a data set with a script of its name among these files."""
     script = f"{Path(shown).name}.py"

@@ -5,19 +5,22 @@ No row is skipped, except those that ``map=`` leaves out and overlong ones with 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 
 from pydantic import AfterValidator, Field, field_validator
 
 from flowrl import references as functions
 from flowrl.data.keys import Key
 from flowrl.data.sources.held_rows import HeldRows, held
+from flowrl.data.sources.hub_dataset import HubDataset
 from flowrl.data.sources.mapping import Mapped, RowMapping
-from flowrl.data.sources.origins import Origin, RowsInMemory, origin_of
+from flowrl.data.sources.origin import Origin
+from flowrl.data.sources.origins import RowsInMemory, origin_of
 from flowrl.data.sources.prompt_rows import Length, Provenance
 from flowrl.data.sources.readers import READERS
 from flowrl.data.sources.samplers import InOrder, Order, Sampler, Shuffled
@@ -165,11 +168,11 @@ class FileSource(Source):
         return self.sampler is not None and self.sampler.learns
 
     def identity(self) -> dict[str, Any]:
-        """Its parameters, except the paths, and those of later versions at their defaults."""
-        same = {name: value for name, value in super().identity().items() if name != "path"}
+        """Its parameters, except those that `digests` covers, and those of later versions at their defaults."""
+        same = {name: value for name, value in super().identity().items() if name not in ("path", "revision")}
         if self.split_special_tokens:
             del same["split_special_tokens"]
-        unset = ("sampler", "name", "split", "revision", "map")
+        unset = ("sampler", "name", "split", "map")
         return {k: v for k, v in same.items() if (v is not None or k not in unset) and (v or k != "columns")}
 
     def refuse_missing(self) -> None:
@@ -178,7 +181,7 @@ class FileSource(Source):
             origin.refuse_missing(type(self).__name__)
 
     def digests(self) -> list[str]:
-        """xxh3-128 of each file, in order; for a data set on the Hub, its name and commit.
+        """xxh3-128 of each file, in order; for a data set on the Hub, its name, commit and file.
 
         Raises:
             DataError: data is missing or unreadable.
@@ -186,13 +189,32 @@ class FileSource(Source):
         self.refuse_missing()
         return [digest for origin in self.origins for digest in origin.digests()]
 
+    def pinned(self, commits: MutableMapping[str, str]) -> Self:
+        """A copy whose data sets on the Hub are those of one commit."""
+        if isinstance(self.path, HeldRows):
+            return self
+        paths = []
+        for path, origin in zip(_texts(self.path), self.origins, strict=True):
+            if isinstance(origin, HubDataset):
+                if origin.asked() not in commits:
+                    commits[origin.asked()] = origin.commit
+                path = f"{origin.data_source}@{commits[origin.asked()]}"
+            paths.append(path)
+        if paths == _texts(self.path):
+            return self
+        whole = paths[0] if len(paths) == 1 else tuple(paths)
+        return cast(Self, dataclasses.replace(cast(Any, self), path=whole, revision=None))
+
+    def missing_here(self) -> list[str]:
+        """The data sets on the Hub that would be downloaded."""
+        return [origin.asked() for origin in self.origins if isinstance(origin, HubDataset) and not origin.is_here()]
+
     @property
     def origins(self) -> list[Origin]:
         """Where its rows come from, in order."""
         if isinstance(self.path, HeldRows):
             return [RowsInMemory(self.path)]
-        paths = self.path if isinstance(self.path, tuple) else (self.path,)
-        return [origin_of(os.fspath(path), self.name, self.split, self.revision) for path in paths]
+        return [origin_of(path, self.name, self.split, self.revision) for path in _texts(self.path)]
 
     def _order(self, rows: Sequence[Any], seed: int) -> Order:
         """The order in which these rows are sampled."""
@@ -295,4 +317,8 @@ class FileSource(Source):
 
 
 def _paths(path: str | os.PathLike[str] | tuple[str | os.PathLike[str], ...]) -> list[Path]:
-    return [Path(p).expanduser() for p in (path if isinstance(path, tuple) else (path,))]
+    return [Path(p).expanduser() for p in _texts(path)]
+
+
+def _texts(path: Any) -> list[str]:
+    return [os.fspath(p) for p in (path if isinstance(path, tuple) else (path,))]

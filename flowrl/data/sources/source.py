@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flowrl.data.proto.dataproto import DataProto
@@ -116,6 +116,21 @@ class Source(Spec):
         Raises:
             DataError: something is missing.
         """
+
+    def pinned(self, commits: MutableMapping[str, str]) -> Source:
+        """A copy that reads the same content later, too.
+
+        Args:
+            commits: of what it names on the Hub, such as ``"openai/gsm8k"``; given ones stay, others are added.
+
+        Raises:
+            DataError: it is not on the Hub, or not accessible.
+        """
+        return self
+
+    def missing_here(self) -> list[str]:
+        """What would be downloaded to read it, so that `flowrl check` does not."""
+        return []
 
     def identity(self) -> dict[str, Any]:
         """Its parameters that must not change when a run is resumed."""

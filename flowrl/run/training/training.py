@@ -7,7 +7,7 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import closing
 from importlib import metadata
 from typing import Any, Self
@@ -30,6 +30,7 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.recording.recording import Recording
 from flowrl.run.reporting.reporter import Reporter, refuse_bad_reporters
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
+from flowrl.run.training.commits import missing_here, pinned, pinned_validations, recorded_commits
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Loop, Run
@@ -211,9 +212,15 @@ class Training(Spec):
             StorageError: a file cannot be written, for example because the disk is full.
         """
         refuse_bad_reporters(reporters)
+        commits = recorded_commits(self.folder) if self.resume else {}
+        return self.pinned(commits)._run(reporters, commits)
+
+    def _run(self, reporters: Sequence[Reporter], commits: Mapping[str, str]) -> Run:
+        """Train on data of these commits."""
         self.refuse_unready()
         self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited during the run
+        described |= {"commits": dict(commits)} if commits else {}
         seconds: dict[str, float] = {}
         if self.costs is not None:
             job, costs = self.job, Costs.measured(self.costs)
@@ -249,6 +256,25 @@ class Training(Spec):
         changed = {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
         changed.pop("job", None)
         return job_html(self.job.graph, f"{self.job.graph.name}: {self.steps} steps", changed)
+
+    def pinned(self, commits: MutableMapping[str, str]) -> Self:
+        """A copy whose data sets on the Hub are those of these commits, to which it adds missing ones.
+
+        Raises:
+            DataError: a data set is not on the Hub, or not accessible.
+        """
+        data, before = pinned(self.data, commits), self.validations
+        validations = pinned_validations(before, commits)
+        return (
+            self
+            if (data, validations) == (self.data, before)
+            else dataclasses.replace(self, data=data, validation=validations)
+        )
+
+    def missing_here(self) -> list[str]:
+        """The data sets on the Hub that are not on this machine; `flowrl check` does not download them."""
+        every = [self.data, *(validation.data for validation in self.validations)]
+        return list(dict.fromkeys(name for data in every for name in missing_here(data)))
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the original: all but backends, place and length.
