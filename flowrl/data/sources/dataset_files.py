@@ -11,6 +11,7 @@ import glob
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,9 +104,11 @@ def files_in(folder: Path, shown: str, patterns: Sequence[str]) -> list[Path]:
     from datasets.data_files import resolve_pattern
     from datasets.load import infer_module_for_data_files_list
 
-    try:
-        found = [Path(path) for pattern in patterns for path in resolve_pattern(pattern, str(folder))]
-    except FileNotFoundError:
+    found: list[Path] = []
+    for pattern in patterns:
+        with suppress(FileNotFoundError):  # several patterns may find the files of a split
+            found += [path for path in map(Path, resolve_pattern(pattern, str(folder))) if path not in found]
+    if not found:
         _refuse(shown, f"no file matches {', '.join(map(repr, patterns))}. Complete the folder")
     if outside := [str(path) for path in found if not path.is_relative_to(folder) or ".." in path.parts]:
         _refuse(shown, f"its {CARD} names {outside[0]!r}, a file outside of the data set. Remove it")

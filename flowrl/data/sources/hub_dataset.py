@@ -47,12 +47,13 @@ class HubDataset(Origin):
             DataError: it is not on the Hub, or not accessible.
         """
         library()
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, is_offline_mode
 
         if self._revision is not None and _COMMIT.fullmatch(self._revision):
             return self._revision
         with self._reached():
-            return HfApi().resolve_revision(self._repo, repo_type="dataset", revision=self._revision).resolved
+            given: dict[str, Any] = {"repo_type": "dataset", "local_files_only": is_offline_mode()}
+            return HfApi().resolve_revision(self._repo, revision=self._revision, **given).resolved
 
     def asked(self) -> str:
         """Its name, with the revision that was asked for."""
@@ -81,30 +82,36 @@ class HubDataset(Origin):
         yield from rows_of(self._download(), self._repo, self._split, columns)
 
     def _snapshot(self, patterns: list[str], local_only: bool = False) -> Path:
-        """The folder of the cache with the files that match."""
+        """The folder of the cache with the files that match, from the Hub only if the cache lacks any."""
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import IncompleteSnapshotError
 
+        revision = self._revision if local_only else self.commit
+        given: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "allow_patterns": patterns}
         with self._reached():
-            return Path(
-                snapshot_download(
-                    self._repo,
-                    repo_type="dataset",
-                    revision=self.commit if not local_only else self._revision,
-                    allow_patterns=patterns,
-                    local_files_only=local_only,
-                )
-            )
+            if local_only or self._listed(self.commit):
+                try:
+                    return Path(snapshot_download(self._repo, local_files_only=True, **given))
+                except IncompleteSnapshotError:
+                    if local_only:
+                        raise
+            return Path(snapshot_download(self._repo, **given))
 
-    def _paths(self, local_only: bool = False) -> dict[str, list[str]]:
-        """The files of each split that is read, from the list of all files and the card alone."""
+    def _listed(self, commit: str) -> list[str]:
+        """The names of all files of a commit, as the cache lists them; none if it does not."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-        snapshot = self._snapshot([CARD], local_only)
         try:
-            tree = get_cached_repo_tree(self._repo, repo_type="dataset", revision=snapshot.name)
-            names = [file.path for file in tree]
-        except CachedRepoTreeNotFoundError:  # another program has filled the cache
+            return [file.path for file in get_cached_repo_tree(self._repo, repo_type="dataset", revision=commit)]
+        except CachedRepoTreeNotFoundError:
+            return []
+
+    def _paths(self, local_only: bool = False) -> dict[str, list[str]]:
+        """The files of each split that is read, from the list of all files and the card alone."""
+        snapshot = self._snapshot([CARD], local_only)
+        names = self._listed(snapshot.name)
+        if not names:  # another program has filled the cache
             names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
         refuse_script(names, self._repo)
         with TemporaryDirectory() as folder:

@@ -91,6 +91,14 @@ def test_files_without_a_card(tmp_path: Path) -> None:
     assert read(tmp_path / "splits", split="a[:1]") == ["1"]
 
 
+def test_names_and_folders_of_files_tell_the_split(tmp_path: Path) -> None:
+    for file in ("a/train.csv", "a/test_1.csv", "b/train/x.csv", "b/train/y.csv", "b/test/x.csv", "b/notes.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(f"prompt,solution\na,{Path(file).stem}\n")
+    assert read(tmp_path / "a", split="train") == ["train"] and read(tmp_path / "a", split="test") == ["test_1"]
+    assert read(tmp_path / "b", split="train") == ["x", "y"]
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     """The cache of `datasets` takes a file of the same time for the same file."""
     path = tmp_path / "a.csv"
