@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 
@@ -26,6 +26,7 @@ from flowrl.data.sources.readers import READERS
 from flowrl.data.sources.samplers import InOrder, Order, Sampler, Shuffled
 from flowrl.data.sources.source import Source
 from flowrl.errors import DataError, ParameterError, offer
+from flowrl.hub.repositories import Commits
 
 if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
@@ -189,16 +190,14 @@ class FileSource(Source):
         self.refuse_missing()
         return [digest for origin in self.origins for digest in origin.digests()]
 
-    def pinned(self, commits: MutableMapping[str, str]) -> Self:
+    def pinned(self, commits: Commits) -> Self:
         """A copy whose data sets on the Hub are those of one commit."""
         if isinstance(self.path, HeldRows):
             return self
         paths = []
         for path, origin in zip(_texts(self.path), self.origins, strict=True):
             if isinstance(origin, HubDataset):
-                if origin.asked() not in commits:
-                    commits[origin.asked()] = origin.commit
-                path = f"{origin.data_source}@{commits[origin.asked()]}"
+                path = f"{origin.repo}@{origin.pinned(commits)}"
             paths.append(path)
         if paths == _texts(self.path):
             return self
@@ -207,7 +206,7 @@ class FileSource(Source):
 
     def missing_here(self) -> list[str]:
         """The data sets on the Hub that would be downloaded."""
-        return [origin.asked() for origin in self.origins if isinstance(origin, HubDataset) and not origin.is_here()]
+        return [origin.repo for origin in self.origins if isinstance(origin, HubDataset) and not origin.is_here()]
 
     @property
     def origins(self) -> list[Origin]:

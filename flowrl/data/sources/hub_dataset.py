@@ -7,9 +7,7 @@ enough to check that they exist.
 from __future__ import annotations
 
 import glob
-import re
-from collections.abc import Collection, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -17,12 +15,10 @@ from typing import Any
 
 from flowrl.data.sources.dataset_files import CARD, library, refuse_script, rows_of, split_files
 from flowrl.data.sources.origin import Origin
-from flowrl.errors import DataError
+from flowrl.hub.repositories import Commits, cached, download, files_of, is_commit, is_repository, resolve
 
-_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _FILES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".zip")
 """Suffixes of files; a name that ends so is not one of a data set."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubDataset(Origin):
@@ -36,36 +32,24 @@ class HubDataset(Origin):
     """
 
     def __init__(self, repo: str, revision: str | None, name: str | None, split: str | None) -> None:
-        self.data_source = self._repo = repo
-        self._revision, self._name, self._split = revision, name, split
+        self.data_source = self.repo = repo
+        self.revision, self._name, self._split = revision, name, split
 
     @cached_property
     def commit(self) -> str:
-        """The commit of its revision, as the Hub has it now; without a network, as the cache has it.
-
-        Raises:
-            DataError: it is not on the Hub, or not accessible.
-        """
+        """The commit of its revision; see `flowrl.hub.repositories.resolve`."""
         library()
-        from huggingface_hub import HfApi, is_offline_mode
+        return str(self.revision) if is_commit(self.revision) else resolve(self.repo, self.revision, "dataset")
 
-        if self._revision is not None and _COMMIT.fullmatch(self._revision):
-            return self._revision
-        with self._reached():
-            given: dict[str, Any] = {"repo_type": "dataset", "local_files_only": is_offline_mode()}
-            return HfApi().resolve_revision(self._repo, revision=self._revision, **given).resolved
-
-    def asked(self) -> str:
-        """Its name, with the revision that was asked for."""
-        return self._repo if self._revision is None else f"{self._repo}@{self._revision}"
+    def pinned(self, commits: Commits) -> str:
+        """Its commit among those of a run."""
+        return str(self.revision) if is_commit(self.revision) else commits.resolve(self.repo, self.revision, "dataset")
 
     def is_here(self) -> bool:
-        """Whether the cache of this machine has it."""
+        """Whether the cache of this machine has it; asks no network."""
         try:
             self._download(local_only=True)
-        except DataError as error:
-            if error.code != "prompts.not-on-hub":
-                raise
+        except LookupError:
             return False
         return True
 
@@ -76,98 +60,50 @@ class HubDataset(Origin):
             self._paths()
 
     def digests(self) -> list[str]:
-        return [f"{self._repo}@{self.commit}/{path}" for paths in self._paths().values() for path in paths]
+        return [f"{self.repo}@{self.commit}/{path}" for paths in self._paths().values() for path in paths]
 
     def rows(self, columns: Collection[str] | None) -> Generator[tuple[str, Any], None, None]:
-        yield from rows_of(self._download(), self._repo, self._split, columns)
+        yield from rows_of(self._download(), self.repo, self._split, columns)
 
-    def _snapshot(self, patterns: list[str], local_only: bool = False) -> Path:
+    def _folder(self, patterns: Sequence[str], local_only: bool = False) -> Path:
         """The folder of the cache with the files that match, from the Hub only if the cache lacks any."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import IncompleteSnapshotError
-
-        revision = self._revision if local_only else self.commit
-        given: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "allow_patterns": patterns}
-        with self._reached():
-            if local_only or self._listed(self.commit):
-                try:
-                    return Path(snapshot_download(self._repo, local_files_only=True, **given))
-                except IncompleteSnapshotError:
-                    if local_only:
-                        raise
-            return Path(snapshot_download(self._repo, **given))
-
-    def _listed(self, commit: str) -> list[str]:
-        """The names of all files of a commit, as the cache lists them; none if it does not."""
-        from huggingface_hub import get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-        try:
-            return [file.path for file in get_cached_repo_tree(self._repo, repo_type="dataset", revision=commit)]
-        except CachedRepoTreeNotFoundError:
-            return []
+        revision = self.revision if local_only else self.commit
+        found = cached(self.repo, revision, patterns, "dataset")
+        if found is None and local_only:
+            raise LookupError(f"{self.repo} is not in the cache")
+        return found or download(self.repo, self.commit, patterns, "dataset")
 
     def _paths(self, local_only: bool = False) -> dict[str, list[str]]:
         """The files of each split that is read, from the list of all files and the card alone."""
-        snapshot = self._snapshot([CARD], local_only)
-        names = self._listed(snapshot.name)
-        if not names:  # another program has filled the cache
-            names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
-        refuse_script(names, self._repo)
-        with TemporaryDirectory() as folder:
-            base = Path(folder).resolve()
+        library()
+        folder = self._folder([CARD], local_only)
+        names = files_of(self.repo, folder.name, "dataset")
+        if names is None:  # another program has filled the cache
+            names = frozenset(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        refuse_script(names, self.repo)
+        with TemporaryDirectory() as skeleton:
+            base = Path(skeleton).resolve()
             for name in names:  # patterns match names, so empty files do
                 path = base / name
                 if ".." not in PurePosixPath(name).parts and path.is_relative_to(base):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.touch()
-            if (snapshot / CARD).is_file():
-                (base / CARD).write_bytes((snapshot / CARD).read_bytes())
-            found = split_files(base, self._repo, self._name, self._split)
+            if (folder / CARD).is_file():
+                (base / CARD).write_bytes((folder / CARD).read_bytes())
+            found = split_files(base, self.repo, self._name, self._split)
             return {split: [path.relative_to(base).as_posix() for path in paths] for split, paths in found.items()}
 
     def _download(self, local_only: bool = False) -> dict[str, list[Path]]:
         """The files of each split that is read, in the cache."""
         paths = self._paths(local_only)
-        snapshot = self._snapshot([CARD, *(glob.escape(path) for of in paths.values() for path in of)], local_only)
-        return {split: [snapshot / path for path in of] for split, of in paths.items()}
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """Re-raise what `huggingface_hub` raises in the block."""
-        from huggingface_hub import errors
-
-        try:
-            yield
-        except errors.GatedRepoError as error:
-            self._refuse("is gated", "Accept its conditions on its page, and log in: hf auth login.", error)
-        except errors.RevisionNotFoundError as error:
-            self._refuse(f"has no revision {self._revision!r}", "Correct revision=.", error)
-        except errors.RepositoryNotFoundError as error:
-            what = "is neither here nor a data set on the Hub that you may read"
-            fix = f"Correct the name (working directory: {Path.cwd()}), or log in: hf auth login."
-            self._refuse(what, fix, error)
-        except (errors.HfHubHTTPError, errors.RevisionResolutionError, OSError) as error:
-            self._refuse(
-                "is not complete in the cache of this machine, and the Hub cannot be reached",
-                f"Where it can be, run: hf download {self._repo} --repo-type dataset.",
-                error,
-            )
-
-    def _refuse(self, what: str, fix: str, error: Exception) -> None:
-        raise DataError(
-            f"{self.asked()!r} {what}. {fix}",
-            code="prompts.not-on-hub",
-            dataset=self._repo,
-            revision=self._revision,
-            reason=type(error).__name__,
-        ) from error
+        folder = self._folder([CARD, *(glob.escape(path) for of in paths.values() for path in of)], local_only)
+        return {split: [folder / path for path in of] for split, of in paths.items()}
 
 
 def hub_dataset(path: str, revision: str | None, name: str | None, split: str | None) -> HubDataset | None:
     """The data set on the Hub that a path names, such as ``"openai/gsm8k"``; None for one that exists here, or the name
     of a file."""
-    found = _ID.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).suffix.lower() in _FILES:
+    repo, _, given = path.partition("@")
+    if not is_repository(repo) or "/" not in repo or Path(path).exists() or Path(path).suffix.lower() in _FILES:
         return None
-    return HubDataset(found["repo"], found["revision"] or revision, name, split)
+    return HubDataset(repo, given or revision, name, split)

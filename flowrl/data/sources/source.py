@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.proto.rows import refuse_no_count
 from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.errors import DataError, ParameterError
+from flowrl.hub.repositories import Commits
 from flowrl.spec import Spec, parameters
 
 if TYPE_CHECKING:
@@ -117,14 +118,14 @@ class Source(Spec):
             DataError: something is missing.
         """
 
-    def pinned(self, commits: MutableMapping[str, str]) -> Source:
+    def pinned(self, commits: Commits) -> Source:
         """A copy that reads the same content later, too.
 
         Args:
-            commits: of what it names on the Hub, such as ``"openai/gsm8k"``; given ones stay, others are added.
+            commits: of what it names on the Hub.
 
         Raises:
-            DataError: it is not on the Hub, or not accessible.
+            HubError: it is not on the Hub, or not accessible.
         """
         return self
 

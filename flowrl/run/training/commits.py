@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from flowrl.data.files import parse_json
 from flowrl.data.sources.source import Source
+from flowrl.hub.repositories import Commits
 from flowrl.run.training.sources import Data
 from flowrl.run.validation.validation import Validation
 
 
-def recorded_commits(folder: str | None) -> dict[str, str]:
+def recorded_commits(folder: str | None) -> Commits:
     """Those of the run in a folder; none if it records none, or is damaged, which resuming it reports."""
     try:
-        found = parse_json(Path(folder or "", "run.json").expanduser().read_bytes())["commits"]
-        return {str(name): str(commit) for name, commit in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return Commits(parse_json(Path(folder or "", "run.json").expanduser().read_bytes())["commits"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Commits()
 
 
-def pinned(data: Data, commits: MutableMapping[str, str]) -> Data:
-    """The data at these commits, to which those of other data sets are added; see `Source.pinned`."""
+def pinned(data: Data, commits: Commits) -> Data:
+    """The data at these commits; see `Source.pinned`."""
     if isinstance(data, Source):
         return data.pinned(commits)
     return {name: source.pinned(commits) for name, source in data.items()}
 
 
-def pinned_validations(
-    validations: tuple[Validation, ...], commits: MutableMapping[str, str]
-) -> tuple[Validation, ...]:
+def pinned_validations(validations: tuple[Validation, ...], commits: Commits) -> tuple[Validation, ...]:
     """The validations with their data at these commits."""
     return tuple(replace(one, data=pinned(one.data, commits)) for one in validations)
 

@@ -7,7 +7,7 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from importlib import metadata
 from typing import Any, Self
@@ -22,6 +22,7 @@ from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import job_html
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
+from flowrl.hub.repositories import Commits
 from flowrl.protocols.protocols import Trainer
 from flowrl.run.alarms.defaults import DEFAULT
 from flowrl.run.alarms.rule import Check, Rule
@@ -212,15 +213,15 @@ class Training(Spec):
             StorageError: a file cannot be written, for example because the disk is full.
         """
         refuse_bad_reporters(reporters)
-        commits = recorded_commits(self.folder) if self.resume else {}
+        commits = recorded_commits(self.folder) if self.resume else Commits()
         return self.pinned(commits)._run(reporters, commits)
 
-    def _run(self, reporters: Sequence[Reporter], commits: Mapping[str, str]) -> Run:
+    def _run(self, reporters: Sequence[Reporter], commits: Commits) -> Run:
         """Train on data of these commits."""
         self.refuse_unready()
         self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited during the run
-        described |= {"commits": dict(commits)} if commits else {}
+        described |= {"commits": commits.record()} if commits.record() else {}
         seconds: dict[str, float] = {}
         if self.costs is not None:
             job, costs = self.job, Costs.measured(self.costs)
@@ -257,11 +258,11 @@ class Training(Spec):
         changed.pop("job", None)
         return job_html(self.job.graph, f"{self.job.graph.name}: {self.steps} steps", changed)
 
-    def pinned(self, commits: MutableMapping[str, str]) -> Self:
-        """A copy whose data sets on the Hub are those of these commits, to which it adds missing ones.
+    def pinned(self, commits: Commits) -> Self:
+        """A copy whose data sets on the Hub are those of these commits.
 
         Raises:
-            DataError: a data set is not on the Hub, or not accessible.
+            HubError: a data set is not on the Hub, or not accessible.
         """
         data, before = pinned(self.data, commits), self.validations
         validations = pinned_validations(before, commits)
