@@ -19,8 +19,8 @@ from flowrl import PromptData, Training, Validation
 from flowrl.hub.repositories import Commits
 from tests.support.command_line import Command
 from tests.support.errors import raises
-from tests.support.hub import Hub
 from tests.support.jobs import job_of
+from tests.support.rows.hub import Hub
 from tests.support.rows.prompt_files import Characters, truths
 
 COLUMNS = {"prompt": "question", "ground_truth": "answer"}
