@@ -36,7 +36,7 @@ def _explained(error: Exception, repository: str, revision: str | None, kind: st
         RevisionNotFoundError,
     )
 
-    what = f"The {kind} {repository!r}"
+    what, no_path = f"The {kind} {repository!r}", f"{repository!r} is no path here, and the {kind} of the Hub"
     facts: dict[str, Any] = {"repository": repository}
     causes = list(_causes(error))
     http = next((one for one in causes if isinstance(one, HfHubHTTPError)), None)
@@ -53,11 +53,8 @@ def _explained(error: Exception, repository: str, revision: str | None, kind: st
         return HubError(f"{what} {text}", code="hub.unknown-revision", revision=revision, **facts)
     if isinstance(http, RepositoryNotFoundError) or any(isinstance(one, HFValidationError) for one in causes):
         private = "" if get_token() is not None else " (a private one needs `hf auth login`)"
-        text = (
-            f"is neither a folder or file here nor a {kind} of the Hub that you can read{private}. Correct the name "
-            f"'org/name', or the path."
-        )
-        return HubError(f"{what} {text}", code="hub.unknown-repository", **facts)
+        text = f"with this name does not exist, or you may not read it{private}. Correct the name, or the path."
+        return HubError(f"{no_path} {text}", code="hub.unknown-repository", **facts)
     if http is not None:
         said = http.server_message or str(http).strip().splitlines()[0].rstrip(".")
         text = (
@@ -67,18 +64,17 @@ def _explained(error: Exception, repository: str, revision: str | None, kind: st
         return HubError(f"{what} {text}", code="hub.refused", status=status, **facts)
     if any(isinstance(one, OfflineModeIsEnabled) for one in causes):
         text = (
-            "is not in the cache of this machine, or not all of its files, and HF_HUB_OFFLINE=1 forbids to download "
-            f"it. Run `hf download {'--repo-type dataset ' * (kind == 'dataset')}{repository}` with a network, or "
-            "pass a folder."
+            f"with this name is not complete in the cache, while HF_HUB_OFFLINE=1 forbids a download. Run `hf download "
+            f"{'--repo-type dataset ' * (kind == 'dataset')}{repository}` online, or correct the path."
         )
-        return HubError(f"{what} {text}", code="hub.offline", **facts)
+        return HubError(f"{no_path} {text}", code="hub.offline", **facts)
     if any(map(_is_of_network, causes)):
         reason = f"{type(causes[-1]).__name__}: {causes[-1]}"
         text = (
-            f"is not in the cache of this machine, or not all of its files, and the Hub cannot be reached ({reason}). "
-            f"Check the network and HF_ENDPOINT, or pass a folder."
+            f"with this name is not complete in the cache, while the Hub cannot be reached ({reason}). Check the "
+            f"network and HF_ENDPOINT, or correct the path."
         )
-        return HubError(f"{what} {text}", code="hub.unreachable", reason=reason, **facts)
+        return HubError(f"{no_path} {text}", code="hub.unreachable", reason=reason, **facts)
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         text = (

@@ -123,11 +123,11 @@ class Commits:
         return [dict(zip(names, (*key, commit), strict=True)) for key, commit in self._found.items()]
 
 
-def refuse_revision(folder: str, revision: str | None) -> None:
+def refuse_revision(folder: str | None, revision: str | None) -> None:
     """Refuse a revision of something that is not a repository."""
     if revision is not None:
         raise HubError(
-            f"revision={revision!r} is given for {folder!r}, which is a folder, and only a repository of the Hub has "
+            f"revision={revision!r} is given for {folder!r}, which names no repository of the Hub, and only these have "
             f"revisions. Drop revision, or pass the name of a repository, such as 'Qwen/Qwen3-0.6B'.",
             code="hub.revision-of-folder",
             path=folder,

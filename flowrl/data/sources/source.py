@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.proto.rows import refuse_no_count
@@ -101,6 +101,10 @@ class Source(Spec):
         """Whether its stream receives scores (`Stream.learn`)."""
         return False
 
+    def pinned(self, commits: Commits) -> Self:
+        """The same source with its repository, if it names one, resolved to a commit."""
+        return self
+
     def load(self, tokenizer: ChatTokenizer, seed: int) -> Stream:
         """Read it.
 
@@ -117,17 +121,6 @@ class Source(Spec):
         Raises:
             DataError: something is missing.
         """
-
-    def pinned(self, commits: Commits) -> Source:
-        """A copy that reads the same content later, too.
-
-        Args:
-            commits: of what it names on the Hub.
-
-        Raises:
-            HubError: it is not on the Hub, or not accessible.
-        """
-        return self
 
     def missing_here(self) -> list[str]:
         """What would be downloaded to read it, so that `flowrl check` does not."""

@@ -24,6 +24,8 @@ from flowrl.data.text.messages import check_messages
 from flowrl.data.text.time_limit import time_limit
 from flowrl.data.text.vocabulary import stated
 from flowrl.errors import DataError, why_not_loaded
+from flowrl.hub.models import METADATA
+from flowrl.hub.repositories import download, is_repository, refuse_revision, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,17 +42,23 @@ RENDERED_CHARACTERS = 1 << 26
 
 
 class ChatTokenizer:
-    """The tokenizer and chat template of a local Hugging Face folder.
+    """The tokenizer and chat template of a Hugging Face folder, or of a repository of the Hub.
 
     Args:
-        folder: with a tokenizer; flowrl never downloads one.
+        folder: with a tokenizer, or the name of a repository, such as ``"Qwen/Qwen3-0.6B"``.
+        revision: a branch, tag or commit of the repository; None is the default branch.
 
     Raises:
+        HubError: the repository cannot be resolved or downloaded.
         DataError: `folder` has no tokenizer, the tokenizer has no EOS token (a response could not end), or a
             configuration in the folder cannot be read.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, revision: str | None = None) -> None:
+        if is_repository(folder):
+            folder = str(download(folder, resolve(folder, revision), METADATA))
+        else:
+            refuse_revision(folder, revision)
         if not Path(folder).is_dir():
             raise DataError(
                 f"{folder!r} is not a folder on this machine. Expected a Hugging Face folder with a tokenizer, as "
@@ -196,21 +204,6 @@ class ChatTokenizer:
         """`conversation_text`, in which control tokens that the messages spell are quoted, for `encode`."""
         messages, template_kwargs = self._quoted(messages, template_kwargs)
         return self._templated(messages, template_kwargs, add_generation_prompt)
-
-    def generation_spans(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[tuple[int, int]]:
-        """What the chat template marks by ``{% generation %}`` in the text of `rendered`; nothing without marks."""
-        messages, arguments = self._quoted(messages, template_kwargs)
-        given = {**self._tokenizer.special_tokens_map, **(arguments or {})}
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self._tokenizer.get_chat_template(None, given.get("tools"))
-        if not re.search(r"{%[-+]?\s*generation\b", template):
-            return []
-        given |= {"chat_template": template, "return_assistant_tokens_mask": True}
-        spans: Any = render_jinja_template([[*map(dict, messages)]], **given)[1]
-        return [(int(start), int(end)) for start, end in spans[0]]
 
     def _templated_ids(
         self,

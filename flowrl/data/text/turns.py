@@ -11,6 +11,7 @@ Each part is encoded alone, as during generation, where the policy reads the tok
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,8 +50,8 @@ def turns_of(
     """
     messages = [*prompt, *response]
     whole = tokenizer.rendered(messages, template_kwargs)
-    if marks := tokenizer.generation_spans(messages, template_kwargs):
-        return _marked(tokenizer, whole, marks[len(tokenizer.generation_spans(prompt, template_kwargs)) :])
+    if marks := _marks(tokenizer, messages, template_kwargs):
+        return _marked(tokenizer, whole, marks[len(_marks(tokenizer, prompt, template_kwargs)) :])
     opened = tokenizer.rendered(prompt, template_kwargs, add_generation_prompt=True)
     found, end = Turns(tokenizer.encode(opened), [], []), len(opened)
     if not whole.startswith(opened) and response[0].keys() == {"role", "content"} and len(response) == 1:
@@ -74,6 +75,22 @@ def turns_of(
     if not found.ids or found.ids[-1] not in tokenizer.ends:  # the template writes no end
         _append(found, [tokenizer.turn_end], trained=True)
     return found
+
+
+def _marks(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
+) -> list[tuple[int, int]]:
+    """What the chat template marks by ``{% generation %}`` in the text of a conversation; nothing without marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages, arguments = tokenizer._quoted(messages, template_kwargs)
+    given = {**tokenizer._tokenizer.special_tokens_map, **(arguments or {})}
+    template = tokenizer._tokenizer.get_chat_template(None, given.get("tools"))
+    if not re.search(r"{%[-+]?\s*generation\b", template):
+        return []
+    given |= {"chat_template": template, "return_assistant_tokens_mask": True}
+    spans: Any = render_jinja_template([[*map(dict, messages)]], **given)[1]
+    return [(int(start), int(end)) for start, end in spans[0]]
 
 
 def _marked(tokenizer: ChatTokenizer, whole: str, marks: Sequence[tuple[int, int]]) -> Turns:

@@ -31,17 +31,17 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.recording.recording import Recording
 from flowrl.run.reporting.reporter import Reporter, refuse_bad_reporters
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
-from flowrl.run.training.commits import missing_here, pinned, pinned_validations, recorded_commits
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
 from flowrl.run.training.resume import Accepted, accepted, find
-from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder
+from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder, recorded_commits
 from flowrl.run.training.signals import ended_in_order
 from flowrl.run.training.sources import (
     Data,
     by_input,
+    pinned_data,
     refuse_no_feedback,
     refuse_no_source,
     refuse_no_tokenizer,
@@ -202,26 +202,50 @@ class Training(Spec):
             if found and training:
                 found.warn_of_shared_rows(one.validation.name, training.streams)
 
+    def pinned(self, commits: Commits) -> Self:
+        """The same training with the repositories of its models and data resolved to commits.
+
+        Raises:
+            HubError: see `Job.pinned`.
+        """
+        validations = tuple(validation.pinned(commits) for validation in self.validations)
+        return dataclasses.replace(
+            self,
+            job=self.job.pinned(commits),
+            data=pinned_data(self.data, commits),
+            validation=validations[0] if isinstance(self.validation, Validation) else validations,
+        )
+
+    def missing_here(self) -> list[str]:
+        """The data sets on the Hub that are not on this machine; `flowrl check` does not download them."""
+        data = [self.sources, *(one.sources for one in held_out(self.job.graph, self.validations))]
+        return list(dict.fromkeys(name for each in data for source in each.values() for name in source.missing_here()))
+
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
 
         Raises:
             RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
+            HubError: before any model is loaded, if a repository cannot be resolved or lacks files.
             DataError: before any model is loaded, if data or costs are missing or the run cannot resume from a
                 checkpoint; otherwise, as all errors below, after ``run.json`` was written, which records the failure.
             NodeError: a node failed; the run folder holds all metrics until then.
             StorageError: a file cannot be written, for example because the disk is full.
         """
         refuse_bad_reporters(reporters)
-        commits = recorded_commits(self.folder) if self.resume else Commits()
-        return self.pinned(commits)._run(reporters, commits)
+        self.refuse_unready()
+        commits = Commits(recorded_commits(self.folder) if self.resume else ())
+        pinned = self.pinned(commits)
+        if commits.record():
+            pinned.refuse_unready()
+        return pinned._run(reporters, commits)
 
     def _run(self, reporters: Sequence[Reporter], commits: Commits) -> Run:
-        """Train on data of these commits."""
-        self.refuse_unready()
+        """`run` with all repositories resolved."""
         self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited during the run
-        described |= {"commits": commits.record()} if commits.record() else {}
+        if record := commits.record():
+            described["commits"] = record
         seconds: dict[str, float] = {}
         if self.costs is not None:
             job, costs = self.job, Costs.measured(self.costs)
@@ -257,25 +281,6 @@ class Training(Spec):
         changed = {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
         changed.pop("job", None)
         return job_html(self.job.graph, f"{self.job.graph.name}: {self.steps} steps", changed)
-
-    def pinned(self, commits: Commits) -> Self:
-        """A copy whose data sets on the Hub are those of these commits.
-
-        Raises:
-            HubError: a data set is not on the Hub, or not accessible.
-        """
-        data, before = pinned(self.data, commits), self.validations
-        validations = pinned_validations(before, commits)
-        return (
-            self
-            if (data, validations) == (self.data, before)
-            else dataclasses.replace(self, data=data, validation=validations)
-        )
-
-    def missing_here(self) -> list[str]:
-        """The data sets on the Hub that are not on this machine; `flowrl check` does not download them."""
-        every = [self.data, *(validation.data for validation in self.validations)]
-        return list(dict.fromkeys(name for data in every for name in missing_here(data)))
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the original: all but backends, place and length.

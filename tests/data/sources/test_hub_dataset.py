@@ -1,5 +1,4 @@
-"""Data sets on the Hub, from a stand-in for its HTTP interface and from its cache; tests `hub_dataset.py`, and
-`flowrl/run/training/commits.py`."""
+"""Data sets on the Hub, from a stand-in for its HTTP interface and from its cache; tests `hub_dataset.py`."""
 
 from __future__ import annotations
 
