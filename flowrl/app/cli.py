@@ -31,7 +31,7 @@ from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
 from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
+from flowrl.errors import FlowrlError, HubError, ParameterError, is_of_a_user, offer
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -149,6 +149,8 @@ def check(
         out.print(str(allowance), markup=False)
     try:
         if not problems and not skipped and isinstance(found, Job | Training):
+            found = _with_metadata(found)
+            graph = graph_of(found, target)
             found.refuse_unready()
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
@@ -166,6 +168,11 @@ def check(
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, all connections match{bound} and no rule is violated.")
     if skipped:
         out.print(f"Not imported, so not checked: {', '.join(skipped)}. Pass --import to check.", markup=False)
+    if isinstance(found, Training) and (absent := found.missing_here()):
+        names = ", ".join(absent)
+        out.print(
+            f"Not verified: the rows of {names}, which are not on this machine. A run downloads them.", markup=False
+        )
     if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 
@@ -296,6 +303,19 @@ def demo(
         run_quick(out, folder, QUICK_STEPS if steps is None else steps, seed)
     else:
         run_demo(out, folder, 100 if steps is None else steps, seed)
+
+
+def _with_metadata(found: Any) -> Any:
+    """A job or training with the metadata of its repositories; prints those that cannot be verified without the Hub."""
+    from flowrl.hub.repositories import Commits
+
+    try:
+        return found.pinned(Commits())
+    except HubError as error:
+        if error.code not in ("hub.offline", "hub.unreachable"):
+            raise
+        out.print(f"Not verified: {error.message}", markup=False)
+        return found
 
 
 def _cost(text: str) -> tuple[str, float]:

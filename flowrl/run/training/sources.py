@@ -17,6 +17,7 @@ from flowrl.data.sources.prompts import PromptStream
 from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, ParameterError, offer
+from flowrl.hub.repositories import Commits
 from flowrl.record_types import record_columns
 from flowrl.records import rows_per_item
 from flowrl.run.engine.steps import folder_of_trained, writers_of_tokens
@@ -75,6 +76,13 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         _refuse_other_columns(graph, name, data[name])
     _refuse_other_templates(graph, data)
     return {name: data[name] for name in inputs}
+
+
+def pinned_data(data: Data, commits: Commits) -> Data:
+    """`data` with its repositories resolved."""
+    if isinstance(data, Source):
+        return data.pinned(commits)
+    return {name: source.pinned(commits) for name, source in data.items()}
 
 
 def gives_tokens(source: Source) -> bool:
@@ -341,7 +349,9 @@ class Sources:
 
 
 def sources_here(graph: Graph, sources: Mapping[str, Source], seed: int) -> Sources | None:
-    """The data of a graph, read and tokenized; None if its model is not on this machine."""
+    """The data of a graph, read and tokenized; None if its model or data is not on this machine."""
+    if any(source.missing_here() for source in sources.values()):
+        return None
     found = (tokenizer_of(graph, role) for role in graph.generators)
     if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
         return Sources(sources, tokenizer, seed, graph, ())
