@@ -140,6 +140,24 @@ class AttacksBySocket(Environment):
             os.write(fd, len(body).to_bytes(8, "big") + body)
         time.sleep(1000)
 
+class Forges(Environment):
+    """Writes a reply that is none to every socket."""
+    body = b'["is", 5]'
+
+    def step(self, answer):
+        for fd in sockets():
+            os.write(fd, len(self.body).to_bytes(8, "big") + self.body)
+        return Reply("x", done=True)
+
+class ForgesDone(Forges):
+    body = b'["is", ["x", 1.0, "yes"]]'
+
+class ForgesReward(Forges):
+    body = b'["is", ["x", 1e999, false]]'
+
+class ForgesRaised(Forges):
+    body = b'["raised", 5]'
+
 class Announces(Environment):
     """Announces more than fits into memory."""
     def step(self, answer):
@@ -197,6 +215,19 @@ class Forks(Counts):
 class Draws(Environment):
     def step(self, answer):
         return Reply(f"{random.random()} {numpy.random.random()}", reward=random.random(), done=answer.turn == 1)
+
+class DrawsAgain(Draws):
+    """Fails in its first try."""
+    def reset(self, row):
+        self.attempt = row.attempt
+        return super().reset(row)
+
+    def step(self, answer):
+        note("drawn", random.random())
+        note("drawn", numpy.random.random())
+        if not self.attempt:
+            raise OSError
+        return Reply(done=True)
 
 class Loops(Environment):
     """What it opens belongs to one event loop."""
@@ -288,6 +319,10 @@ def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Pat
         ("Odd", 60.0, "episode.invalid-reply", "'a text'; expected a Reply("),
         ("Unsendable", 60.0, "episode.not-sendable", "cannot be sent from the environment's process ("),
         ("Announces", 60.0, "episode.process-died", "announces 1152921504606846976 bytes; expected at most 16777216"),
+        ("Forges", 60.0, "episode.invalid-reply", "returned 5; expected a Reply("),
+        ("ForgesDone", 60.0, "episode.invalid-reply", "done='yes'"),
+        ("ForgesReward", 60.0, "episode.invalid-reward", "The reward is inf"),
+        ("ForgesRaised", 60.0, "episode.process-died", "sent something that is not a reply (TypeError"),
         ("Truncates", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
         ("Floods", 60.0, "episode.not-sendable", "expected at most 16777216. Shorten it."),
         ("Nests", 60.0, "episode.not-sendable", "RecursionError"),
@@ -328,10 +363,12 @@ def test_class_attributes_are_not_shared_between_episodes(file: Path) -> None:
         assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
 
 
-@pytest.mark.parametrize("name", ["Prints", "Loops", "Forks"])
-def test_harmless_side_effects_do_not_fail_an_episode(file: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rewards"), [("Prints", [1.0, 2.0, 3.0]), ("Loops", [0.0]), ("Forks", [1.0, 2.0, 3.0])]
+)
+def test_harmless_side_effects_do_not_change_an_episode(file: Path, name: str, rewards: list[float]) -> None:
     (one,) = play_in_processes(file, name)
-    assert one.ended == "done"
+    assert (one.ended, one.chat.rewards) == ("done", rewards)
 
 
 def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
@@ -339,6 +376,8 @@ def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
     again, _ = play_in_processes(file, "Draws", count=2)
     assert first.chat.messages == again.chat.messages and first.chat.rewards == again.chat.rewards
     assert first.chat.messages[2] != second.chat.messages[2] and first.chat.rewards != second.chat.rewards
+    (one,) = play_in_processes(file, "DrawsAgain", tries=2)
+    assert (one.ended, one.tries) == ("done", 2) and len(set(recorded(file, "drawn"))) == 4
 
 
 class TestTools:
