@@ -121,21 +121,23 @@ def test_data_is_requested_in_the_order_of_steps_whatever_ends_first(
 
 
 @pytest.mark.parametrize(
-    ("lost", "again"), [("mismatch", True), ("update_actor", False)], ids=["after its sync", "before its update"]
+    ("step", "lost", "again"),
+    [(0, "mismatch", True), (0, "update_actor", False), (1, "update_actor", False)],
+    ids=["after its sync", "before its update", "before the update of the second step"],
 )
 def test_a_restart_samples_the_next_step_again_only_after_a_sync(
-    lost: str, again: bool, tiny: str, data: str, tmp_path: Path
+    step: int, lost: str, again: bool, tiny: str, data: str, tmp_path: Path
 ) -> None:
-    """Rows of step 2 that may be of weights that the restart loses are not retained; the others are."""
+    """Rows of the next step that may be of weights that the restart loses are not retained; the others are."""
     job = spanned(job_of("grpo", tiny, half, n=N), tiny)
     last = ["update_actor", "sync", "mismatch"]
     _, _, runner = in_any_order(
-        job, data, tiny, tmp_path / "one", lambda engines: AnyOrder(engines, 0, last, lost=(0, lost)), steps=2
+        job, data, tiny, tmp_path / "one", lambda engines: AnyOrder(engines, 0, last, lost=(step, lost)), steps=step + 2
     )
     assert isinstance(runner, AnyOrder)
-    at = runner.ran.index((0, lost))
-    assert (1, "generate") in runner.ran[:at] and ((0, "sync") in runner.ran[:at]) == again
-    assert ((1, "generate") in runner.ran[at:]) == again
+    at, following = runner.ran.index((step, lost)), (step + 1, "generate")
+    assert following in runner.ran[:at] and ((step, "sync") in runner.ran[:at]) == again
+    assert (following in runner.ran[at:]) == again
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
