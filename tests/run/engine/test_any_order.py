@@ -17,6 +17,7 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.errors import NodeError
 from flowrl.operators import RolloutCorrection
 from flowrl.run.engine.local import LocalRunner
+from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.runner import Task, TaskResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.weights import TrainedWeights
@@ -34,16 +35,22 @@ class AnyOrder(LocalRunner):
 
     Args:
         last: nodes that run only when no others can, the first one first.
-        lost: an instance that fails the first time, as if its process were lost.
+        lost: an instance that fails once, as if its process were lost.
+        times: in which of its runs it fails, from 1; a collected step has several.
     """
 
     def __init__(
-        self, engines: Mapping[str, Any], seed: int, last: Sequence[str] = (), lost: tuple[int, str] | None = None
+        self,
+        engines: Mapping[str, Any],
+        seed: int,
+        last: Sequence[str] = (),
+        lost: tuple[int, str] | None = None,
+        times: int = 1,
     ) -> None:
         super().__init__(engines)
         self.swaps = True
         self.ran: list[tuple[int | None, str]] = []
-        self._chance, self._last, self._lost = random.Random(seed), ["", *last], lost
+        self._chance, self._last, self._lost, self._times = random.Random(seed), ["", *last], lost, times
         self._launched: list[Task] = []
 
     def slots(self, node: Node) -> frozenset[int]:
@@ -60,7 +67,7 @@ class AnyOrder(LocalRunner):
         )
         self._launched.remove(task)
         self.ran.append((task.step, task.node.name))
-        if self.ran[-1] == self._lost:
+        if self.ran[-1] == self._lost and self.ran.count(self._lost) == self._times:
             self._lost = None
             self._launched.clear()
             raise NodeError("its process was lost", code="step.node-failed")
@@ -76,11 +83,11 @@ class AnyOrder(LocalRunner):
 
 def in_any_order(
     job: Any, data: str, folder: str, place: Path, runner: Callable[[Mapping[str, Any]], LocalRunner], steps: int = 4
-) -> tuple[list[tuple[str, int]], list[list[str]], LocalRunner]:
+) -> tuple[list[tuple[str, int]], list[list[str]], list[StepResult], LocalRunner]:
     """Run a job with a lag of 1 on another runner of this process.
 
     Returns:
-        The number of prompts of each request for data, in order; the prompts of each step; and the runner.
+        The number of prompts of each request for data, in order; the prompts and the result of each step; the runner.
     """
     stream, requests = stream_of(folder, data), list[tuple[str, int]]()
 
@@ -96,9 +103,9 @@ def in_any_order(
         executor.sync()
         more = functools.partial(draw, "more")
         last = "collect" if "collect" in plan.graph.nodes else "repeat"
-        results = executor.run(lambda step: draw("step", PROMPTS), range(steps), lag=1, return_nodes=[last], more=more)
-        groups = [result.columns[last]["uid"].tolist() for result in results]
-    return requests, groups, chosen
+        run = executor.run(lambda step: draw("step", PROMPTS), range(steps), lag=1, return_nodes=[last], more=more)
+        results = list(run)
+    return requests, [result.columns[last]["uid"].tolist() for result in results], results, chosen
 
 
 def spanned(job: Any, folder: str) -> Any:
@@ -114,10 +121,22 @@ def test_data_is_requested_in_the_order_of_steps_whatever_ends_first(
 ) -> None:
     """As without live weight updates, where a sync waits for generation; the reward depends on the prompts only."""
     job = spanned(collecting(tiny), tiny)
-    *expected, _ = in_any_order(job, data, tiny, tmp_path / "one", LocalRunner)
-    *found, _ = in_any_order(job, data, tiny, tmp_path / "other", lambda engines: AnyOrder(engines, seed, ["collect"]))
+    *expected, _, _ = in_any_order(job, data, tiny, tmp_path / "one", LocalRunner)
+    *found, _, _ = in_any_order(
+        job, data, tiny, tmp_path / "other", lambda engines: AnyOrder(engines, seed, ["collect"])
+    )
     assert found == expected
     assert [what for what, _ in expected[0]].count("more") > 4
+
+
+def test_a_restart_in_a_later_round_requests_no_prompts_again(tiny: str, data: str, tmp_path: Path) -> None:
+    job = spanned(collecting(tiny), tiny)
+    *expected, _, _ = in_any_order(job, data, tiny, tmp_path / "one", LocalRunner)
+    *found, _, runner = in_any_order(
+        job, data, tiny, tmp_path / "other", lambda engines: AnyOrder(engines, 0, lost=(1, "reward"), times=2)
+    )
+    assert isinstance(runner, AnyOrder) and runner.ran.count((1, "reward")) > 3
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -131,13 +150,15 @@ def test_a_restart_samples_the_next_step_again_only_after_a_sync(
     """Rows of the next step that may be of weights that the restart loses are not retained; the others are."""
     job = spanned(job_of("grpo", tiny, half, n=N), tiny)
     last = ["update_actor", "sync", "mismatch"]
-    _, _, runner = in_any_order(
+    *_, results, runner = in_any_order(
         job, data, tiny, tmp_path / "one", lambda engines: AnyOrder(engines, 0, last, lost=(step, lost)), steps=step + 2
     )
     assert isinstance(runner, AnyOrder)
     at, following = runner.ran.index((step, lost)), (step + 1, "generate")
     assert following in runner.ran[:at] and ((step, "sync") in runner.ran[:at]) == again
     assert (following in runner.ran[at:]) == again
+    # Nodes that ran twice are counted once.
+    assert [result.metrics["reward/mean"].weight for result in results] == [PROMPTS * N] * (step + 2)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
