@@ -23,7 +23,7 @@ from flowrl.data.proto.formats import check_json
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import CorrectLogitNorms, Mismatch, PPOClip, RolloutCorrection, Whiten
+from flowrl.operators import Mismatch, PPOClip, RolloutCorrection, Whiten
 from flowrl.operators.corrections import Level, Mismatched, Mode, bound_ratios, importance_ratios
 from flowrl.operators.losses.objective import TokenObjective
 from tests.nightly import examples
@@ -129,11 +129,6 @@ class TestFormulas:
                 "rollout_corr/ess": sum(weights) ** 2 / (5 * sum(w * w for w in weights)),
             }
         )
-
-    def test_logit_norms_get_the_squared_weights(self) -> None:
-        correct = CorrectLogitNorms(RolloutCorrection("token", "truncate", high=3.0))
-        found = correct(torch.full((3, 3), 0.5), OLD, ROLLOUT, MASK)
-        assert found.tolist() == [pytest.approx(row) for row in ([2.0, 0.125, 4.5], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0])]
 
     def test_sequence_level_worked_example(self) -> None:
         found, metrics = run(RolloutCorrection("sequence", "mask", high=3.0))  # the first row's ratio is 4

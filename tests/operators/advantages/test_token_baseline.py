@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.operators import OptimalTokenBaseline
+from flowrl.operators import CorrectLogitNorms, OptimalTokenBaseline, RolloutCorrection
 from tests.nightly import examples
 from tests.operators.advantages.ragged import NAN, masks, numbers
 from tests.support.errors import raises
@@ -102,3 +102,12 @@ def test_the_baseline_minimizes_the_weighted_squared_error() -> None:
     advantages = OTB(rewards, norms, mask, np.array(["p"] * 8, dtype=object)).double()
     slope = (norms.double().cumsum(1) * advantages).sum(0)
     torch.testing.assert_close(slope, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_logit_norms_get_the_squared_weights_of_a_correction() -> None:
+    """Ratios of 2, 1/2 and 4, which is truncated to 3; a NaN is off the mask."""
+    mask, rollout = torch.tensor([[True, True, True, False]]), torch.tensor([[-2.0, -1.0, -3.0, NAN]])
+    old = rollout + torch.tensor([[2.0, 0.5, 4.0, 1.0]]).log()
+    correct = CorrectLogitNorms(RolloutCorrection("token", "truncate", high=3.0))
+    found = correct(torch.tensor([[0.5, 0.5, 0.5, NAN]]), old, rollout, mask)
+    torch.testing.assert_close(found, torch.tensor([[2.0, 0.125, 4.5, 0.0]]))
