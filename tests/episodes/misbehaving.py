@@ -1,7 +1,7 @@
 """The source of environments and tools that hang, crash, leak or attack, each played in a process of its own."""
 
 SOURCE = '''
-import asyncio, dataclasses, os, pickle, random, signal, subprocess, sys, time
+import asyncio, dataclasses, os, pickle, random, signal, subprocess, sys, time, types
 import numpy
 from flowrl.episodes import Environment, InvalidToolCall, Reply
 
@@ -177,7 +177,8 @@ class Exact(Environment):
     """Numbers and text that must arrive unchanged."""
     def step(self, answer):
         text = "\\u00e4 \\u2028 \\U0001f99c \\x00 <tool_call>"
-        return Reply(({"role": "user", "content": text},), reward=numpy.float64(0.1) + 0.2, done=answer.turn == 1)
+        message = types.MappingProxyType({"role": "user", "content": text})
+        return Reply((message,), reward=numpy.float64(0.1) + 0.2, done=answer.turn == 1)
 
 class Prints(Counts):
     def misbehave(self):

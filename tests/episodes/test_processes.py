@@ -198,6 +198,26 @@ class TestServer:
             Process(server)
         assert play_in_processes(file, "Counts")[0].ended == "done"
 
+    def test_a_forked_program_does_not_end_the_processes_of_its_parent(self, file: Path) -> None:
+        server = server_for(file)
+        if (program := os.fork()) == 0:
+            close_environment_servers()
+            os._exit(0)
+        os.waitpid(program, 0)
+        assert server.alive and server_for(file) is server
+
+    def test_a_cancelled_call_ends_its_process(self, file: Path) -> None:
+        async def begin() -> Process:
+            process = Process(server_for(file))
+            await process.ask("make", f"{file}:Counts", row(1))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.ask("tool", f"{file}:hang", {"a": 1}), 0.1)
+            return process
+
+        (file.parent / "pids").unlink(missing_ok=True)
+        assert asyncio.run(begin()).over
+        wait_until_ended({int(pid) for pid in recorded(file, "pids")})
+
     def test_a_killed_program_leaves_no_process(self, file: Path) -> None:
         server = server_for(file)
         (file.parent / "pids").unlink(missing_ok=True)

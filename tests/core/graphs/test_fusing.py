@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
+from torch import Tensor
 
 from flowrl import columns as c
 from flowrl import graphs
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.fusing import Fusing, as_in_graph, describe, fused, fusings, scorers
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.core.operators.symbols import Edge
@@ -148,6 +150,13 @@ class Flat(Operator):
     def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask: ...
 
 
+class Older(Loss):
+    """A loss whose port has another name than the output of `OldLogProb`."""
+
+    def __call__(self, log_probs: c.LogProbs, before: c.OldLogProbs, advantages: c.Advantages) -> Tensor:
+        return -(log_probs - before) * advantages
+
+
 class Mine(UpdateActor):
     """May compute something else."""
 
@@ -195,6 +204,15 @@ class TestNotFused:
         assert why(bound("grpo").edit(set={"old_log_prob.reads": Record})) == "update_actor reads another record"
         both = {"old_log_prob.reads": Record, "update_actor.reads": Record}
         assert why(bound("grpo").edit(set=both)) is None
+
+    def test_no_fusing_if_the_update_reads_the_column_at_another_port(self) -> None:
+        graph = bound("grpo").edit(set={"update_actor.loss": Older()})
+        assert wires(graph, "update_actor")["before"] == "old_log_prob.old_log_probs"
+        assert why(graph) == "update_actor reads before of it"
+
+    def test_no_fusing_if_another_node_may_write_the_weights_before(self) -> None:
+        unordered = bound("grpo_sft").edit(set={"imitate.prior_updates": 0})
+        assert why(unordered) == "imitate may write the weights of 'actor' before update_actor"
 
     def test_no_fusing_if_scorer_and_update_read_different_rows(self) -> None:
         graph = bound("grpo").edit(
