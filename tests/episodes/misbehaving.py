@@ -135,6 +135,9 @@ class ForgesReward(Forges):
 class ForgesRaised(Forges):
     body = b'["raised", 5]'
 
+class ForgesFacts(Forges):
+    body = b'["raised", {"message": "forged", "code": "c", "facts": {"message": "x", "self": 1, "code": 2, "k": 3}}]'
+
 class Announces(Environment):
     """Announces more than fits into memory."""
     def step(self, answer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,16 @@ from typing import Any
 import pytest
 
 from flowrl.core.operators import references
-from flowrl.episodes import Environment, Toolbox
+from flowrl.episodes import Answer, Environment, Toolbox
 from flowrl.episodes.play import EpisodeResult
-from flowrl.episodes.processes import Process, call_tool, close_environment_servers, environment_server, reference_of
+from flowrl.episodes.processes import (
+    Process,
+    ProcessEnvironment,
+    call_tool,
+    close_environment_servers,
+    environment_server,
+    reference_of,
+)
 from flowrl.errors import ParameterError
 from flowrl.operators import Interact
 from flowrl.workers.fork_server import ForkServer
@@ -92,6 +100,7 @@ def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Pat
         ("ForgesDone", 60.0, "episode.invalid-reply", "done='yes'"),
         ("ForgesReward", 60.0, "episode.invalid-reward", "The reward is inf"),
         ("ForgesRaised", 60.0, "episode.process-died", "sent something that is not a reply (TypeError"),
+        ("ForgesFacts", 60.0, "c", "forged"),
         ("Truncates", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
         ("Floods", 60.0, "episode.not-sendable", "expected at most 16777216. Shorten it."),
         ("Nests", 60.0, "episode.not-sendable", "RecursionError"),
@@ -218,6 +227,19 @@ class TestServer:
         assert asyncio.run(begin()).over
         wait_until_ended({int(pid) for pid in recorded(file, "pids")})
 
+    @pytest.mark.parametrize("name", ["Announces", "Truncates"])
+    def test_a_process_without_a_valid_reply_is_ended_and_closing_its_environment_is_no_error(
+        self, file: Path, name: str
+    ) -> None:
+        async def begin() -> None:
+            environment = ProcessEnvironment(server_for(file), references.resolve(f"{file}:{name}"))
+            await environment.reset(row(1))
+            with raises("episode.process-died"):
+                await environment.step(Answer("x", (), 0, False))
+            await environment.close()
+
+        asyncio.run(begin())
+
     def test_a_killed_program_leaves_no_process(self, file: Path) -> None:
         server = server_for(file)
         (file.parent / "pids").unlink(missing_ok=True)
@@ -230,6 +252,15 @@ class TestServer:
             asyncio.run(begin())
         assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == -signal.SIGKILL
         wait_until_ended({int(pid) for pid in recorded(file, "pids")})
+
+    def test_a_script_that_would_run_again_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        script = tmp_path / "script.py"
+        script.write_text("def tool(a: int) -> int: ...\n\ntrain()\n")
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+        with raises("episode.not-importable", path=str(script)):
+            reference_of(f"{script}:tool")
+        script.write_text("def tool(a: int) -> int: ...\n\nif __name__ == '__main__':\n    train()\n")
+        assert reference_of(f"{script}:tool") == f"{script}:tool"
 
     @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
     def test_objects_that_cannot_be_imported_are_refused(self, thing: Any) -> None:

@@ -20,6 +20,7 @@ from flowrl.core.operators.when import When
 from flowrl.graph import Graph
 from flowrl.operators import OldLogProb, RolloutCorrection, UpdateActor
 from flowrl.protocols.protocols import Scorer
+from flowrl.records import Updated
 from flowrl.schedules import Constant
 from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
 
@@ -111,7 +112,9 @@ class TestFused:
         assert why(bound(name).edit(drop=["kl_shape"])) is None
 
     def test_a_lag_does_not_prevent_fusing(self) -> None:
-        assert why(bound("grpo").edit(lag=1)) is None
+        graph = bound("grpo").edit(lag=1, allow={"FR006": "it is tested"})
+        assert why(graph) is None
+        assert (fused(graph).lag, fused(graph).allow) == (graph.lag, graph.allow)
 
     def test_only_one_of_two_old_log_prob_nodes_is_fused(self) -> None:
         graph = bound("grpo").edit(
@@ -142,6 +145,14 @@ class Judge(Operator):
     ref: Reads[Scorer] = Role("ref")
 
     def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
+
+
+class LateJudge(Operator):
+    """Reads log-probs after the update, and uses another engine."""
+
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, old_log_probs: c.OldLogProbs, updated: Updated) -> JudgeOutput: ...
 
 
 class Flat(Operator):
@@ -240,6 +251,9 @@ class TestNotFused:
         """After the update, these weights might differ."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
         assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
+
+    def test_readers_after_the_update_may_use_weights(self) -> None:
+        assert why(bound("grpo").edit(insert={"judge": After("update_actor", LateJudge())})) is None
 
     def test_no_fusing_unless_the_backend_declares_the_same_bits(self) -> None:
         graph = bound("grpo")

@@ -14,6 +14,7 @@ from flowrl import After, Lag
 from flowrl.backends import TorchRollout
 from flowrl.core.graphs.graph import Node
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.symbols import Edge
 from flowrl.errors import NodeError
 from flowrl.operators import RolloutCorrection
 from flowrl.run.engine.local import LocalRunner
@@ -103,7 +104,14 @@ def in_any_order(
         executor.sync()
         more = functools.partial(draw, "more")
         last = "collect" if "collect" in plan.graph.nodes else "repeat"
-        run = executor.run(lambda step: draw("step", PROMPTS), range(steps), lag=1, return_nodes=[last], more=more)
+        run = executor.run(
+            lambda step: draw("step", PROMPTS),
+            range(steps),
+            lag=1,
+            return_nodes=[last],
+            more=more,
+            columns=lambda step: [Edge("reward", "token_level_scores")],
+        )
         results = list(run)
     return requests, [result.columns[last]["uid"].tolist() for result in results], results, chosen
 
@@ -159,6 +167,18 @@ def test_a_restart_samples_the_next_step_again_only_after_a_sync(
     assert (following in runner.ran[at:]) == again
     # Nodes that ran twice are counted once.
     assert [result.metrics["reward/mean"].weight for result in results] == [PROMPTS * N] * (step + 2)
+
+
+def test_a_restart_forgets_the_rounds_that_it_samples_again(tiny: str, data: str, tmp_path: Path) -> None:
+    job, last = spanned(collecting(tiny), tiny), ["update_actor", "sync", "mismatch"]
+    *_, results, runner = in_any_order(
+        job, data, tiny, tmp_path / "one", lambda engines: AnyOrder(engines, 0, last, lost=(0, "mismatch")), steps=2
+    )
+    assert isinstance(runner, AnyOrder)
+    at = runner.ran.index((0, "mismatch"))
+    assert (1, "collect") in runner.ran[:at] and (1, "generate") in runner.ran[at:]
+    for result in results:
+        assert len(result.columns["reward"]) == result.metrics["collect/offered"].value * N
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

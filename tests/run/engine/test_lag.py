@@ -176,7 +176,7 @@ class TestSnapshots:
 
     @staticmethod
     def written(folder: Path) -> tuple[dict[int, StepSnapshot], dict[str, NodeInfo], LocalRunner]:
-        """A step in flight with a lag of 2, in its second round, with samples."""
+        """Two steps in flight with a lag of 2, in their second round, with samples."""
         runner = LocalRunner({})
         infos = NodeInfo.all(ExecutionGraph(Plan(grpo(digits, n=2)), 2), runner)
         rollout = rollout_batch(prompt_batch([[10, 11], [12]]), [[5], [6, 7]])._asdict()
@@ -185,7 +185,8 @@ class TestSnapshots:
         metrics = {"generate": Metrics({"groups": scores}, rows={"length": {"row-0": 1.0, "row-1": 2.0}})}
         batches = [{"batch": PROMPTS}, {"batch": PROMPTS[:1]}]
         rounds = [{"generate": {"response_mask": rollout["response_mask"][:count]}} for count in (2, 1)]
-        steps = {3: StepSnapshot(batches, {"generate": outputs}, metrics, {"generate": 1.5}, rounds=rounds)}
+        snapshot = StepSnapshot(batches, {"generate": outputs}, metrics, {"generate": 1.5}, rounds=rounds)
+        steps = {3: snapshot, 4: snapshot}
         save_snapshots(steps, 2, infos, runner, folder)
         return steps, infos, runner
 

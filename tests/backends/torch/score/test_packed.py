@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
 from flowrl.backends import LoRA, TorchCritic, TorchScorer
 from flowrl.backends.torch.score.packed import ATTENTION, Window, attend_packed
@@ -140,6 +140,18 @@ def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(
     assert "it raises TypeError" in warnings_of(tiny, caplog)
 
 
+def test_rows_are_padded_if_the_model_takes_no_positions(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = LlamaForCausalLM.forward
+
+    def without_positions(self: Any, input_ids: Any = None, attention_mask: Any = None, **settings: Any) -> Any:
+        return forward(self, input_ids, attention_mask, **settings)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without_positions)
+    assert "it has no parameter position_ids" in warnings_of(tiny, caplog)
+
+
 # --- independence of rows --------------------------------------------------------------------------------------------
 
 
@@ -183,14 +195,14 @@ def test_a_mask_of_a_model_is_not_applied_to_packed_rows() -> None:
         attend_packed(nn.Linear(1, 1), query, query, query, mask, packed=[(2, 2)])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_only_causal_masks_are_left_to_each_row(causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "queries"), [(True, 4), (False, 4), (True, 2)])
+def test_only_causal_masks_of_full_rows_are_left_to_each_row(causal: bool, queries: int) -> None:
     """A mask that is more than causal, such as one that joins images, is computed as transformers does."""
-    ones, sizes = torch.ones(1, 4, dtype=torch.bool), {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    ones, sizes = torch.ones(1, 4, dtype=torch.bool), {"batch_size": 1, "q_length": queries, "kv_length": 4}
     settings = {"allow_is_causal_skip": causal, "mask_function": lambda row, head, query, key: key <= query + 1}
-    mask = AttentionMaskInterface()[ATTENTION](attention_mask=ones, **sizes, **settings)
-    expected = [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert mask is None if causal else mask[0, 0].int().tolist() == expected
+    mask = AttentionMaskInterface()[ATTENTION](attention_mask=ones, q_offset=4 - queries, **sizes, **settings)
+    expected = [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]][-queries:]
+    assert mask is None if causal and queries == 4 else mask[0, 0].int().tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
