@@ -236,7 +236,7 @@ class TestServer:
             await environment.reset(row(1))
             with raises("episode.process-died"):
                 await environment.step(Answer("x", (), 0, False))
-            await environment.close()
+            await asyncio.wait_for(environment.close(), 20.0)
 
         asyncio.run(begin())
 

@@ -19,7 +19,7 @@ from flowrl.errors import NodeError
 from flowrl.operators import RolloutCorrection
 from flowrl.run.engine.local import LocalRunner
 from flowrl.run.engine.result import StepResult
-from flowrl.run.engine.runner import Task, TaskResult
+from flowrl.run.engine.runner import Lengths, Task, TaskResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.weights import TrainedWeights
 from tests.run.engine.collecting import PROMPTS, N, collecting, constant, half, stream_of
@@ -51,6 +51,7 @@ class AnyOrder(LocalRunner):
         super().__init__(engines)
         self.swaps = True
         self.ran: list[tuple[int | None, str]] = []
+        self.lengths = dict[tuple[int | None, str], Lengths | None]()
         self._chance, self._last, self._lost, self._times = random.Random(seed), ["", *last], lost, times
         self._launched: list[Task] = []
 
@@ -68,6 +69,7 @@ class AnyOrder(LocalRunner):
         )
         self._launched.remove(task)
         self.ran.append((task.step, task.node.name))
+        self.lengths[self.ran[-1]] = task.lengths
         if self.ran[-1] == self._lost and self.ran.count(self._lost) == self._times:
             self._lost = None
             self._launched.clear()
@@ -177,8 +179,11 @@ def test_a_restart_forgets_the_rounds_that_it_samples_again(tiny: str, data: str
     assert isinstance(runner, AnyOrder)
     at = runner.ran.index((0, "mismatch"))
     assert (1, "collect") in runner.ran[:at] and (1, "generate") in runner.ran[at:]
-    for result in results:
+    for step, result in enumerate(results):
         assert len(result.columns["reward"]) == result.metrics["collect/offered"].value * N
+        lengths, mask = runner.lengths[step, "update_actor"], result.columns["collect"]["response_mask"]
+        assert lengths is not None and lengths.response is not None
+        assert lengths.response.tolist() == mask.sum(1).tolist()
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -67,7 +67,7 @@ def verl_numbers(x: Columns) -> dict[str, Tensor]:
     found["otb of turns"] = baseline(x, "holes", weighted=True)
     for low, high in ((0.05, 0.2), (0.2, 0.05)):
         for divergence in ("tv", "kl"):
-            loss = DPPO(divergence, low, within_high=high)  # type: ignore[arg-type]
+            loss = DPPO(divergence, low, within_high=high)
             found[f"dppo {divergence} {low} {high}"] = gradient(TokenObjective(loss), x)
     terms = {"first": x["rewards of mask"].sum(-1, keepdim=True), "second": x["weights"][:, :1]}
     one_token = torch.ones(len(x["mask"]), 1, dtype=torch.bool)
