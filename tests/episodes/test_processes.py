@@ -114,6 +114,11 @@ def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: 
     assert one.fault.code == code and words in one.fault.message
 
 
+def test_an_error_in_the_process_keeps_its_facts(file: Path) -> None:
+    (one,) = play_in_processes(file, "Odd")
+    assert one.fault is not None and one.fault.facts["found"] == "'a text'"
+
+
 ATTACKS = {
     "AttacksByMessage": "episode.not-sendable",
     "AttacksByReward": "episode.invalid-reward",

@@ -147,6 +147,26 @@ class Judge(Operator):
     def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
 
 
+class Passes(Operator):
+    """Reads log-probs, and uses no weights."""
+
+    def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
+
+
+class SecondOutput(NamedTuple):
+    """The output of `SecondJudge`."""
+
+    twice: int
+
+
+class SecondJudge(Operator):
+    """Reads what another operator made of log-probs, and uses another engine."""
+
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, first: JudgeOutput) -> SecondOutput: ...
+
+
 class LateJudge(Operator):
     """Reads log-probs after the update, and uses another engine."""
 
@@ -251,6 +271,9 @@ class TestNotFused:
         """After the update, these weights might differ."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
         assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
+        passed = bound("grpo").edit(insert={"passes": After("old_log_prob", Passes())})
+        judged = passed.edit(insert={"second": After("passes", SecondJudge())})
+        assert why(judged) == "passes reads it for second, which uses the weights of 'ref' before the update"
 
     def test_readers_after_the_update_may_use_weights(self) -> None:
         assert why(bound("grpo").edit(insert={"judge": After("update_actor", LateJudge())})) is None
