@@ -4,7 +4,7 @@
     python benchmarks/mutants.py packed fusing-3     # some, by the name of the group or of the mutant
 
 The mutants are written by hand, because generated ones are mostly equivalent or killed by any import. A mutant survives
-if all tests of its group pass.
+if all tests of its group pass. Without a mutant they have to pass, which is tested first.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def run(mutant: Mutant, tree: Path) -> Result:
     source = file.read_text(encoding="utf-8")
     file.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        return Result(mutant, _killed_by(mutant, tree), time.perf_counter() - started)
+        return Result(mutant, failed_test(mutant.tests, tree), time.perf_counter() - started)
     finally:
         file.write_text(source, encoding="utf-8")
 
 
-def _killed_by(mutant: Mutant, tree: Path) -> str | None:
+def failed_test(tests: list[str], tree: Path) -> str | None:
+    """The first test that fails in `tree`, or that a limit was reached; None if all pass."""
     marks = "not nightly and not engines and not ray"
     command = [
         sys.executable,
@@ -80,7 +81,7 @@ def _killed_by(mutant: Mutant, tree: Path) -> str | None:
         "no:cacheprovider",
         "-m",
         marks,
-        *mutant.tests,
+        *tests,
     ]
     environment = os.environ | {"PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
@@ -92,7 +93,7 @@ def _killed_by(mutant: Mutant, tree: Path) -> str | None:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if failed is None:
         raise SystemExit(
-            f"pytest failed without a failed test for {mutant.name}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"pytest failed without a failed test in {' '.join(tests)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     return failed.group(1)
 
@@ -106,6 +107,10 @@ def main(chosen: list[str]) -> None:
             hidden = shutil.ignore_patterns(".*", "runs", "build", "__pycache__")
             shutil.copytree(ROOT, tree, symlinks=True, ignore=hidden)
             trees.put(tree)
+
+        for tests in dict.fromkeys(tuple(mutant.tests) for mutant in todo):
+            if (failed := failed_test([*tests], Path(folder, "0"))) is not None:
+                raise SystemExit(f"{failed} fails without a mutant")
 
         def one(mutant: Mutant) -> Result:
             tree = trees.get()

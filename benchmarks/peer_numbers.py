@@ -1,10 +1,12 @@
-"""Record what verl's and TRL's own code computes, for `tests/operators/test_peer_numbers.py`.
+"""Compare verl's and TRL's own code with flowrl's on random tokens, or record it for the tests.
 
-Each peer's file has its version, the inputs, and the results, so that the tests need neither. ``make race`` installs
-both:
+    PYTHONPATH=FOLDER python benchmarks/peer_numbers.py verl             # the largest differences, over 20 seeds
+    PYTHONPATH=FOLDER python benchmarks/peer_numbers.py verl record      # writes tests/operators/peers/verl.json
 
-    PYTHONPATH=.venv-race/verl .venv/bin/python benchmarks/peer_numbers.py verl
-    .venv-race/bin/python benchmarks/peer_numbers.py trl
+FOLDER has the peer and the imports that the environment lacks, as installed by ``pip install --no-deps --target``, verl
+by `race/verl.txt` and TRL with accelerate and datasets by `race/requirements.txt`. ``make race`` sets up
+``.venv-race/verl``, and ``.venv-race`` with TRL. The recorded file has the version, the inputs and the results, so that
+`tests/operators/test_peer_numbers.py` needs no peer.
 """
 
 from __future__ import annotations
@@ -18,38 +20,58 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[1] / "tests" / "operators" / "peers"
-ROWS, TOKENS = 6, 5
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from harness import table  # noqa: E402
+
+from tests.support.rows import peer_rows  # noqa: E402
+
+FOLDER = ROOT / "tests" / "operators" / "peers"
+SEEDS, GROUPS, TOKENS = 20, 64, 48
 
 
-def inputs() -> dict[str, Tensor]:
+def recorded_inputs() -> dict[str, Tensor]:
     """Two groups of three rows of different lengths; one row of the first is longer than the others."""
-    generator = torch.Generator().manual_seed(0)
+    lengths, scores = torch.tensor([5, 3, 2, 4, 4, 1]), torch.tensor([1.0, 0.2, 0.5, 0.0, 0.7, 0.3])
+    return inputs(lengths, scores, torch.Generator().manual_seed(0))
+
+
+def random_inputs(seed: int) -> dict[str, Tensor]:
+    """Many groups of three rows of random lengths, at least 1, and random scores."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = GROUPS * peer_rows.ROWS_OF_A_GROUP
+    lengths = torch.randint(1, TOKENS + 1, (rows,), generator=generator)
+    return inputs(lengths, torch.rand(rows, generator=generator), generator)
+
+
+def inputs(lengths: Tensor, scores: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Columns of rows with these lengths, in tokens, and scores."""
+    shape = len(lengths), int(lengths.max())
 
     def normal(scale: float, shift: float = 0.0) -> Tensor:
-        return scale * torch.randn(ROWS, TOKENS, generator=generator) + shift
+        return scale * torch.randn(shape, generator=generator) + shift
 
-    mask = torch.arange(TOKENS) < torch.tensor([[5], [3], [2], [4], [4], [1]])
+    mask = torch.arange(shape[1]) < lengths[:, None]
     log_probs = (normal(0.8, -1.2)).clamp(max=-0.01)
-    scores = torch.tensor([1.0, 0.2, 0.5, 0.0, 0.7, 0.3])
 
     def on_last(mask: Tensor) -> Tensor:
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
         return torch.where(last, scores[:, None], 0.0)
 
+    old = (log_probs + normal(0.6)).clamp(max=-0.01)
     found = {
         "log_probs": log_probs,
-        "old_log_probs": (log_probs + normal(0.6)).clamp(max=-0.01),
-        "ref_log_prob": (log_probs + normal(0.7)).clamp(max=-0.01),
-        "advantages": normal(1.0)[:, :1].expand(ROWS, TOKENS).contiguous(),
-        "sum_of_squares": torch.rand(ROWS, TOKENS, generator=generator),
-        "weights": 2.0 * torch.rand(ROWS, TOKENS, generator=generator),
+        "old_log_probs": old,
+        "ref_log_prob": (log_probs + normal(0.7).clamp(-2.0, 2.0)).clamp(max=-0.01),  # verl's k3 ends at 10
+        "advantages": normal(1.0)[:, :1].expand(shape).contiguous(),
+        "sum_of_squares": old.exp().square() + (1.0 - old.exp()).square() * torch.rand(shape, generator=generator),
+        "weights": 2.0 * torch.rand(shape, generator=generator),
         "mask": mask,
-        "holes": torch.rand(ROWS, TOKENS, generator=generator) < 0.7,
+        "holes": torch.rand(shape, generator=generator) < 0.7,
     }
     return {**found, **{f"rewards of {name}": on_last(found[name]) for name in ("mask", "holes")}}
 
@@ -65,9 +87,9 @@ def verl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
     from verl.trainer.ppo import core_algos
     from verl.workers.config import FSDPActorConfig
 
-    groups = np.array(["a"] * 3 + ["b"] * 3)
+    groups, rows = peer_rows.groups(x), len(x["mask"])
     found: dict[str, Tensor] = {}
-    for estimator in ("k1+", "k3+", "abs", "k1", "k2", "k3"):
+    for estimator in peer_rows.ESTIMATORS:
 
         def kl(log_probs: Tensor, estimator: str = estimator) -> Tensor:
             return core_algos.kl_penalty(log_probs, x["ref_log_prob"], estimator)
@@ -98,17 +120,17 @@ def verl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
                 )[0],
                 x["log_probs"],
             )
-    one_token = torch.ones(ROWS, 1)
+    one_token = torch.ones(rows, 1)
     for std in (True, False):
         terms = {"first": x["rewards of mask"].sum(-1).numpy(), "second": x["weights"][:, 0].numpy()}
         found[f"gdpo {'with' if std else 'without'} std"] = core_algos.compute_gdpo_outcome_advantage(
-            torch.zeros(ROWS, 1),
+            torch.zeros(rows, 1),
             one_token,
             groups,
             norm_adv_by_std_in_grpo=std,
             config={"gdpo_reward_keys": [*terms], "gdpo_reward_weights": [1.0, 0.5]},
             non_tensor_batch=terms,
-            batch={"prompts": torch.ones(ROWS, 2), "attention_mask": torch.ones(ROWS, 3, dtype=torch.int64)},
+            batch={"prompts": torch.ones(rows, 2), "attention_mask": torch.ones(rows, 3, dtype=torch.int64)},
         )[0]
     return found
 
@@ -135,8 +157,8 @@ def trl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
     mask = x["mask"].long()
     batch = {
-        "prompt_ids": torch.ones(ROWS, 1),
-        "prompt_mask": torch.ones(ROWS, 1),
+        "prompt_ids": torch.ones(len(mask), 1),
+        "prompt_mask": torch.ones(len(mask), 1),
         "completion_ids": mask,
         "completion_mask": mask,
         "advantages": x["advantages"],
@@ -151,15 +173,34 @@ def trl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def main(peer: str) -> None:
+def record(peer: str) -> None:
     """Write the file of a peer."""
-    x = inputs()
-    numbers = {"verl": verl_numbers, "trl": trl_numbers}[peer](x)
-    lists = {part: {name: tensor.tolist() for name, tensor in of.items()} for part, of in (("in", x), ("out", numbers))}
+    x = recorded_inputs()
+    parts = {"in": x, "out": PEERS[peer](x)}
+    lists = {part: {name: tensor.tolist() for name, tensor in of.items()} for part, of in parts.items()}
     FOLDER.mkdir(exist_ok=True)
     text = json.dumps({"version": f"{peer} {version(peer)}", **lists})
     (FOLDER / f"{peer}.json").write_text(text.replace('], "', '],\n"') + "\n", encoding="utf-8")
 
 
+def compare(peer: str) -> None:
+    """Print the largest difference of each number, and the largest absolute value of the peer's."""
+    worst, size = dict[str, float](), dict[str, float]()
+    own = {"verl": peer_rows.verl_numbers, "trl": peer_rows.trl_numbers}[peer]
+    for seed in range(SEEDS):
+        x = random_inputs(seed)
+        mine = own(x)
+        for name, number in PEERS[peer](x).items():
+            theirs, found = (peer_rows.on_mask(name, of, x).double() for of in (number, mine[name]))
+            worst[name] = max(worst.get(name, 0.0), float((found - theirs).abs().max()))
+            size[name] = max(size.get(name, 0.0), float(theirs.abs().max()))
+    title = f"{SEEDS} batches of {GROUPS * peer_rows.ROWS_OF_A_GROUP} rows of up to {TOKENS} tokens"
+    rows = [[name, f"{worst[name]:.1e}", f"{size[name]:.3g}"] for name in worst]
+    table(title, [f"{peer} {version(peer)}", "largest difference", "largest value"], rows)
+
+
+PEERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"verl": verl_numbers, "trl": trl_numbers}
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (record if sys.argv[2:] == ["record"] else compare)(sys.argv[1])

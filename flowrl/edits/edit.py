@@ -102,7 +102,7 @@ def edit(
     except FixableError as error:
         refused = error
     except PortError as error:
-        if (hinted := of_hint(error, wire or {})) is None:
+        if (hinted := of_hint(error)) is None:
             raise
         refused = hinted
     except GraphError as error:

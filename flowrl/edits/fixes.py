@@ -72,11 +72,11 @@ def first_fix(error: FixableError, graph: Graph, edited: Callable[[Verbs], Graph
     return None
 
 
-def of_hint(error: FlowrlError, wire: Mapping[str, str]) -> FixableError | None:
-    """An error about an explicit edge that asks "did you mean value.values?", as one that tries this edge first."""
+def of_hint(error: FlowrlError) -> FixableError | None:
+    """An error about an edge that asks "did you mean value.values?", as one that tries this edge first."""
     end, meant = f"{error.facts.get('node')}.{error.facts.get('port')}", str(error.facts.get("suggestion"))
     what, asked, _ = error.message.partition(f"; did you mean {meant}?")
-    if not asked or end not in wire:
+    if not asked:
         return None
     fixes, otherwise = [{"wire": {end: meant}}], f"wire={{'{end}': 'node.column'}}"
     found = FixableError(f"{what}.", "Wire another output", fixes, otherwise, code=error.code, **error.facts)

@@ -63,13 +63,15 @@ def _anchored_once(graph: Graph, prompts: int | None) -> Findings:
 )
 def _once_per_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        aggregation = parameters(node.initial_operator).get("aggregation", _BY_ROW)
+        values = parameters(node.initial_operator)
+        aggregation = values.get("aggregation", _BY_ROW)
         if loss.unit in ("row", "group") and aggregation != _BY_ROW:
+            no_norm = "" if values.get("norm") is None else f", '{node.name}.norm': None"
             yield (
                 node.name,
                 f"{type(loss).__name__} is a loss per row, the same at each token, but aggregation={aggregation!r} "
                 f"gives longer rows more weight. Average over rows: edit(set={{'{node.name}.aggregation': "
-                f"'{_BY_ROW}'}}).",
+                f"'{_BY_ROW}'{no_norm}}}).",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,222 +14,29 @@ from typing import Any
 import pytest
 
 from flowrl import references
-from flowrl.episodes import Environment, Toolbox
+from flowrl.episodes import Answer, Environment, Toolbox
 from flowrl.episodes.play import EpisodeResult
-from flowrl.episodes.processes import Process, call_tool, close_environment_servers, environment_server, reference_of
+from flowrl.episodes.processes import (
+    Process,
+    ProcessEnvironment,
+    call_tool,
+    close_environment_servers,
+    environment_server,
+    reference_of,
+)
 from flowrl.errors import ParameterError
 from flowrl.operators import Interact
 from flowrl.workers.fork_server import ForkServer
+from tests.episodes.misbehaving import SOURCE
 from tests.episodes.scripted import played, row
 from tests.operators.reward.test_pool import wait_until_ended
 from tests.support.errors import raises
-
-WORLDS = '''
-import asyncio, dataclasses, os, pickle, random, signal, subprocess, sys, time
-import numpy
-from flowrl.episodes import Environment, InvalidToolCall, Reply
-
-FOLDER = os.path.dirname(__file__)
-
-def note(name, text):
-    with open(os.path.join(FOLDER, name), "a") as file:
-        file.write(f"{text}\\n")
-
-class Counts(Environment):
-    """Keeps a state of its own."""
-    def reset(self, row):
-        self.total, self.name, self.attempt, self.number = 0, row.row_id, row.attempt, row.ground_truth
-        note("pids", os.getpid())
-        return Reply(row.messages)
-
-    async def step(self, answer):
-        self.total += 1
-        if self.total == 2:
-            self.misbehave()
-        return Reply(f"{self.total}", reward=float(self.total), done=self.total == 3)
-
-    def misbehave(self): ...
-
-    def close(self):
-        note("closed", self.name)
-
-class Hangs(Counts):
-    """In the first try of odd rows, in C, with a child in a session of its own."""
-    def misbehave(self):
-        if self.number % 2 and not self.attempt:
-            note("pids", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            signal.sigwait([signal.SIGUSR1])
-
-class Blocks(Counts):
-    """A coroutine that blocks, and swallows what would cancel it."""
-    async def step(self, answer):
-        while True:
-            try:
-                time.sleep(1000)
-            except BaseException:
-                pass
-
-class Shares(Environment):
-    """Appends to a class attribute and blocks in a coroutine; in separate processes, neither affects other episodes."""
-    texts = []
-    async def step(self, answer):
-        self.texts.append(answer.text)
-        time.sleep(0.05)
-        return Reply("on", reward=float(len(self.texts)), done=answer.turn == 1)
-
-class Crashes(Counts):
-    def misbehave(self):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-class Leaves(Counts):
-    def misbehave(self):
-        sys.exit(3)
-
-class Raises(Counts):
-    def misbehave(self):
-        raise KeyError("planted")
-
-class Odd(Environment):
-    def step(self, answer):
-        return "a text"
-
-class Unsendable(Environment):
-    def step(self, answer):
-        return Reply([{"role": "user", "content": "x", "by": lambda: 0}])
-
-class Attack:
-    """Runs code where it is unpickled."""
-    def __reduce__(self):
-        return os.system, (f"touch {FOLDER}/attacked",)
-
-class AttackError(Exception):
-    def __reduce__(self):
-        return os.system, (f"touch {FOLDER}/attacked",)
-
-@dataclasses.dataclass
-class AttackReply:
-    messages: object
-    reward: object = None
-    done: bool = False
-
-class AttacksByMessage(Environment):
-    def step(self, answer):
-        return Reply([{"role": "user", "content": Attack()}])
-
-class AttacksByReward(Environment):
-    def step(self, answer):
-        return Reply("x", reward=Attack())
-
-class AttacksByError(Environment):
-    def step(self, answer):
-        raise AttackError(Attack())
-
-class AttacksByDataclass(Environment):
-    def step(self, answer):
-        return AttackReply(Attack())
-
-def sockets():
-    return [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) >= 100
-            and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")]
-
-class AttacksBySocket(Environment):
-    """Writes a pickle, with the length of one, to every socket."""
-    def step(self, answer):
-        body = pickle.dumps(("is", Attack()))
-        for fd in sockets():
-            os.write(fd, len(body).to_bytes(8, "big") + body)
-        time.sleep(1000)
-
-class Announces(Environment):
-    """Announces more than fits into memory."""
-    def step(self, answer):
-        for fd in sockets():
-            os.write(fd, (1 << 60).to_bytes(8, "big"))
-        time.sleep(1000)
-
-class Truncates(Environment):
-    """Dies within a reply."""
-    def step(self, answer):
-        for fd in sockets():
-            os.write(fd, (100).to_bytes(8, "big") + b'["is",')
-        os._exit(0)
-
-class Floods(Environment):
-    def step(self, answer):
-        return Reply("x" * 20_000_000)
-
-class Nests(Environment):
-    def step(self, answer):
-        value = []
-        for _ in range(100_000):
-            value = [value]
-        return Reply([{"role": "user", "content": value}])
-
-class Closes(Environment):
-    """Closes all descriptors."""
-    def step(self, answer):
-        os.closerange(3, 4096)
-        return Reply("x", done=True)
-
-class Unreadable(Environment):
-    def step(self, answer):
-        class Broken(Exception):
-            def __str__(self):
-                raise ValueError
-        raise Broken
-
-class Exact(Environment):
-    """Numbers and text that must arrive unchanged."""
-    def step(self, answer):
-        text = "\\u00e4 \\u2028 \\U0001f99c \\x00 <tool_call>"
-        return Reply(({"role": "user", "content": text},), reward=numpy.float64(0.1) + 0.2, done=answer.turn == 1)
-
-class Prints(Counts):
-    def misbehave(self):
-        print("printed")
-        os.write(1, b"written")
-        assert sys.stdin.read() == ""
-
-class Forks(Counts):
-    def misbehave(self):
-        os.fork()
-
-class Draws(Environment):
-    def step(self, answer):
-        return Reply(f"{random.random()} {numpy.random.random()}", reward=random.random(), done=answer.turn == 1)
-
-class Loops(Environment):
-    """What it opens belongs to one event loop."""
-    async def reset(self, row):
-        self.loop = asyncio.get_running_loop()
-        return Reply(row.messages)
-
-    async def step(self, answer):
-        return Reply(done=asyncio.get_running_loop() is self.loop)
-
-def add(a: int, b: int) -> dict:
-    """The sum, and the id of its process."""
-    return {"sum": a + b, "pid": os.getpid()}
-
-def hang(a: int) -> int:
-    time.sleep(1000)
-
-def attack(a: int) -> object:
-    return Attack()
-
-def attack_deep(a: int) -> object:
-    return {"result": [1, Attack()]}
-
-def picky(a: int) -> int:
-    raise InvalidToolCall("no, not that")
-'''
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("user") / "environments.py"
-    path.write_text(WORLDS)
+    path.write_text(SOURCE)
     yield path
     close_environment_servers()
 
@@ -288,6 +96,11 @@ def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Pat
         ("Odd", 60.0, "episode.invalid-reply", "'a text'; expected a Reply("),
         ("Unsendable", 60.0, "episode.not-sendable", "cannot be sent from the environment's process ("),
         ("Announces", 60.0, "episode.process-died", "announces 1152921504606846976 bytes; expected at most 16777216"),
+        ("Forges", 60.0, "episode.invalid-reply", "returned 5; expected a Reply("),
+        ("ForgesDone", 60.0, "episode.invalid-reply", "done='yes'"),
+        ("ForgesReward", 60.0, "episode.invalid-reward", "The reward is inf"),
+        ("ForgesRaised", 60.0, "episode.process-died", "sent something that is not a reply (TypeError"),
+        ("ForgesFacts", 60.0, "c", "forged"),
         ("Truncates", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
         ("Floods", 60.0, "episode.not-sendable", "expected at most 16777216. Shorten it."),
         ("Nests", 60.0, "episode.not-sendable", "RecursionError"),
@@ -299,6 +112,11 @@ def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: 
     (one,) = play_in_processes(file, name, seconds=seconds)
     assert one.ended == "failed" and one.fault is not None
     assert one.fault.code == code and words in one.fault.message
+
+
+def test_an_error_in_the_process_keeps_its_facts(file: Path) -> None:
+    (one,) = play_in_processes(file, "Odd")
+    assert one.fault is not None and one.fault.facts["found"] == "'a text'"
 
 
 ATTACKS = {
@@ -328,10 +146,12 @@ def test_class_attributes_are_not_shared_between_episodes(file: Path) -> None:
         assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
 
 
-@pytest.mark.parametrize("name", ["Prints", "Loops", "Forks"])
-def test_harmless_side_effects_do_not_fail_an_episode(file: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rewards"), [("Prints", [1.0, 2.0, 3.0]), ("Loops", [0.0]), ("Forks", [1.0, 2.0, 3.0])]
+)
+def test_harmless_side_effects_do_not_change_an_episode(file: Path, name: str, rewards: list[float]) -> None:
     (one,) = play_in_processes(file, name)
-    assert one.ended == "done"
+    assert (one.ended, one.chat.rewards) == ("done", rewards)
 
 
 def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
@@ -339,6 +159,8 @@ def test_random_numbers_depend_on_row_and_attempt(file: Path) -> None:
     again, _ = play_in_processes(file, "Draws", count=2)
     assert first.chat.messages == again.chat.messages and first.chat.rewards == again.chat.rewards
     assert first.chat.messages[2] != second.chat.messages[2] and first.chat.rewards != second.chat.rewards
+    (one,) = play_in_processes(file, "DrawsAgain", tries=2)
+    assert (one.ended, one.tries) == ("done", 2) and len(set(recorded(file, "drawn"))) == 4
 
 
 class TestTools:
@@ -390,6 +212,39 @@ class TestServer:
             Process(server)
         assert play_in_processes(file, "Counts")[0].ended == "done"
 
+    def test_a_forked_program_does_not_end_the_processes_of_its_parent(self, file: Path) -> None:
+        server = server_for(file)
+        if (program := os.fork()) == 0:
+            close_environment_servers()
+            os._exit(0)
+        os.waitpid(program, 0)
+        assert server.alive and server_for(file) is server
+
+    def test_a_cancelled_call_ends_its_process(self, file: Path) -> None:
+        async def begin() -> Process:
+            process = Process(server_for(file))
+            await process.ask("make", f"{file}:Counts", row(1))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.ask("tool", f"{file}:hang", {"a": 1}), 0.1)
+            return process
+
+        (file.parent / "pids").unlink(missing_ok=True)
+        assert asyncio.run(begin()).over
+        wait_until_ended({int(pid) for pid in recorded(file, "pids")})
+
+    @pytest.mark.parametrize("name", ["Announces", "Truncates"])
+    def test_a_process_without_a_valid_reply_is_ended_and_closing_its_environment_is_no_error(
+        self, file: Path, name: str
+    ) -> None:
+        async def begin() -> None:
+            environment = ProcessEnvironment(server_for(file), references.resolve(f"{file}:{name}"))
+            await environment.reset(row(1))
+            with raises("episode.process-died"):
+                await environment.step(Answer("x", (), 0, False))
+            await asyncio.wait_for(environment.close(), 20.0)
+
+        asyncio.run(begin())
+
     def test_a_killed_program_leaves_no_process(self, file: Path) -> None:
         server = server_for(file)
         (file.parent / "pids").unlink(missing_ok=True)
@@ -402,6 +257,15 @@ class TestServer:
             asyncio.run(begin())
         assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == -signal.SIGKILL
         wait_until_ended({int(pid) for pid in recorded(file, "pids")})
+
+    def test_a_script_that_would_run_again_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        script = tmp_path / "script.py"
+        script.write_text("def tool(a: int) -> int: ...\n\ntrain()\n")
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+        with raises("episode.not-importable", path=str(script)):
+            reference_of(f"{script}:tool")
+        script.write_text("def tool(a: int) -> int: ...\n\nif __name__ == '__main__':\n    train()\n")
+        assert reference_of(f"{script}:tool") == f"{script}:tool"
 
     @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
     def test_objects_that_cannot_be_imported_are_refused(self, thing: Any) -> None:

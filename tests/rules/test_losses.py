@@ -13,7 +13,7 @@ from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.graph import Graph, algorithm
-from flowrl.graphs import gmpo, gpg, grpo, gspo, online_dpo, ppo, reinforce_plus_plus_baseline, rloo
+from flowrl.graphs import dr_grpo, gmpo, gpg, grpo, gspo, online_dpo, ppo, reinforce_plus_plus_baseline, rloo
 from flowrl.operators import (
     DPO,
     DRO,
@@ -90,8 +90,9 @@ class TestRowLossesAreNotSummedOverTokens:  # FR018
         assert found(longer) == [("FR018", "update_actor")]
         assert found(fixed(longer)) == []
 
-    def test_row_loss_set_without_its_aggregation_is_found(self) -> None:
-        graph = grpo(exact).edit(set={"update_actor.loss": GSPO()})
+    @pytest.mark.parametrize("algorithm", [grpo, dr_grpo])
+    def test_row_loss_set_without_its_aggregation_is_found(self, algorithm: Any) -> None:
+        graph = algorithm(exact).edit(set={"update_actor.loss": GSPO()})
         assert found(graph) == [("FR018", "update_actor")]
         assert found(fixed(graph)) == []
 

@@ -129,11 +129,11 @@ def _why_not(graph: Graph, scorer: Node, update: Node, made: Operator | str, unb
     if others := [name for name in writers if name not in later]:
         return f"{others[0]} may write the weights of {role!r} before {update.name}"
     if unbound and role not in graph.bindings:
-        return _why_not_movable(graph, plan, readers, later)
-    return _why_not_movable(graph, plan, readers, later) or _why_not_same_bits(graph.bindings.get(role), role, update)
+        return _why_not_movable(graph, readers, later)
+    return _why_not_movable(graph, readers, later) or _why_not_same_bits(graph.bindings.get(role), role, update)
 
 
-def _why_not_movable(graph: Graph, plan: Plan, readers: Sequence[str], later: set[str]) -> str | None:
+def _why_not_movable(graph: Graph, readers: Sequence[str], later: set[str]) -> str | None:
     """Why a reader of the scorer's output cannot run after the update."""
     for reader in (name for name in readers if name not in later):
         moved = [reader, *(node for node in graph.nodes if node in graph.descendants(reader) and node not in later)]
@@ -142,8 +142,6 @@ def _why_not_movable(graph: Graph, plan: Plan, readers: Sequence[str], later: se
             return (
                 f"{reader} reads it{by}, which uses the weights of {graph[of_weights[0]].roles[0]!r} before the update"
             )
-        if any(name in plan.region for name in moved):
-            return f"{reader} reads it in rounds"
     return None
 
 

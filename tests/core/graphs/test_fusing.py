@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
+from torch import Tensor
 
 from flowrl import columns as c
 from flowrl import graphs
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.fusing import Fusing, as_in_graph, describe, fused, fusings, scorers
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.core.operators.symbols import Edge
@@ -18,6 +20,7 @@ from flowrl.core.operators.when import When
 from flowrl.graph import Graph
 from flowrl.operators import OldLogProb, RolloutCorrection, UpdateActor
 from flowrl.protocols.protocols import Scorer
+from flowrl.records import Updated
 from flowrl.schedules import Constant
 from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
 
@@ -109,7 +112,9 @@ class TestFused:
         assert why(bound(name).edit(drop=["kl_shape"])) is None
 
     def test_a_lag_does_not_prevent_fusing(self) -> None:
-        assert why(bound("grpo").edit(lag=1)) is None
+        graph = bound("grpo").edit(lag=1, allow={"FR006": "it is tested"})
+        assert why(graph) is None
+        assert (fused(graph).lag, fused(graph).allow) == (graph.lag, graph.allow)
 
     def test_only_one_of_two_old_log_prob_nodes_is_fused(self) -> None:
         graph = bound("grpo").edit(
@@ -142,10 +147,45 @@ class Judge(Operator):
     def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
 
 
+class Passes(Operator):
+    """Reads log-probs, and uses no weights."""
+
+    def __call__(self, old_log_probs: c.OldLogProbs) -> JudgeOutput: ...
+
+
+class SecondOutput(NamedTuple):
+    """The output of `SecondJudge`."""
+
+    twice: int
+
+
+class SecondJudge(Operator):
+    """Reads what another operator made of log-probs, and uses another engine."""
+
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, first: JudgeOutput) -> SecondOutput: ...
+
+
+class LateJudge(Operator):
+    """Reads log-probs after the update, and uses another engine."""
+
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, old_log_probs: c.OldLogProbs, updated: Updated) -> JudgeOutput: ...
+
+
 class Flat(Operator):
     """Rewrites a mask."""
 
     def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask: ...
+
+
+class Older(Loss):
+    """A loss whose port has another name than the output of `OldLogProb`."""
+
+    def __call__(self, log_probs: c.LogProbs, before: c.OldLogProbs, advantages: c.Advantages) -> Tensor:
+        return -(log_probs - before) * advantages
 
 
 class Mine(UpdateActor):
@@ -196,6 +236,15 @@ class TestNotFused:
         both = {"old_log_prob.reads": Record, "update_actor.reads": Record}
         assert why(bound("grpo").edit(set=both)) is None
 
+    def test_no_fusing_if_the_update_reads_the_column_at_another_port(self) -> None:
+        graph = bound("grpo").edit(set={"update_actor.loss": Older()})
+        assert wires(graph, "update_actor")["before"] == "old_log_prob.old_log_probs"
+        assert why(graph) == "update_actor reads before of it"
+
+    def test_no_fusing_if_another_node_may_write_the_weights_before(self) -> None:
+        unordered = bound("grpo_sft").edit(set={"imitate.prior_updates": 0})
+        assert why(unordered) == "imitate may write the weights of 'actor' before update_actor"
+
     def test_no_fusing_if_scorer_and_update_read_different_rows(self) -> None:
         graph = bound("grpo").edit(
             insert={"flat": After("generate", Flat())},
@@ -222,6 +271,12 @@ class TestNotFused:
         """After the update, these weights might differ."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
         assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
+        passed = bound("grpo").edit(insert={"passes": After("old_log_prob", Passes())})
+        judged = passed.edit(insert={"second": After("passes", SecondJudge())})
+        assert why(judged) == "passes reads it for second, which uses the weights of 'ref' before the update"
+
+    def test_readers_after_the_update_may_use_weights(self) -> None:
+        assert why(bound("grpo").edit(insert={"judge": After("update_actor", LateJudge())})) is None
 
     def test_no_fusing_unless_the_backend_declares_the_same_bits(self) -> None:
         graph = bound("grpo")

@@ -23,12 +23,12 @@ from tests.operators.advantages.ragged import masks
 from tests.support.errors import raises
 
 NAN = float("nan")
-ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 
 def by_formula(log_prob: float, ref: float, estimator: str) -> float:
     d = log_prob - ref
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator.removesuffix("+")]
 
 
 def categoricals(seed: int, size: int = 5, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,8 @@ class TestEstimators:
         at, against = x.item(), y.item()  # what float32 made of them
         assert value.item() == pytest.approx(by_formula(at, against, estimator), rel=1e-4, abs=1e-9)
         d = at - against
-        slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": (d > 0) - (d < 0)}[estimator]
+        slopes = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": (d > 0) - (d < 0), "k1+": d, "k3+": d}
+        slope = slopes[estimator]
         assert x.grad is not None and float(x.grad) == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
     @pytest.mark.parametrize("seed", range(3))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.operators import OptimalTokenBaseline
+from flowrl.operators import CorrectLogitNorms, OptimalTokenBaseline, RolloutCorrection
 from tests.nightly import examples
 from tests.operators.advantages.ragged import NAN, masks, numbers
 from tests.support.errors import raises
@@ -17,7 +17,7 @@ from tests.support.errors import raises
 OTB = OptimalTokenBaseline()
 
 
-def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray) -> Tensor:
+def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray, zero_tail: bool = False) -> Tensor:
     """Row by row and token by token: ``B_t = sum_i G_t W_t / sum_i W_t`` over those that have a t-th token."""
     r = [rewards[i][mask[i]].double().tolist() for i in range(len(uid))]
     w = [norms[i][mask[i]].double().tolist() for i in range(len(uid))]
@@ -30,6 +30,8 @@ def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray) -> T
             if not sum(pulled):
                 pulled = [1.0] * len(peers)
             baseline = sum(g * x for g, x in zip(to_come, pulled, strict=True)) / sum(pulled)
+            if zero_tail and len(peers) == 1:
+                baseline = 0.0
             own.append(sum(r[row][t:]) - baseline)
         found[row, mask[row]] = torch.tensor(own, dtype=torch.float64)
     return found
@@ -37,9 +39,9 @@ def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray) -> T
 
 class TestFormula:
     @examples(80)
-    @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
+    @given(masks(), st.integers(0, 2**31), st.booleans(), st.booleans(), st.randoms(use_true_random=False))
     def test_the_baseline_equals_loops_over_rows_and_tokens(
-        self, half: Tensor, seed: int, still: bool, random: object
+        self, half: Tensor, seed: int, still: bool, zero_tail: bool, random: object
     ) -> None:
         """Ragged rows with holes, groups in any order, and tokens that do not pull at all."""
         mask = torch.cat([half, half.flip(0), half.roll(1, 1)])
@@ -48,8 +50,9 @@ class TestFormula:
         rewards, norms = numbers(mask, seed), numbers(mask, seed + 1).square()
         if still:
             norms = torch.where(norms < 0.5, 0.0, norms)
-        found = OTB(rewards, norms, mask, uid)
-        torch.testing.assert_close(found.double(), by_loops(rewards, norms, mask, uid), atol=1e-5, rtol=1e-5)
+        found = OptimalTokenBaseline(zero_tail=zero_tail)(rewards, norms, mask, uid)
+        expected = by_loops(rewards, norms, mask, uid, zero_tail)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
         assert found.dtype == torch.float32
 
     def test_the_baseline_equals_a_worked_example(self) -> None:
@@ -99,3 +102,12 @@ def test_the_baseline_minimizes_the_weighted_squared_error() -> None:
     advantages = OTB(rewards, norms, mask, np.array(["p"] * 8, dtype=object)).double()
     slope = (norms.double().cumsum(1) * advantages).sum(0)
     torch.testing.assert_close(slope, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_logit_norms_get_the_squared_weights_of_a_correction() -> None:
+    """Ratios of 2, 1/2 and 4, which is truncated to 3; a NaN is off the mask."""
+    mask, rollout = torch.tensor([[True, True, True, False]]), torch.tensor([[-2.0, -1.0, -3.0, NAN]])
+    old = rollout + torch.tensor([[2.0, 0.5, 4.0, 1.0]]).log()
+    correct = CorrectLogitNorms(RolloutCorrection("token", "truncate", high=3.0))
+    found = correct(torch.tensor([[0.5, 0.5, 0.5, NAN]]), old, rollout, mask)
+    torch.testing.assert_close(found, torch.tensor([[2.0, 0.125, 4.5, 0.0]]))

@@ -64,11 +64,11 @@ def sapo(row: Row) -> Tensor:
     return -(4.0 / tau) / (1.0 + torch.exp(-tau * (ratio - 1.0))) * row.advantage
 
 
-def dppo(divergence: str) -> Callable[[Row], Tensor]:
+def dppo(divergence: str, high: float = 0.05) -> Callable[[Row], Tensor]:
     def formula(row: Row) -> Tensor:
         p, q = row.new.detach().exp(), row.old.exp()
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
-        far = ((p - q).abs() if divergence == "tv" else kl) > 0.05
+        far = ((p - q).abs() if divergence == "tv" else kl) > torch.where(row.advantage > 0, high, 0.05)
         leaves = torch.where(row.advantage > 0, p > q, p < q)
         weight = (p / q).clamp(max=1.5)
         return torch.where(far & leaves, 0.0, -weight * row.advantage * row.new)
@@ -121,6 +121,8 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "sapo": (SAPO(1.5, 2.0), by_row(sapo)),
     "dppo_tv": (DPPO("tv", 0.05, 1.5), by_row(dppo("tv"))),
     "dppo_kl": (DPPO("kl", 0.05, 1.5), by_row(dppo("kl"))),
+    "dppo_tv_two_bounds": (DPPO("tv", 0.05, 1.5, within_high=0.12), by_row(dppo("tv", 0.12))),
+    "dppo_kl_two_bounds": (DPPO("kl", 0.05, 1.5, within_high=0.01), by_row(dppo("kl", 0.01))),
     "dro": (DRO(0.7), by_row(dro)),
     "kl_cov": (KLCov(0.2, 2.0), kl_cov),
     "clip_cov": (ClipCov(1.0, 0.1, 0.9), clip_cov),

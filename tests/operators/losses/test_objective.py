@@ -78,7 +78,7 @@ class TestWeights:
 
 
 @every_aggregation
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(5))
 class TestEveryLoss:
     @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31))

@@ -61,7 +61,12 @@ def test_weighed_rewards_count_only_with_open_gates(mask: Tensor, seed: int) -> 
 
 
 def gdpo_by_hand(
-    scores: Sequence[Sequence[float]], weights: Sequence[float], groups: Sequence[int], live: Sequence[bool], eps: float
+    scores: Sequence[Sequence[float]],
+    weights: Sequence[float],
+    groups: Sequence[int],
+    live: Sequence[bool],
+    eps: float,
+    by_std: bool,
 ) -> list[float]:
     """The paper's two normalizations, over lists; a row that is masked entirely is in none."""
     total = [0.0] * len(groups)
@@ -73,7 +78,7 @@ def gdpo_by_hand(
             values = [term[i] for i in members]
             mean, std = statistics.fmean(values), statistics.stdev(values)
             for i in members:
-                total[i] += weight * (term[i] - mean) / (std + eps)
+                total[i] += weight * (term[i] - mean) / (std + eps if by_std else 1.0)
     rows = [total[i] for i in range(len(groups)) if live[i]]
     if len(rows) < 2:
         return [0.0] * len(groups)
@@ -81,20 +86,20 @@ def gdpo_by_hand(
     return [(total[i] - mean) / (std + eps) if live[i] else 0.0 for i in range(len(groups))]
 
 
-@given(masks(min_rows=2), st.integers(0, 10**6), st.data())
-def test_gdpo_matches_the_paper(mask: Tensor, seed: int, data: st.DataObject) -> None:
+@given(masks(min_rows=2), st.integers(0, 10**6), st.booleans(), st.data())
+def test_gdpo_matches_the_paper(mask: Tensor, seed: int, by_std: bool, data: st.DataObject) -> None:
     cut = data.draw(st.sampled_from([0, *range(2, len(mask) - 1)]))
     groups = [int(i >= cut) for i in range(len(mask))]
     order = data.draw(st.permutations(range(len(mask))))
     groups = [groups[i] for i in order]
     terms = terms_of(mask, seed)
-    found = gdpo_advantage(terms, WEIGHTS, mask, column(list(map(str, groups))), eps=1e-4)
+    found = gdpo_advantage(terms, WEIGHTS, mask, column(list(map(str, groups))), 1e-4, by_std)
     rows = mask.tolist()
     scores = [
         [sum(float(x) for x, on in zip(t[i], rows[i], strict=True) if on) for i in range(len(rows))]
         for t in terms.values()
     ]
-    expected = gdpo_by_hand(scores, list(WEIGHTS.values()), groups, [any(row) for row in rows], 1e-4)
+    expected = gdpo_by_hand(scores, list(WEIGHTS.values()), groups, [any(row) for row in rows], 1e-4, by_std)
     for i, row in enumerate(rows):
         assert found[i].tolist() == pytest.approx([expected[i] if on else 0.0 for on in row], abs=2e-4)
 

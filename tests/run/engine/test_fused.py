@@ -179,7 +179,7 @@ def test_measured_costs_predict_fused_steps(tiny: str, prompts_file: str, tmp_pa
         < predict(fusable.graph, None, 4, given, optimize=False).seconds
     )
     again = Training(
-        fusable, PromptData(prompts_file), 1, 4, folder=str(tmp_path / "next"), costs=str(run.folder)
+        fusable, PromptData(prompts_file), steps=1, prompts=4, folder=str(tmp_path / "next"), costs=str(run.folder)
     ).run()
     assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
 

@@ -6,58 +6,31 @@ They cover what such steps collect, sample, report and join, and how they resume
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flowrl import After, Lag, PromptBatch, PromptData, When, algorithm
-from flowrl.backends import TorchRollout
-from flowrl.core.graphs.graph import Node
+from flowrl import After, PromptBatch, When, algorithm
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.sources.prompts import PromptStream
-from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
-from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Repeat, Reward, RolloutCorrection, Spread
-from flowrl.run.engine.local import LocalRunner, local_steps
+from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Repeat, Reward, Spread
+from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.result import StepResult
-from flowrl.run.engine.runner import Task, TaskResult
-from flowrl.run.engine.steps import Steps
-from flowrl.run.engine.weights import TrainedWeights
 from flowrl.schedules import Linear
 from tests.nightly import nightly
+from tests.run.engine.collecting import PROMPTS, TARGET, N, collecting, constant, stream_of
 from tests.support.errors import raises
-from tests.support.jobs import job_of, write_prompts
+from tests.support.jobs import write_prompts
 from tests.support.kernel import LengthPenalty, exact
 from tests.support.runs import Recorder, train, without_times
 
 pytestmark = pytest.mark.runs
-
-N, PROMPTS, TARGET = 4, 5, 6
-
-
-def half(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """0.5 for prompts with an odd number, so that their groups have no spread; others differ."""
-    return 0.5 if int(ground_truth) % 2 else sum(map(ord, solution_str)) / 1e4
-
-
-def constant(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    return 0.5
-
-
-def collecting(folder: str, reward: Any = half, **settings: Any) -> Any:
-    """GRPO that collects `TARGET` groups per step."""
-    gate = Collect(Spread(), **({"groups": TARGET} | settings))
-    return job_of("grpo", folder, reward, n=N).edit(insert={"collect": After("reward", gate)})
-
-
-def stream_of(folder: str, data: str) -> PromptStream:
-    return PromptData(data).load(ChatTokenizer(folder), 0)
 
 
 def run(job: Any, stream: PromptStream, steps: int = 3, return_nodes: Sequence[str] = ("collect",)) -> list[StepResult]:
@@ -267,130 +240,3 @@ def test_a_non_repeatable_region_is_refused() -> None:
     with raises("gate.not-repeatable", gate="collect", node="length_penalty"):
         Plan(leaking()).order  # noqa: B018
     assert Plan(GRPO.edit(insert={"filter": After("reward", Filter(Spread()))})).collector is None
-
-
-# ---- the order in which instances end
-
-
-class AnyOrder(LocalRunner):
-    """Runs one launched instance at a time, in an order by `seed`, as several processes would end in any order.
-
-    Args:
-        last: nodes that run only when no others can, the first one first.
-        lost: an instance that fails the first time, as if its process were lost.
-    """
-
-    def __init__(
-        self, engines: Mapping[str, Any], seed: int, last: Sequence[str] = (), lost: tuple[int, str] | None = None
-    ) -> None:
-        super().__init__(engines)
-        self.swaps = True
-        self.ran: list[tuple[int | None, str]] = []
-        self._chance, self._last, self._lost = random.Random(seed), ["", *last], lost
-        self._launched: list[Task] = []
-
-    def slots(self, node: Node) -> frozenset[int]:
-        """One slot a role: nodes without a role occupy none."""
-        return frozenset(sorted(self.engines).index(role) for role in node.roles)
-
-    def launch(self, task: Task) -> None:
-        self._launched.append(task)
-
-    def wait(self) -> Sequence[TaskResult]:
-        ranks = [self._last.index(task.node.name) if task.node.name in self._last else 0 for task in self._launched]
-        task = self._chance.choice(
-            [task for task, rank in zip(self._launched, ranks, strict=True) if rank == min(ranks)]
-        )
-        self._launched.remove(task)
-        self.ran.append((task.step, task.node.name))
-        if self.ran[-1] == self._lost:
-            self._lost = None
-            self._launched.clear()
-            raise NodeError("its process was lost", code="step.node-failed")
-        super().launch(task)
-        return super().wait()
-
-    def can_recover(self, error: NodeError) -> bool:
-        return True
-
-    def recover(self, error: NodeError) -> None:
-        """Nothing: the engines of this process are still there."""
-
-
-def in_any_order(
-    job: Any, data: str, folder: str, place: Path, runner: Callable[[Mapping[str, Any]], LocalRunner], steps: int = 4
-) -> tuple[list[tuple[str, int]], list[list[str]], LocalRunner]:
-    """Run a job with a lag of 1 on another runner of this process.
-
-    Returns:
-        The number of prompts of each request for data, in order; the prompts of each step; and the runner.
-    """
-    stream, requests = stream_of(folder, data), list[tuple[str, int]]()
-
-    def draw(what: str, prompts: int) -> Any:
-        requests.append((what, prompts))
-        return stream.next(prompts)
-
-    with job.open() as opened:
-        chosen = runner(opened.runner.engines)
-        plan = Plan(job.runs)
-        place.mkdir()
-        executor = Steps(plan, chosen, 0, TrainedWeights(plan, chosen, 0, place))
-        executor.sync()
-        more = functools.partial(draw, "more")
-        last = "collect" if "collect" in plan.graph.nodes else "repeat"
-        results = executor.run(lambda step: draw("step", PROMPTS), range(steps), lag=1, return_nodes=[last], more=more)
-        groups = [result.columns[last]["uid"].tolist() for result in results]
-    return requests, groups, chosen
-
-
-def spanned(job: Any, folder: str) -> Any:
-    """The job with generation one version ahead, whose weights may change while it runs."""
-    correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
-    rollout = TorchRollout(folder, device="cpu")
-    return job.edit(lag=Lag(1, spans=True), insert={"correction": correction}, bind={"rollout": rollout})
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_data_is_requested_in_the_order_of_steps_whatever_ends_first(
-    seed: int, tiny: str, data: str, tmp_path: Path
-) -> None:
-    """As without live weight updates, where a sync waits for generation; the reward depends on the prompts only."""
-    job = spanned(collecting(tiny), tiny)
-    *expected, _ = in_any_order(job, data, tiny, tmp_path / "one", LocalRunner)
-    *found, _ = in_any_order(job, data, tiny, tmp_path / "other", lambda engines: AnyOrder(engines, seed, ["collect"]))
-    assert found == expected
-    assert [what for what, _ in expected[0]].count("more") > 4
-
-
-@pytest.mark.parametrize(
-    ("lost", "again"), [("mismatch", True), ("update_actor", False)], ids=["after its sync", "before its update"]
-)
-def test_a_restart_samples_the_next_step_again_only_after_a_sync(
-    lost: str, again: bool, tiny: str, data: str, tmp_path: Path
-) -> None:
-    """Rows of step 2 that may be of weights that the restart loses are not retained; the others are."""
-    job = spanned(job_of("grpo", tiny, half, n=N), tiny)
-    last = ["update_actor", "sync", "mismatch"]
-    _, _, runner = in_any_order(
-        job, data, tiny, tmp_path / "one", lambda engines: AnyOrder(engines, 0, last, lost=(0, lost)), steps=2
-    )
-    assert isinstance(runner, AnyOrder)
-    at = runner.ran.index((0, lost))
-    assert (1, "generate") in runner.ran[:at] and ((0, "sync") in runner.ran[:at]) == again
-    assert ((1, "generate") in runner.ran[at:]) == again
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_collector_asks_for_prompts_in_no_more_than_its_rounds(rounds: int, tiny: str, data: str) -> None:
-    stream, asked = stream_of(tiny, data), list[int]()
-
-    def more(prompts: int) -> Any:
-        asked.append(prompts)
-        return stream.next(prompts)
-
-    with collecting(tiny, constant, rounds=rounds).open() as executor:
-        executor.sync()
-        with pytest.raises(NodeError, match=r"^collect failed in step 1: DataError: "):
-            list(executor.run(lambda step: stream.next(PROMPTS), range(1), more=more))
-    assert len(asked) == rounds - 1

@@ -176,14 +176,17 @@ class TestSnapshots:
 
     @staticmethod
     def written(folder: Path) -> tuple[dict[int, StepSnapshot], dict[str, NodeInfo], LocalRunner]:
-        """A step in flight with a lag of 2, in its second round, with samples."""
+        """Two steps in flight with a lag of 2, in their second round, with samples."""
         runner = LocalRunner({})
         infos = NodeInfo.all(ExecutionGraph(Plan(grpo(digits, n=2)), 2), runner)
         rollout = rollout_batch(prompt_batch([[10, 11], [12]]), [[5], [6, 7]])._asdict()
         outputs = NodeOutputs({name: rollout[name] for name in infos["generate"].columns}, None)
-        metrics = Metrics({"groups": GroupScores(scores={"a": (0.5, 1.0), "b": (0.0, 0.0)})})
-        rounds = [{"batch": PROMPTS}, {"batch": PROMPTS[:1]}]
-        steps = {3: StepSnapshot(rounds, {"generate": outputs}, {"generate": metrics}, {"generate": 1.5})}
+        scores = GroupScores(scores={"a": (0.5, 1.0), "b": (0.0, 0.0)})
+        metrics = {"generate": Metrics({"groups": scores}, rows={"length": {"row-0": 1.0, "row-1": 2.0}})}
+        batches = [{"batch": PROMPTS}, {"batch": PROMPTS[:1]}]
+        rounds = [{"generate": {"response_mask": rollout["response_mask"][:count]}} for count in (2, 1)]
+        snapshot = StepSnapshot(batches, {"generate": outputs}, metrics, {"generate": 1.5}, rounds=rounds)
+        steps = {3: snapshot, 4: snapshot}
         save_snapshots(steps, 2, infos, runner, folder)
         return steps, infos, runner
 
@@ -198,6 +201,9 @@ class TestSnapshots:
         assert sampled.lengths is not None and sampled.lengths.response is not None
         assert (sampled.lengths.tokens.tolist(), sampled.lengths.response.tolist()) == ([3, 3], [1, 2])
         assert read.metrics["generate"] == steps[3].metrics["generate"] and read.seconds == {"generate": 1.5}
+        assert read.metrics["generate"].rows == steps[3].metrics["generate"].rows
+        for found, expected in zip(read.rounds, steps[3].rounds, strict=True):
+            assert DataProto(dict(found["generate"])).equal(DataProto(dict(expected["generate"])))
 
     def test_samples_that_a_smaller_lag_forbids_are_dropped_and_all_their_rows_are_not(self, tmp_path: Path) -> None:
         _, infos, runner = self.written(tmp_path)

@@ -120,6 +120,8 @@ def policy_by_loops(objective: TokenObjective, rows: Rows, output: Tensor | None
     if objective.kl is not None:
         assert objective.kl.estimator == "k3"
         k3 = by_rows(lambda n, r: math.exp(r - n) - (r - n) - 1, new, on_mask(batch.ref_log_prob, mask))
+        if objective.kl.ratio:
+            k3 = by_rows(lambda n, old, kl: math.exp(n - old) * kl, new, on_mask(batch.old_log_probs, mask), k3)
         total += objective.kl.coef * aggregate(k3, objective.aggregation, objective.norm)
     return total
 
@@ -158,6 +160,7 @@ def objectives(aggregation: Aggregation, norm: float | None) -> list[TokenObject
     return [
         TokenObjective(PPOClip(0.2), aggregation, norm),
         TokenObjective(PPOClip(0.2, 0.28, 1.5), aggregation, norm, KLLoss("k3", 0.1), 0.05),
+        TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 0.1, ratio=True)),
         TokenObjective(ValueClip(0.2), aggregation, norm),
         TokenObjective(ValueClip(None), aggregation, norm),
     ]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowrl.backends.torch.generate.decoder import Context
-from flowrl.backends.torch.generate.passes import Decode
+from flowrl.backends.torch.generate.passes import Decode, Extend
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import STEP, Slots, suits
 from flowrl.backends.torch.probes import probe_inputs, tolerance
@@ -207,6 +207,16 @@ def test_rounding_errors_are_no_larger_than_without_a_cache(actor: Actor, dtype:
         found = slots.extend(torch.tensor([row[-1] for row in rows])).float()
     off = (torch.stack([full_logits(model, row) for row in rows]).float() - exact_logits).norm()
     assert (found - exact_logits).norm() <= 1.5 * off + 1e-5 * exact_logits.norm()
+
+
+def test_extending_with_grouped_heads_attends_as_torch() -> None:
+    generator, at = torch.Generator().manual_seed(0), torch.tensor([[4, 5], [2, 3], [5, 5]])
+    query = torch.randn(3, 4, 2, 8, generator=generator)
+    keys, values = torch.randn(2, 3, 2, 6, 8, generator=generator)
+    mask = torch.arange(6) <= at[:, None, :, None]
+    expected = scaled_dot_product_attention(query, keys, values, mask, scale=0.5, enable_gqa=True).transpose(1, 2)
+    found = Extend(torch.arange(3), at, 6, mask).attend(query, keys, values, 0.5)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("positions", [[6, 6, 6], [2, 6, 4]], ids=["equal lengths", "unequal lengths"])

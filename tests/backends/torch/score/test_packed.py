@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers import AttentionMaskInterface, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
 from flowrl.backends import LoRA, TorchCritic, TorchScorer
-from flowrl.backends.torch.score.packed import ATTENTION, Window
+from flowrl.backends.torch.score.packed import ATTENTION, Window, attend_packed
 from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, all_rows, change, trainer
 from tests.support.architectures import SETTINGS, architecture
 from tests.support.models import Ragged, ragged, tiny_folder
@@ -86,6 +86,7 @@ def test_architectures_that_cannot_pack_rows_pad_them_and_log_why(
     assert rows_of_passes(engine, ragged()) == {6}
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
     assert f"{type(engine.model).__name__} in {folder!r} computes padding, because {PADDED[kind]}" in warning
+    assert engine.model.config._attn_implementation != ATTENTION
 
 
 def test_plain_attention_pads_rows_without_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,6 +140,18 @@ def test_rows_are_padded_if_a_layer_rejects_the_packing_argument(
     assert "it raises TypeError" in warnings_of(tiny, caplog)
 
 
+def test_rows_are_padded_if_the_model_takes_no_positions(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = LlamaForCausalLM.forward
+
+    def without_positions(self: Any, input_ids: Any = None, attention_mask: Any = None, **settings: Any) -> Any:
+        return forward(self, input_ids, attention_mask, **settings)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without_positions)
+    assert "it has no parameter position_ids" in warnings_of(tiny, caplog)
+
+
 # --- independence of rows --------------------------------------------------------------------------------------------
 
 
@@ -174,6 +187,22 @@ def test_a_window_mask_equals_a_worked_example() -> None:
     ]:
         mask = window.mask(tokens, torch.device("cpu"))
         assert mask is not None and mask[0, 0].int().tolist() == expected
+
+
+def test_a_mask_of_a_model_is_not_applied_to_packed_rows() -> None:
+    query, mask = torch.randn(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(TypeError, match="Linear makes its own mask"):
+        attend_packed(nn.Linear(1, 1), query, query, query, mask, packed=[(2, 2)])
+
+
+@pytest.mark.parametrize(("causal", "queries"), [(True, 4), (False, 4), (True, 2)])
+def test_only_causal_masks_of_full_rows_are_left_to_each_row(causal: bool, queries: int) -> None:
+    """A mask that is more than causal, such as one that joins images, is computed as transformers does."""
+    ones, sizes = torch.ones(1, 4, dtype=torch.bool), {"batch_size": 1, "q_length": queries, "kv_length": 4}
+    settings = {"allow_is_causal_skip": causal, "mask_function": lambda row, head, query, key: key <= query + 1}
+    mask = AttentionMaskInterface()[ATTENTION](attention_mask=ones, q_offset=4 - queries, **sizes, **settings)
+    expected = [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]][-queries:]
+    assert mask is None if causal and queries == 4 else mask[0, 0].int().tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
