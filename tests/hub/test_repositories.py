@@ -86,6 +86,7 @@ def test_without_a_network_or_offline_a_repository_that_is_not_cached_is_named(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the retries of huggingface_hub
     with raises("hub.unreachable", repository="org/one"):
         resolve("org/one")
     with raises("hub.unreachable", repository="org/one"):
