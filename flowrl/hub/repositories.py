@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,12 +60,14 @@ def download(repository: str, commit: str, files: Sequence[str], kind: Kind = "m
         HubError: as `resolve`; or the cache cannot be written.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    get = partial(snapshot_download, repository, repo_type=kind, revision=commit, allow_patterns=list(files))
+    if files_of(repository, commit, kind) is not None:  # else one that lacks files would pass for complete
+        with suppress(LocalEntryNotFoundError):
+            return Path(get(local_files_only=True))
     with asking(repository, commit, kind):
-        folder = snapshot_download(
-            repository, repo_type=kind, revision=commit, allow_patterns=list(files), library_name="flowrl"
-        )
-    return Path(folder)
+        return Path(get(library_name="flowrl"))
 
 
 def cached(repository: str, revision: str | None, files: Sequence[str], kind: Kind = "model") -> Path | None:
