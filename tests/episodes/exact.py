@@ -165,8 +165,9 @@ def expected(
         sampled += [False] * len(between) + [True] * n
         log_probs += [0.0] * len(between) + response.log_probs
         rewards += [0.0] * (len(between) + n - 1) + [0.0 if calls else worth(response)]
-        assert text.startswith(content, start)
-        at = start + len(content)
+        shown = content if text.startswith(content, start) else content.strip()  # some templates trim
+        assert text.startswith(shown, start)
+        at = start + len(shown)
     return ids, sampled, log_probs, rewards
 
 
