@@ -1,4 +1,4 @@
-"""Tests of faults in `environment.py`: the error names the row, and flowrl retries and closes the episode.
+"""Tests of faults in `environment.py` and `calls.py`: the error names the row; flowrl retries and closes the episode.
 
 The other episodes are not affected.
 """
