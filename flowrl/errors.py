@@ -79,6 +79,15 @@ def type_of(value: object) -> str:
     return article(type(value).__name__)
 
 
+def short(value: object) -> str:
+    """The repr, at most 200 characters of it; only the type where the repr raises."""
+    try:
+        text = repr(value)
+    except BaseException as error:  # of a user's __repr__, or of a value that nests too deeply
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
 class DefinitionError(FlowrlError, TypeError):
     """An operator, record or column class is not well formed; raised where the class is defined."""
 

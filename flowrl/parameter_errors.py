@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
 
-from flowrl.errors import FlowrlError, ParameterError, offer
+from flowrl.errors import FlowrlError, ParameterError, article, offer
 from flowrl.peer_names import translated
 
 
@@ -83,7 +83,7 @@ def _describe(cls: type, names: Sequence[str], error: ValidationError, given: Ma
         else:
             path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
             members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
-            members.append(reason.removeprefix("input should be ").removeprefix("expected ") if members else reason)
+            members.append(reason.removeprefix("expected ") if members else reason)
             hints |= {name: hint} if (hint := _hint(e, cls, name)) else {}
     reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
     text = "; ".join([*sentences, *reasons])
@@ -117,8 +117,19 @@ def _reason(error: Mapping[str, Any]) -> str:
             return f"expected a tuple: ({error['input']!r},)"
         case "missing":  # inside of the value
             return f"it lacks {'item ' if isinstance(error['loc'][-1], int) else ''}{error['loc'][-1]}"
+        case "callable_type":
+            return "expected a function"
+        case "path_type":
+            return "expected a path"
+        case "dict_type":
+            return "expected a dict"
         case _:
-            return f"{error['msg'][0].lower()}{error['msg'][1:]}".rstrip(".")
+            text, start = error["msg"].rstrip("."), "Input should be "
+            if not text.startswith(start):
+                return f"{text[0].lower()}{text[1:]}"
+            what = text.removeprefix(start).partition(", unable to parse")[0]
+            what = article(what.removeprefix("a valid ")) if what.startswith("a valid ") else what
+            return f"expected {'a number ' if 'than' in error['type'] else ''}{what}"
 
 
 def _hint(error: Mapping[str, Any], cls: Any, name: str) -> str | None:
@@ -136,8 +147,9 @@ def _hint(error: Mapping[str, Any], cls: Any, name: str) -> str | None:
             required = [field for field, info in spec.__pydantic_fields__.items() if info.is_required()]
             return f"Pass {name}={spec.__name__}({', '.join(f'{field}=...' for field in required)})."
     rows = isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
-    if error["type"] == "string_type" and rows:
-        return "Write the rows to a file, one json.dumps(row) per line, and pass its path."
+    if rows and error["type"] in ("string_type", "dataclass_type"):
+        what = "its path" if error["type"] == "string_type" else 'a source of it: PromptData("rows.jsonl")'
+        return f"Write the rows to a file, one json.dumps(row) per line, and pass {what}."
     return None
 
 

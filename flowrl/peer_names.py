@@ -15,6 +15,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "num_iterations": ("TRL", ("ppo_epochs",)),
     "num_ppo_epochs": ("TRL", ("ppo_epochs",)),
     "reward_funcs": ("TRL", ("reward_fn",)),
+    "learning_rate": ("TRL", ("lr",)),
     "max_steps": ("TRL", ("steps",)),
     "num_train_epochs": ("TRL", ("epochs",)),
     "load_best_model_at_end": ("TRL", ("load_best_at_end",)),

@@ -79,7 +79,7 @@ class Spec:
     def _check(self) -> None:
         """Check an instance whose single parameters are valid; called at the end of its construction."""
         if not self.schedulable:
-            _refuse_over_time(self)
+            _refuse_over_time(type(self), schedules(self))
 
 
 def defining_frame() -> FrameType:
@@ -142,6 +142,8 @@ def _raise_parameter_errors(cls: type) -> None:
         try:
             _refuse_bools(cls, args, kwargs)
             if over_time := _over_time(cls, args, kwargs):
+                if not self.schedulable:
+                    _refuse_over_time(cls, over_time)
                 _begin(cls, self, init, args, kwargs, over_time)
             else:
                 init(self, *args, **kwargs)
@@ -377,15 +379,15 @@ def _begin(
         object.__setattr__(spec, name, schedule)
 
 
-def _refuse_over_time(spec: Spec) -> None:
-    """Refuse schedules in a spec that does not change during a run."""
-    for path, schedule in schedules(spec).items():
+def _refuse_over_time(cls: type, over_time: Mapping[str, Schedule]) -> None:
+    """Refuse schedules, by path, in a spec that does not change during a run."""
+    for path, schedule in over_time.items():
         raise ParameterError(
-            f"{type(spec).__name__}(...): {path}={schedule!r} changes over steps, but this parameter is constant "
+            f"{cls.__name__}(...): {path}={schedule!r} changes over steps, but this parameter is constant "
             f"during a run. Pass a number. Only operators and their losses take schedules; for a learning rate, use "
             f"TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=1000)).",
             code="parameter.constant",
-            spec=type(spec).__name__,
+            spec=cls.__name__,
             parameter=path,
             given=schedule,
         )

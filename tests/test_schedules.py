@@ -16,7 +16,7 @@ from pydantic import Field
 import flowrl
 from flowrl import Operator, PromptData, operator
 from flowrl import columns as c
-from flowrl.backends import AdamW, TorchTrainer
+from flowrl.backends import SGD, AdamW, TorchTrainer
 from flowrl.core.operators.session import Session
 from flowrl.errors import ParameterError
 from flowrl.graphs import grpo, ppo
@@ -168,10 +168,15 @@ def test_custom_operators_and_schedules_work_without_extra_code() -> None:
         (lambda: GAE(lambd=Linear(0.9, 1, steps=3)), "unknown", {"parameter": "lambd"}),
         (lambda: Linear(0.1, Linear(0, 1, steps=2), steps=3), "constant", {"parameter": "end"}),
         (lambda: KLShape(coef=Schedule()), "schedule", {"schedule": "Schedule()", "step": 0}),
-        (lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 1e-6, steps=4))), "constant", {"parameter": "optimizer.lr"}),
+        (lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 1e-6, steps=4))), "constant", {"parameter": "lr"}),
+        (lambda: SGD(lr=Linear(1.0, 0.0, steps=4)), "constant", {"spec": "SGD"}),  # not that 0 is no learning rate
         (lambda: TorchTrainer("m", max_tokens=Linear(1, 9, steps=4)), "constant", {"parameter": "max_tokens"}),
         (lambda: PromptData("x.jsonl", max_prompt_length=Linear(1, 9, steps=4)), "constant", {"spec": "PromptData"}),
         (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), "invalid", {"spec": "TorchTrainer"}),
+        (lambda: TorchTrainer("m", schedule=Constant(0.0)), "invalid", {"parameter": "schedule"}),
+        (lambda: TorchTrainer("m", schedule=Cosine(0, 0, steps=3, warmup=1)), "invalid", {"parameter": "schedule"}),
+        (lambda: AdamW(lr=0), "invalid", {"spec": "AdamW", "parameter": "lr", "given": "0"}),
+        (lambda: SGD(lr=0.0), "invalid", {"spec": "SGD", "parameter": "lr", "given": "0.0"}),
     ],
 )
 def test_a_schedule_with_an_invalid_value_in_any_step_is_refused(
@@ -179,6 +184,14 @@ def test_a_schedule_with_an_invalid_value_in_any_step_is_refused(
 ) -> None:
     with raises(f"parameter.{code}", **facts):
         make()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Linear(1.0, 0.0, steps=9), Cosine(1, 0, steps=9, warmup=9), WSD(1, 0, steps=9, decay=9), Constant(1.0, warmup=3)],
+)
+def test_a_learning_rate_may_start_or_end_at_0(schedule: Schedule) -> None:
+    assert TorchTrainer("m", AdamW(lr=0.1), schedule=schedule).schedule == schedule
 
 
 def test_constraints_between_parameters_are_checked_in_all_steps() -> None:

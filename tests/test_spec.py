@@ -132,18 +132,18 @@ def test_errors_about_values_of_other_libraries_say_what_to_write(
     ("arguments", "keywords", "message"),
     [
         ((), {}, f"size is missing.{KNOWN}."),
-        ((3, 1.5), {}, "rate=1.5: input should be less than or equal to 1."),
-        ((), {"size": "k"}, "size='k': input should be a valid integer, unable to parse string as an integer."),
+        ((3, 1.5), {}, "rate=1.5: expected a number less than or equal to 1."),
+        ((), {"size": "k"}, "size='k': expected an integer."),
         ((3,), {"rat": 1}, f"there is no parameter 'rat' (given 1).{KNOWN}; did you mean 'rate'?"),
         ((3, 0.5, Inner(), (), 9, 7), {}, f"7 is one argument too many.{KNOWN}."),
-        ((3, 0.5, Inner(), ("a", 1)), {}, "names.1=1: input should be a valid string."),
-        ((3,), {"inner": {"x": -1}}, "inner.x=-1: input should be greater than or equal to 0."),
+        ((3, 0.5, Inner(), ("a", 1)), {}, "names.1=1: expected a string."),
+        ((3,), {"inner": {"x": -1}}, "inner.x=-1: expected a number greater than or equal to 0."),
         ((3,), {"inner": {"y": 1}}, "inner.y=1: unexpected keyword argument."),
         ((3,), {"inner": Inner}, "inner=<class 'tests.test_spec.Inner'>: expected Inner(...)."),
         ((3,), {"names": "abc"}, "names='abc': expected a tuple: ('abc',)."),
         ((3,), {"x": 2}, f"there is no parameter 'x' (given 2), but inner=Inner(x=...) has one.{KNOWN}."),
         ((3,), {"limit": 2}, "limit=2 is below size=3; raise the limit."),
-        ((3,), {"limit": "x"}, "limit='x': input should be a valid integer, unable to parse string as an integer."),
+        ((3,), {"limit": "x"}, "limit='x': expected an integer."),
     ],
 )
 def test_wrong_parameters_are_named(arguments: tuple[Any, ...], keywords: dict[str, Any], message: str) -> None:
@@ -202,10 +202,10 @@ class Choice(Spec):
     [
         (
             {"on_error": "stop"},
-            "on_error='stop': input should be 'raise', or a valid number, unable to parse string as",
+            "on_error='stop': expected 'raise', or a number",
         ),
-        ({"on_error": -1}, "on_error=-1: input should be 'raise', or greater than 0."),
-        ({"inner": [{"x": -1}]}, "inner.0.x=-1: input should be greater than or equal to 0."),
+        ({"on_error": -1}, "on_error=-1: expected 'raise', or a number greater than 0."),
+        ({"inner": [{"x": -1}]}, "inner.0.x=-1: expected a number greater than or equal to 0."),
         ({"either": "x"}, "either='x': expected Inner(...), or Choices(...), or a tuple: ('x',)."),
         ({"pair": (1,)}, "pair=(1,): it lacks item 1."),
         (
@@ -223,7 +223,7 @@ def test_members_of_a_union_share_one_sentence(keywords: dict[str, Any], message
 
 
 def test_all_wrong_parameters_are_named_at_once() -> None:
-    with pytest.raises(ParameterError, match=r"size is missing; rate=2\.0: input should be"):
+    with pytest.raises(ParameterError, match=r"size is missing; rate=2\.0: expected a number"):
         Outer(rate=2.0)  # type: ignore[call-arg]
 
 

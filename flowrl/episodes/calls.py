@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,26 @@ async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
 
     threading.Thread(target=run, daemon=True, name="flowrl-environment").start()
     return await done
+
+
+@contextlib.contextmanager
+def protected_loop() -> Iterator[None]:
+    """Run user code on this event loop, which it cannot stop, nor end by what one of its tasks raises."""
+    loop = asyncio.get_running_loop()
+
+    def refuse() -> None:
+        raise RuntimeError("it called loop.stop(), but the event loop belongs to all episodes")
+
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Any, **settings: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(call_user_code(lambda: coroutine, blocks=False), loop=loop, **settings)
+
+    loop.stop = refuse  # type: ignore[method-assign]
+    loop.set_task_factory(create)
+    try:
+        yield
+    finally:
+        del loop.stop
+        loop.set_task_factory(None)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:

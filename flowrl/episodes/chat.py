@@ -17,6 +17,12 @@ from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, templat
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
+MAX_EXTRA = 1 << 20
+"""Maximum characters of messages beyond the text of their content, such as other keys, per reply."""
+
+MAX_DEPTH = 100
+"""Maximum levels of lists and dicts in messages."""
+
 
 class EpisodeOver(Exception):
     """The episode cannot have another answer: its turns are used up, or its context has no room for more tokens.
@@ -200,7 +206,8 @@ class Chat:
                 code="episode.reward-before-answer",
                 found=value,
             )
-        self.rewards[-1] = check_reward(self.rewards[-1] + float(value))
+        self.rewards[-1] += float(value)
+        check_reward(sum(self.rewards))  # advantages add the rewards of an episode
         self.rewarded = True
 
     def calls(self, answer: Answer) -> Sequence[ToolCall]:
@@ -256,9 +263,20 @@ class Chat:
 
     def _exceeds_context(self, messages: Sequence[Message] | str | None) -> bool:
         """Whether messages have no room by their number or size alone, which is known without tokenizing them."""
-        texts = [messages] if isinstance(messages, str) else [message.get("content") for message in messages or ()]
-        characters = sum(len(text) for text in texts if isinstance(text, str))
-        return max(len(texts), characters // self._broker.tokenizer.longest_token) > self.limits.context
+        given = [{"content": messages}] if isinstance(messages, str) else messages or ()
+        characters = sum(map(_content_size, given))
+        if max(len(given), characters // self._broker.tokenizer.longest_token) > self.limits.context:
+            return True
+        most = characters + MAX_EXTRA
+        if _size(given, most) > most:
+            raise EpisodeError(
+                f"The messages have more than {MAX_EXTRA} characters outside of the text of their content; expected "
+                f"less. Remove what the policy does not read.",
+                code="episode.invalid-reply",
+                field="messages",
+                limit=MAX_EXTRA,
+            )
+        return False
 
     def _extended(self, messages: Sequence[Message] | str | None) -> Transcript:
         if isinstance(messages, str):
@@ -277,3 +295,38 @@ class Chat:
         else:
             self.transcript.reply(messages)
         return self.transcript
+
+
+def _content_size(message: object) -> int:
+    """Characters of a message's content: a text, or a list of parts with texts."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list | tuple) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _size(messages: object, most: int) -> int:
+    """Characters of all text in messages, plus one for each value in them; counts little more than `most`.
+
+    Raises:
+        EpisodeError: they nest too deeply for a template.
+    """
+    total, left = 0, [(messages, 0)]
+    while left and total <= most:
+        value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise EpisodeError(
+                f"The messages nest more than {MAX_DEPTH} levels deep; expected messages such as "
+                f'{{"role": "user", "content": "..."}}. Reply with text.',
+                code="episode.invalid-reply",
+                field="messages",
+                limit=MAX_DEPTH,
+            )
+        total += len(value) if isinstance(value, str | bytes) else 1
+        if isinstance(value, Mapping):
+            left += [(each, depth + 1) for each in (*value.keys(), *value.values())]
+        elif isinstance(value, list | tuple):
+            left += [(each, depth + 1) for each in value]
+    return total

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import xxhash
 
 from flowrl.data.text.transcript import Message
-from flowrl.errors import EpisodeError, type_of
+from flowrl.errors import EpisodeError, short, type_of
 
 MAX_REWARD = 3.4028234663852886e38
 """The largest float32."""
@@ -138,12 +138,3 @@ def check_reward(value: object) -> float:
             found=short(value),
         )
     return float(cast(float, value))
-
-
-def short(value: object) -> str:
-    """The repr, at most 200 characters of it; only the type where the repr raises."""
-    try:
-        text = repr(value)
-    except BaseException as error:  # of a user's __repr__, or of a value that nests too deeply
-        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

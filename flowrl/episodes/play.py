@@ -6,10 +6,11 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error
+from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error, protected_loop
 from flowrl.episodes.chat import Chat, EpisodeOver, Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row, check_reply
 from flowrl.episodes.processes import ProcessEnvironment
@@ -63,22 +64,8 @@ class EpisodeSetup:
 def play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
     """Play an episode from each row; episodes that failed in every try carry their fault. Raises what the engine
     raises."""
-    with asyncio.Runner(loop_factory=_event_loop) as runner:
+    with asyncio.Runner() as runner:
         return runner.run(_play(broker, rows, setup))
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that no episode can stop, since all of them share it."""
-    loop = asyncio.new_event_loop()
-    stop = loop.stop
-
-    def refuse_or_stop() -> None:
-        if asyncio.current_task(loop) is not None:  # asyncio's own calls are not of a task
-            raise RuntimeError("it called loop.stop(), but the event loop belongs to all episodes")
-        stop()
-
-    loop.stop = refuse_or_stop  # type: ignore[method-assign]
-    return loop
 
 
 async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
@@ -93,7 +80,8 @@ async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup)
     played = asyncio.gather(*episodes)
     server.add_done_callback(lambda _: played.cancel())  # the server ends only if the engine raises
     try:
-        return await played
+        with protected_loop():
+            return await played
     except asyncio.CancelledError:
         if server.done():
             await server
@@ -136,7 +124,8 @@ async def _once(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> Episode
 async def _episode(chat: Chat, row: Row, setup: EpisodeSetup) -> Ended:
     source = setup.environment
     if isinstance(source, type):
-        environment = source() if setup.server is None else ProcessEnvironment(setup.server, source)
+        make = source if setup.server is None else partial(ProcessEnvironment, setup.server, source)
+        environment = await call_user_code(make, blocks=False)
         try:
             ended = await _until_over(_by_environment(chat, row, environment))
         except BaseException as error:

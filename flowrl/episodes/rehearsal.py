@@ -29,8 +29,10 @@ def rehearse(
 
     The policy calls tools, first one and then two at once; then, with `replies`, a user replies. It thinks in each
     answer, since a template may strip the thinking of earlier turns. A template that fails only after thinking is a
-    warning, not an error.
+    warning, not an error, and so is one that does not write the tools, because prompts may describe them.
     """
+    if toolbox is not None:
+        _warn_of_unread_tools(tokenizer, toolbox, template_kwargs)
     if check == "off":
         return
     kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
@@ -51,6 +53,22 @@ def rehearse(
             "thinking will fail: %s",
             " and ".join(kinds),
             error.message,
+        )
+
+
+def _warn_of_unread_tools(tokenizer: ChatTokenizer, toolbox: Toolbox, template_kwargs: Mapping[str, Any]) -> None:
+    """Warn if the chat template does not describe the tools to the policy."""
+    try:
+        arguments = template_arguments(tokenizer, toolbox, template_kwargs)
+        written = tokenizer.conversation_text([_QUESTION], arguments, add_generation_prompt=True)
+    except DataError:
+        return  # it rejects this conversation or its arguments, which the test episode or the prompts report
+    if missing := [name for name in toolbox.names if name not in written]:
+        logger.warning(
+            "The chat template in %r does not describe the tools %s, so the policy learns of them only from the "
+            "prompts. Describe them and the format of calls in the prompts, or use a template that writes `tools`.",
+            tokenizer.folder,
+            ", ".join(missing),
         )
 
 

@@ -260,17 +260,18 @@ class _RowRecord(NamedTuple):
     @classmethod
     def of(cls, row: Row, result: EpisodeResult, filler: int) -> Self:
         transcript = result.chat.transcript
-        if transcript is None:
-            return cls([filler])
-        if not transcript.answers and result.ended == "context":
+        if result.ended == "context" and not (transcript and transcript.answers):
+            length = f"has {len(transcript.ids)} tokens, which" if transcript else "alone"
             raise DataError(
-                f"The prompt of row {row.row_id!r} has {len(transcript.ids)} tokens, which leaves no room for a "
-                f"response within context={result.chat.limits.context}. Raise context, or drop long prompts.",
+                f"The prompt of row {row.row_id!r} {length} leaves no room for a response within "
+                f"context={result.chat.limits.context}. Raise context, or drop long prompts.",
                 code="episode.long-prompt",
                 row=row.row_id,
                 expected=result.chat.limits.context,
-                found=len(transcript.ids),
+                found=len(transcript.ids) if transcript else None,
             )
+        if transcript is None:
+            return cls([filler])
         prompt = transcript.ids[: transcript.prompt_length]
         if not transcript.answers or result.fault is not None:
             return cls(prompt)

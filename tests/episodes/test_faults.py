@@ -1,4 +1,4 @@
-"""Tests of faults in `environment.py`: the error names the row, and flowrl retries and closes the episode.
+"""Tests of faults in `environment.py` and `calls.py`: the error names the row; flowrl retries and closes the episode.
 
 The other episodes are not affected.
 """
@@ -15,6 +15,7 @@ import pytest
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
+from flowrl.episodes.play import EpisodeResult
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request
 from tests.episodes import scripted
@@ -85,6 +86,9 @@ class TestFaults:
             (lambda: asyncio.get_running_loop().stop(), "episode.environment-failed", {"error": "RuntimeError"}),
             (lambda: Reply("x", reward=1e300), "episode.invalid-reward", {"found": "1e+300"}),
             (lambda: nested(100_000), "episode.invalid-reply", {}),
+            (lambda: Reply([5]), "tokenizer.bad-messages", {"found": "5"}),  # type: ignore[list-item]
+            (lambda: Reply(nested(200)), "episode.invalid-reply", {"field": "messages", "limit": 100}),
+            (lambda: Reply("\ud800"), "tokenizer.not-encodable", {}),
             (lambda: Reply(5), "episode.invalid-reply", {"field": "messages", "found": "5"}),  # type: ignore[arg-type]
             (lambda: Reply("x", done="no"), "episode.invalid-reply", {"field": "done"}),  # type: ignore[arg-type]
         ],
@@ -124,6 +128,46 @@ class TestFaults:
         (one,), _ = played(Raises, say)
         assert one.ended == "failed" and one.fault is not None
         assert one.fault.code == "episode.environment-failed" and type(error).__name__ in one.fault.message
+
+    @pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt(), GeneratorExit()])
+    def test_an_error_of_a_task_or_a_constructor_is_a_fault(self, error: BaseException) -> None:
+        class InTask(Environment):
+            async def step(self, answer: Answer) -> Reply:
+                async def fails() -> None:
+                    raise error
+
+                await asyncio.create_task(fails())
+                raise AssertionError
+
+        class InConstructor(Three):
+            def __init__(self) -> None:
+                raise error
+
+        for environment in (InTask, InConstructor):
+            (one,), _ = played(environment, say)
+            assert one.ended == "failed" and one.fault is not None
+            assert one.fault.facts["error"] == type(error).__name__
+
+    def test_a_callback_cannot_stop_the_event_loop(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Stops(Three):
+            async def step(self, answer: Answer) -> Reply:
+                loop = asyncio.get_running_loop()
+                loop.call_soon(loop.stop)
+                await asyncio.sleep(0)
+                return await super().step(answer)
+
+        episodes, _ = played(Stops, say, count=2)
+        assert [one.ended for one in episodes] == ["done", "done"]
+        assert "belongs to all episodes" in caplog.text
+
+    def test_the_rewards_of_an_episode_add_up_within_float32(self) -> None:
+        class Rich(Environment):
+            async def step(self, answer: Answer) -> Reply:
+                return Reply("x", reward=3e38)
+
+        (one,), _ = played(Rich, say)
+        assert one.fault is not None and one.fault.code == "episode.invalid-reward"
+        assert one.fault.facts["row"] == "row-0" and one.fault.facts["answers"] == 2
 
     def test_the_error_of_close_is_a_note_of_the_first_error(self) -> None:
         class Twice(Environment):
@@ -272,9 +316,34 @@ class TestFaults:
             played(Three, say, count=3)
 
 
-@pytest.mark.parametrize("reply", ["x" * 50_000_000, [{"role": "user", "content": ""}] * 200_000], ids=["long", "many"])
+LONG = "x" * 50_000_000
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        LONG,
+        [{"role": "user", "content": ""}] * 200_000,
+        [{"role": "user", "content": [{"type": "text", "text": LONG}]}],
+    ],
+    ids=["long", "many", "parts"],
+)
 def test_a_reply_beyond_the_context_is_not_tokenized(reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the episode as any reply without room does."""
+    one, longest = _flooded(reply, monkeypatch)
+    assert one.ended == "context" and len(one.chat.rewards) == 1
+    assert longest < 10_000
+
+
+@pytest.mark.parametrize("key", ["name", "role", "tool_calls"])
+def test_large_values_outside_of_the_content_are_a_fault(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, longest = _flooded([{"role": "user", "content": "x", key: LONG}], monkeypatch)
+    assert one.fault is not None and one.fault.code == "episode.invalid-reply"
+    assert longest < 10_000 and len(str(one.fault)) < 1000
+
+
+def _flooded(reply: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[EpisodeResult, int]:
+    """An episode with this reply, and the longest text that was tokenized."""
 
     class Floods(Environment):
         async def step(self, answer: Answer) -> Reply:
@@ -283,5 +352,4 @@ def test_a_reply_beyond_the_context_is_not_tokenized(reply: Any, monkeypatch: py
     encode, seen = ChatTokenizer.encode, list[int]()
     monkeypatch.setattr(ChatTokenizer, "encode", lambda self, text: (seen.append(len(text)), encode(self, text))[1])
     (one,), _ = played(Floods, say)
-    assert one.ended == "context" and len(one.chat.rewards) == 1
-    assert max(seen, default=0) < 10_000
+    return one, max(seen, default=0)

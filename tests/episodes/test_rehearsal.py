@@ -56,7 +56,7 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
 ) -> None:
     """A response with thinking is an error of its row, see `tests/data/text/test_transcript.py`."""
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
-    [warning] = caplog.messages
+    warning = caplog.messages[-1]
     assert "test episode" in warning and "only without thinking in the policy" in warning
     before, _, after = "".join(warning.split()).partition("thetemplatewrites")
     assert there in before and written in after
@@ -150,3 +150,12 @@ def folder_with(tiny: str, tmp_path: Path) -> Callable[[str], str]:
         return str(folder)
 
     return copied
+
+
+@pytest.mark.parametrize("check", ["loose", "off"])
+@pytest.mark.parametrize(("name", "missing"), [("qwen2.5", False), ("llama3", True), ("qwen3", True)])
+def test_tools_that_the_template_does_not_describe_are_a_warning(
+    name: str, missing: bool, check: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rehearse(tokenizer_of(name), check, TOOLS, replies=False)
+    assert any("does not describe the tools add" in message for message in caplog.messages) == missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -35,6 +35,8 @@ class AdamW(Spec):
     Weight decay applies to every parameter, norms and biases included, as in torch and verl.
     """
 
+    schedulable: ClassVar[bool] = False
+
     lr: float = Field(gt=0)
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
@@ -59,6 +61,8 @@ class AdamW(Spec):
 
 class SGD(Spec):
     """Stochastic gradient descent with heavy-ball momentum (0: none) and no weight decay."""
+
+    schedulable: ClassVar[bool] = False
 
     lr: float = Field(gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -118,10 +122,14 @@ class TrainedSpec(FolderBackend):
 
     @field_validator("schedule")
     @classmethod
-    def _refuse_negative(cls, schedule: Schedule) -> Schedule:
+    def _refuse_useless(cls, schedule: Schedule) -> Schedule:
         if negative := [step for step in schedule.sample_steps() if schedule.at(step) < 0]:
             factor = f"{schedule!r} is {schedule.at(negative[0]):g} after {negative[0]} optimizer steps"
             raise ValueError(f"{factor}, which would ascend the loss; expected at least 0")
+        if all(schedule.at(step) == 0 for step in schedule.sample_steps()):
+            raise ValueError(
+                f"{schedule!r} is 0 in every step, so nothing would be trained; expected a schedule above 0"
+            )
         return schedule
 
     def mesh(self, context: BuildContext) -> Mesh:

@@ -20,10 +20,10 @@ from jinja2 import TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.data.text.control_tokens import ControlTokens, as_text, is_quoted
-from flowrl.data.text.messages import check_messages
+from flowrl.data.text.messages import check_messages, refuse_surrogates
 from flowrl.data.text.time_limit import time_limit
 from flowrl.data.text.vocabulary import stated
-from flowrl.errors import DataError, why_not_loaded
+from flowrl.errors import DataError, short, why_not_loaded
 from flowrl.hub.models import METADATA
 from flowrl.hub.repositories import download, is_repository, refuse_revision, resolve
 
@@ -255,9 +255,9 @@ class ChatTokenizer:
                 line=error.lineno,
             ) from error
         except Exception as error:  # a template may divide, index and call functions
-            given = f" with the arguments {arguments!r}" if arguments else ""
+            given = f" with the arguments {short(arguments)}" if arguments else ""
             raise DataError(
-                f"The chat template in {self.folder!r} rejects the messages {messages!r}{given}: {error}. Use the "
+                f"The chat template in {self.folder!r} rejects the messages {short(messages)}{given}: {error}. Use the "
                 f"roles, order and arguments that the template supports.",
                 code="tokenizer.template-rejects",
                 path=self.folder,
@@ -335,9 +335,13 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` without BOS or EOS, in which control tokens that are not quoted are these tokens."""
-        if is_quoted(text) or self._searches_normalized_text:
-            return self.control_tokens.encode(text)
-        return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+        try:
+            if is_quoted(text) or self._searches_normalized_text:
+                return self.control_tokens.encode(text)
+            return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+        except (TypeError, UnicodeEncodeError):
+            refuse_surrogates(text)
+            raise
 
     def response_ids(self, text: str) -> list[int]:
         """The ids of a demonstrated response; control tokens in it are text, except those that models write."""

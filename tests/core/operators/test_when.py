@@ -94,8 +94,8 @@ def test_diffs_pictures_and_files_show_step_conditions(tmp_path: Path) -> None:
             lambda: ppo(exact).edit(when={"gae": When(2)}, replace={"gae": GAE()}),
             r"edit replaces 'gae', and .*on the replacement: Operator\(\.\.\.\)\.when\(every=2\)",
         ),
-        (lambda: UpdateActor().when(0), r"every=0: input should be greater than or equal to 1"),
-        (lambda: UpdateActor().when(start=-1), r"start=-1: input should be greater than or equal to 0"),
+        (lambda: UpdateActor().when(0), r"every=0: expected a number greater than or equal to 1"),
+        (lambda: UpdateActor().when(start=-1), r"start=-1: expected a number greater than or equal to 0"),
         (lambda: When(every=Linear(1, 2, steps=3)), r"every=Linear\(.*changes over steps"),
     ],
 )

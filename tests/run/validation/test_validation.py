@@ -20,7 +20,7 @@ from flowrl.operators import Interact
 from flowrl.operators.rows.held_out import pass_at_k
 from flowrl.run.engine.timeline import Timeline
 from tests.support.errors import raises
-from tests.support.jobs import job_of, weights_of
+from tests.support.jobs import job_of, weights_of, write_prompts
 from tests.support.kernel import exact
 from tests.support.runs import Recorder, described, lines, train, without_times
 
@@ -99,6 +99,22 @@ def test_validations_run_before_the_first_step_periodically_and_after_the_last(
     assert [call[1] for call in reporter.calls if call[0] == "validation"] == expected
     assert reporter.count("step") == steps
     assert ("node", "val") in reporter.calls
+
+
+def test_a_validation_on_training_prompts_is_warned_of(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, held_out = write_prompts(tmp_path / "a.jsonl", 12), tmp_path / "b.jsonl"
+    rows = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join([*rows[:2], rows[2].replace('"content": "', '"content": "9+')]))
+    job = job_of("grpo", tiny)
+    for file in (str(held_out), data):
+        train(job, data, tmp_path / Path(file).stem, steps=1, validation=Validation(PromptData(file), every=9))
+    shared = [message for message in caplog.messages if "are also trained on" in message]
+    assert [message[:37] for message in shared] == [
+        "2 of 3 prompts of the validation 'val",
+        "12 of 12 prompts of the validation 'v",
+    ]
 
 
 def test_validation_does_not_change_training(tiny: str, prompts_file: str, tmp_path: Path) -> None:
