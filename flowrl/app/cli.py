@@ -1,5 +1,5 @@
 """The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``, and those on run
-folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
+folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -23,6 +23,7 @@ from flowrl.app import audit as audit_command
 from flowrl.app import compare as compare_commands
 from flowrl.app import export as export_command
 from flowrl.app import look as look_command
+from flowrl.app import push as push_command
 from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
@@ -259,6 +260,7 @@ ask_commands.add_to(app, out)
 look_command.add_to(app, out)
 compare_commands.add_to(app, out)
 export_command.add_to(app, out)
+push_command.add_to(app, out)
 
 
 @app.command()
