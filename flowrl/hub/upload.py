@@ -24,7 +24,7 @@ def upload(folder: Path, card: str, repository: str, private: bool | None = None
 
     api = HfApi(library_name="flowrl")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / README]
-    with asking(repository):
+    with asking(repository, uploads=True):
         created = api.create_repo(repository, private=private, exist_ok=True, token=True)
         operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
         operations.append(CommitOperationAdd(README, card.encode()))
