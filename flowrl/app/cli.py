@@ -23,7 +23,6 @@ from flowrl.app import audit as audit_command
 from flowrl.app import compare as compare_commands
 from flowrl.app import export as export_command
 from flowrl.app import look as look_command
-from flowrl.app import push as push_command
 from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
@@ -266,7 +265,6 @@ ask_commands.add_to(app, out)
 look_command.add_to(app, out)
 compare_commands.add_to(app, out)
 export_command.add_to(app, out)
-push_command.add_to(app, out)
 
 
 @app.command()

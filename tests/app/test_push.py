@@ -1,4 +1,5 @@
-"""Models by name on the command line: ``flowrl check``, ``flowrl run``, and ``flowrl push`` with its card."""
+"""Models by name on the command line: ``flowrl check``, ``flowrl run``, and ``flowrl push`` (`flowrl/app/export.py`,
+`flowrl/hub/upload.py`) with its card (`flowrl/look/model_card.py`)."""
 
 from __future__ import annotations
 
