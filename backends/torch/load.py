@@ -20,7 +20,8 @@ from torch import Tensor
 from flowrl.backends.torch.probes import Attention
 from flowrl.data.text.tokenizer import TOKENIZERS
 from flowrl.errors import BindError, why_not_loaded
-from flowrl.hub import models
+from flowrl.hub.models import folder_of, metadata
+from flowrl.hub.models import model as download_model
 from flowrl.hub.repositories import Commits, is_commit, is_repository, refuse_revision, resolve
 from flowrl.protocols.backend import Backend
 
@@ -56,9 +57,7 @@ class FolderBackend(Backend):
     @property
     def starts_from(self) -> str | None:
         """The model's folder; of a repository that this machine has no files of, its name."""
-        if self.commit is None or self.model is None or self.revision is None:
-            return self.model
-        return str(models.cached(self.model, self.revision) or self.model)
+        return self.model if self.model is None or self.commit is None else str(folder_of(self.model, self.revision))
 
     @property
     def commit(self) -> str | None:
@@ -80,7 +79,7 @@ class FolderBackend(Backend):
             refuse_revision(self.model, self.revision)
             return self
         commit = commits.resolve(self._repository, self.revision)
-        models.metadata(self._repository, commit)
+        metadata(self._repository, commit)
         return dataclasses.replace(cast(Any, self), revision=commit)  # type: ignore[no-any-return]
 
     def local(self) -> Self:
@@ -91,7 +90,7 @@ class FolderBackend(Backend):
         """
         if (repository := self._repository) is None:
             return self
-        folder = models.model(repository, resolve(repository, self.revision))
+        folder = download_model(repository, resolve(repository, self.revision))
         return dataclasses.replace(cast(Any, self), model=str(folder), revision=None)  # type: ignore[no-any-return]
 
     @property

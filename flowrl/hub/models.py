@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from flowrl.errors import HubError
-from flowrl.hub.repositories import download, files_of
+from flowrl.hub.repositories import download, files_of, is_commit, is_repository
 
 METADATA = (
     "config.json",
@@ -67,6 +67,12 @@ def cached(repository: str, commit: str) -> Path | None:
 
     found = try_to_load_from_cache(repository, "config.json", revision=commit)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def folder_of(name: str, revision: str | None) -> Path:
+    """The folder of a model: of a resolved repository that of `cached`, else the path `name`."""
+    found = cached(name, revision) if revision is not None and is_commit(revision) and is_repository(name) else None
+    return Path(name) if found is None else found
 
 
 def _weights(folder: Path) -> set[str]:

@@ -22,6 +22,8 @@ from flowrl.graphs import grpo
 from flowrl.rules.check import RULES
 from tests import ROOT
 from tests.support.desk import set_up_desk
+from tests.support.hub import fill
+from tests.support.hub import hub as hub  # a fixture
 from tests.support.kernel import exact
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -60,7 +62,11 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "tutorial"], ids=lambda page: page.name)
-def test_every_example_of_a_page_runs(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_a_page_runs(
+    page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "### Models of the Hub" in page.read_text(encoding="utf-8"):
+        fill(request.getfixturevalue("hub"), desk / "model")
     execute(page, desk, tmp_path, monkeypatch)
     source = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):

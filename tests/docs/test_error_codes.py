@@ -18,6 +18,8 @@ from tests import ROOT
 from tests.repository.test_imports import module_files
 from tests.support.desk import set_up_desk
 from tests.support.errors import raises
+from tests.support.hub import fill
+from tests.support.hub import hub as hub  # a fixture
 
 GENERATOR = runpy.run_path(str(ROOT / "docs" / "errors.py"))
 CODES = GENERATOR["codes"]()
@@ -62,10 +64,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return set_up_desk(tmp_path_factory.mktemp("desk"))
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub, uploading without Xet
 @pytest.mark.parametrize("code", CODES)
 def test_each_example_raises_its_code_and_each_fix_runs(
-    code: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if code.startswith("hub."):
+        fill(request.getfixturevalue("hub"), desk / "model")
     for name in ("example", "fix"):
         folder = tmp_path / name
         shutil.copytree(desk, folder)

@@ -1,4 +1,4 @@
-"""Names, commits and downloads, through `huggingface_hub` and a stand-in of the Hub."""
+"""Names, commits, downloads and their failures (`flowrl/hub/failures.py`), through `huggingface_hub` and a stand-in."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.hosted.arrival import expected_weights
@@ -26,6 +27,7 @@ from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.data.keys import Key
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import Request, Sampling
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
 from tests.engines.contract.answers import (
@@ -49,6 +51,8 @@ from tests.engines.contract.sources import Altered
 from tests.engines.contract.swaps import SwapTests, assert_tokens_of_their_versions
 from tests.engines.vllm.vllm_slot import VLLM_SETTINGS, VLLMSlot
 from tests.support.errors import raises
+from tests.support.hub import Hub
+from tests.support.hub import hub as hub  # a fixture
 from tests.support.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
@@ -104,6 +108,17 @@ class TestRequests(RequestTests):
 @needs_vllm
 class TestSwaps(SwapTests):
     """On vLLM."""
+
+
+@needs_vllm
+def test_vllm_gets_the_local_folder_of_a_repository(hub: Hub, vllm_slot: VLLMSlot, folder: str) -> None:
+    hub.add("org/tiny", folder)
+    vllm_slot.free()
+    builder = EngineBuilder({"rollout": VLLM("org/tiny", frozen=True, **VLLM_SETTINGS)}, seed=0)
+    with builder.live() as engines:
+        assert engines["rollout"].receipt is not None  # its log-probs are those of transformers
+        assert engines["rollout"].tokenizer.folder.startswith(constants.HF_HUB_CACHE)
+    assert hub.downloads().count("model.safetensors") == 1
 
 
 @needs_vllm

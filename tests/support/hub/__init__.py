@@ -70,6 +70,14 @@ class Hub:
         return [url.rpartition("/")[2] for url in self.requests if url.startswith("GET") and "/resolve/" in url]
 
 
+def fill(hub: Hub, folder: Path) -> None:
+    """The repositories that examples of the docs assume: an open one, a gated one, and one with pickled weights, all of
+    the model in `folder`."""
+    hub.add("Qwen/Qwen3-0.6B", folder)
+    hub.add("meta-llama/Llama-3.2-1B", folder, gated=True)
+    hub.add("org/pickled", {"config.json": (folder / "config.json").read_bytes(), "pytorch_model.bin": b""})
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
@@ -217,10 +225,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         )
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # files go to the Hub itself, not to its storage
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that what a test sets ends with it
+            monkeypatch.delenv(name)
         close_session()
         yield found
         close_session()
