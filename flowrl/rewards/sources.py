@@ -10,7 +10,11 @@ from pydantic import field_validator
 
 from flowrl.errors import ParameterError, RewardError, offer
 from flowrl.rewards.adapters import FromVerl
+from flowrl.rewards.answers import gsm8k
+from flowrl.rewards.programs import Code
+from flowrl.rewards.question_answering import exact_match
 from flowrl.rewards.reward_function import RewardFunction, parts, reads_prompt
+from flowrl.rewards.sandboxes.sandbox import Sandbox
 
 
 class ByDataSource(RewardFunction):
@@ -76,3 +80,30 @@ class ByDataSource(RewardFunction):
 
 
 by_data_source = ByDataSource
+
+
+_OF_CODE = ("codecontests", "apps", "codeforces", "taco")
+
+
+def verl_sources(sandbox: Sandbox | None = None) -> dict[str, Callable[..., Any]]:
+    """The data sources that verl's ``default_compute_score`` knows, each with the function of flowrl for it.
+
+    ``by_data_source({**verl_sources(), "my/data": mine})`` adds one. ``hiyouga/geometry3k`` is scored by its answer
+    only, without verl's format reward.
+
+    Args:
+        sandbox: for the sources of code; None leaves them out.
+    """
+    from flowrl.rewards.math_answers import math  # which needs an extra
+
+    numina = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+    of_math = ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "hiyouga/geometry3k"]
+    of_math += ["math_dapo", "math", "math_dapo_reasoning", "aime*", *(f"numina_{name}" for name in numina)]
+    of_search = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    of_code = {} if sandbox is None else {name: Code(sandbox, continuous=True) for name in _OF_CODE}
+    return {
+        "openai/gsm8k": gsm8k,
+        **dict.fromkeys(of_math, math),
+        **{f"searchR1_{name}": exact_match(tag="answer") for name in of_search},
+        **of_code,
+    }
