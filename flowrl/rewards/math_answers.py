@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flowrl.errors import DataError
@@ -31,7 +32,7 @@ class Math(RewardFunction):
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
         """1 or 0."""
         text = str(ground_truth)
-        in_boxes = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+        in_boxes = text if re.search(r"\\boxed|\\[(\[]|(?<!\\)\$", text) else f"\\boxed{{{text}}}"
         if not (right := _parsed(in_boxes)):
             raise DataError(
                 f"math-verify finds no expression in the ground truth {text[-80:]!r}. Expected LaTeX or a number.",

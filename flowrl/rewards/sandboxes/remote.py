@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class SandboxFusion(Sandbox):
         try:
             with urllib.request.urlopen(to, timeout=2 * self.timeout + GRACE) as response:
                 reply: dict[str, Any] = json.load(response)
-        except (OSError, ValueError) as error:  # URLError, a timeout, or no JSON
+        except (OSError, ValueError) as error:  # a status, no connection, a timeout, or no JSON
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             advice = "Start the server, correct url=, or call fewer workers at once by Reward(workers=)."
             raise self._failed(f"{self.url}/run_code: {error}.", advice) from error
         return reply
