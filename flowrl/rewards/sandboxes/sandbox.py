@@ -107,6 +107,7 @@ class Docker(Sandbox):
 
     def run(self, program: str, stdin: str = "") -> Execution:
         """Run a program in a new container."""
+        # the program's memory, and as much for the runner and the files in /tmp
         limits = [f"--memory={self.memory * 2}m", f"--pids-limit={self.processes}", "--cpus=1", "--tmpfs=/tmp:size=64m"]
         isolation = ["--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         name = f"flowrl-{uuid.uuid4().hex}"
