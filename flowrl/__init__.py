@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
-    from flowrl.files.graph_io import save
-    from flowrl.graph import Graph, algorithm, load, open
+    from flowrl.graph import Graph, algorithm, load, open, save
     from flowrl.look.comparing.compare import compare
     from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from flowrl.run.reporting.reporter import Reporter
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
+    from flowrl.run.validation.stopping import Best, EarlyStopping
     from flowrl.run.validation.validation import Validation
     from flowrl.spec import Spec
 
@@ -60,6 +60,7 @@ __all__ = [
     "Audit",
     "AuditTask",
     "Backend",
+    "Best",
     "ByDifficulty",
     "Colocate",
     "Column",
@@ -67,6 +68,7 @@ __all__ = [
     "DataProto",
     "DemoBatch",
     "DemoData",
+    "EarlyStopping",
     "FlowrlError",
     "Graph",
     "Job",
@@ -161,9 +163,11 @@ __getattr__ = lazy(
         "RecordedRun": "look.recorded_run",
         "compare": "look.comparing.compare",
         "operator": "core.operators.function",
-        "save": "files.graph_io",
+        "save": "graph",
         "algorithm": "graph",
         "Training": "run.training.training",
+        "Best": "run.validation.stopping",
+        "EarlyStopping": "run.validation.stopping",
         "Validation": "run.validation.validation",
         "When": "core.operators.when",
     },

@@ -15,7 +15,7 @@ from flowrl.draw.notebook import svg_bundle
 from flowrl.edits import diff
 from flowrl.edits import edit as edits
 from flowrl.edits.diff import Diff
-from flowrl.errors import BindError, GraphError, type_of
+from flowrl.errors import BindError, type_of
 from flowrl.files import graph_io
 from flowrl.rules import check as rules
 from flowrl.rules.check import Allowance, Finding
@@ -26,6 +26,7 @@ from flowrl.run.training.job import Job
 
 if TYPE_CHECKING:
     from flowrl.look.recorded_run import RecordedRun
+    from flowrl.run.training.training import Training
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,13 +65,7 @@ class Graph(graph.Graph):
                 code="graph.unnamed-backend",
                 found=type(misplaced[0]).__name__,
             )
-        if missing := graph_io.not_imported(self):
-            raise GraphError(
-                f"{self.name} was loaded without importing {', '.join(missing)}, so it cannot run. Load it with "
-                f"flowrl.load(..., imports=True).",
-                code="file.not-imported",
-                path=missing[0],
-            )
+        graph_io.refuse_not_imported(self)
         return Job(self.bound({**self.bindings, **backends}), place, optimize)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
@@ -149,8 +144,25 @@ def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
     return Algorithm(function, sys._getframe(1).f_locals, Graph)
 
 
-def load(path: str | Path, *, imports: bool | None = None) -> Graph:
-    """The graph in a ``.yaml``/``.yml`` or ``.json`` file.
+def save(value: Graph | Training, path: str | Path) -> None:
+    """Write a graph, or a training with its graph, to ``.yaml``/``.yml`` or ``.json``, atomically.
+
+    Raises:
+        GraphError: it is neither, or has a parameter that cannot be written.
+        StorageError: the file cannot be written.
+    """
+    from flowrl.run.settings import run_file  # here: graphs alone need no training
+    from flowrl.run.training.training import Training
+
+    if isinstance(value, Training):
+        run_file.save(value, graph_io.path_of(path, "save", "For the settings as data, read the file."))
+    else:
+        run_file.refuse_unsaved(value)
+        graph_io.save(value, path)
+
+
+def load(path: str | Path, *, imports: bool | None = None) -> Any:
+    """The graph or training in a ``.yaml``/``.yml`` or ``.json`` file.
 
     Args:
         path: the file's path.
@@ -160,9 +172,15 @@ def load(path: str | Path, *, imports: bool | None = None) -> Graph:
             shown, checked and compared but not bound.
 
     Raises:
-        GraphError: the file is missing, damaged, not a graph, or names code that is not imported.
+        GraphError: the file is missing, damaged, neither a graph nor a training, or names code that is not imported.
     """
-    return graph_io.load(Graph, path, imports)
+    path, data = graph_io.read(path)
+    if "flowrl" in data and "graph" in data:
+        from flowrl.run.settings.run_file import training_from_dict  # as above
+
+        return training_from_dict(Graph, data, imports, path)
+    call = f"flowrl.load({str(path)!r}, imports=True), or pass --import on the command line"
+    return graph_io.graph_from_dict(Graph, data, imports, path, call)
 
 
 def open(path: str | Path, *, imports: bool = False) -> RecordedRun:

@@ -1,5 +1,5 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``, and those on run
-folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | operators | demo``, and those on
+run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -26,8 +26,10 @@ from flowrl.app import look as look_command
 from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
+from flowrl.app.changes.changes import Set, load_changed
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
+from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
 
@@ -54,7 +56,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json graph, or an algorithm from `flowrl list`."
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json file, or an algorithm from `flowrl list`."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
@@ -128,6 +130,7 @@ def show(
 def check(
     target: Target,
     prompts: Annotated[int | None, typer.Option(help="Prompts per step, to check mini-batch sizes.", min=1)] = None,
+    settings: Set = None,
     imports: Import = False,
 ) -> None:
     """Check a graph, job or training; list its problems and exit with 1 if there are any."""
@@ -136,15 +139,16 @@ def check(
     from flowrl.run.training.job import Job, ends_of_responses
     from flowrl.run.training.training import Training
 
-    found = load_target(target, imports)
+    found = load_changed(target, imports, settings)
     graph = graph_of(found, target)
+    skipped = not_imported(graph)
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
     problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
     for allowance in graph.allowances(prompts=prompts):
         out.print(str(allowance), markup=False)
     try:
-        if not problems and isinstance(found, Job | Training):
+        if not problems and not skipped and isinstance(found, Job | Training):
             found.refuse_unready()
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
@@ -160,7 +164,7 @@ def check(
         raise typer.Exit(1)
     bound = "" if found is graph else ", all roles are bound"
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, all connections match{bound} and no rule is violated.")
-    if skipped := not_imported(graph):
+    if skipped:
         out.print(f"Not imported, so not checked: {', '.join(skipped)}. Pass --import to check.", markup=False)
     if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
@@ -180,6 +184,7 @@ def plan(
     cost: Annotated[
         list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
     ] = None,
+    settings: Set = None,
     imports: Import = False,
 ) -> None:
     """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times."""
@@ -193,7 +198,7 @@ def plan(
             code="cli.bad-option",
             missing="--costs",
         )
-    found = load_target(target, imports)
+    found = load_changed(target, imports, settings)
     job = found.job if isinstance(found, Training) else found
     count = prompts or (found.prompts if isinstance(found, Training) else None)
     lines = [job.plan(count) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
@@ -240,6 +245,7 @@ def diff(
 
 
 run_command.add_to(app, out)
+sweep_command.add_to(app, out)
 
 
 @app.command("list")

@@ -1,7 +1,7 @@
 """Targets: the arguments of commands.
 
-A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function without arguments
-that returns one; a graph file (``.yaml``, ``.json``); or the name of an algorithm of `flowrl.graphs`, which
+A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function that returns one;
+a file of a graph or a training (``.yaml``, ``.json``); or the name of an algorithm of `flowrl.graphs`, which
 `flowrl.app.algorithms` makes.
 """
 
@@ -9,42 +9,62 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from flowrl.app.changes.arguments import bound, unknown
 from flowrl.errors import GraphError, ParameterError, offer, type_of
 
 
-def load_target(target: str, imports: bool = True) -> Any:
-    """The object that a target names; for an algorithm or a function, its result. For `imports` see `flowrl.load`."""
+def load_target(
+    target: str,
+    imports: bool | None = True,
+    arguments: Mapping[str, str] = MappingProxyType({}),
+    options: Sequence[str] = (),
+) -> Any:
+    """The object that a target names; for an algorithm or a function, its result.
+
+    Args:
+        imports: see `flowrl.load`.
+        arguments: of a function, as text.
+        options: of the command, for messages.
+    """
+    found = _found(target, imports)
+    if not inspect.isfunction(found):
+        for name, text in arguments.items():
+            raise unknown(name, text, target, (), options)
+        return found
+    given = bound(found, arguments, target, options)
+    if missing := [name for name in _required(found) if name not in given]:
+        raise GraphError(
+            f"{target} needs arguments: {', '.join(missing)}. Pass {' '.join(f'--{name}=...' for name in missing)} to "
+            f"flowrl run, or name its result in {target.rpartition(':')[0]}, such as target = {found.__name__}(...).",
+            code="cli.wrong-target",
+            target=target,
+            found=found.__name__,
+            missing=missing,
+        )
+    return found(**given)
+
+
+def _found(target: str, imports: bool | None) -> Any:
+    """The object that a target names; for an algorithm, its graph."""
     from flowrl.core.graphs.algorithm import Algorithm
     from flowrl.core.operators.references import load_object
     from flowrl.graph import load
 
     if target.endswith((".yaml", ".yml", ".json")):
+        if imports:
+            sys.path.insert(0, str(Path(target).resolve().parent))
         return load(target, imports=imports)
     if target.isidentifier():
         return _by_name(target)
     if (folder := _folder(target)) is not None:
         sys.path.insert(0, str(folder))  # so that the file can import its neighbors, as with `python FILE.py`
     found = load_object(target)
-    if isinstance(found, Algorithm):
-        return found()
-    if not inspect.isfunction(found):
-        return found
-    if missing := _required(found):
-        call = f"{found.__name__}({', '.join(f'{name}=...' for name in missing)})"
-        file = target.rpartition(":")[0]
-        raise GraphError(
-            f"{target} needs arguments ({', '.join(missing)}), which the command line does not pass. Name its result "
-            f"in {file}, such as `target = {call}`, and pass {file}:target.",
-            code="cli.wrong-target",
-            target=target,
-            found=found.__name__,
-            missing=missing,
-        )
-    return found()
+    return found() if isinstance(found, Algorithm) else found
 
 
 def graph_of(found: Any, target: str) -> Any:

@@ -24,11 +24,10 @@ Only ``drop`` and ``replace`` remove a node that writes weights: without readers
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.gate import Gate
@@ -40,15 +39,14 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.edits.fixes import FixableError, added, first_fix, of_cycle, of_hint
 from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
+from flowrl.edits.parameters import with_parameters
 from flowrl.edits.rewiring import Rewiring
 from flowrl.errors import GraphError, PortError, offer, refuse_staleness, type_of
 from flowrl.rules.check import refuse_unknown_rules
-from flowrl.spec import Spec, parameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
 GraphT = TypeVar("GraphT", bound=Graph)
-SpecT = TypeVar("SpecT", bound=Spec)
 
 
 def refuse_unknown_verbs(function: Callable[P, R]) -> Callable[P, R]:
@@ -239,7 +237,14 @@ def _with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping
             )
         given.setdefault(node, {})[parameter] = value
     operators = {node: graph[node].operator for node in given}
-    return {node: _with(operators[node], node, values).in_place_of(operators[node]) for node, values in given.items()}
+    return {
+        node: with_parameters(operators[node], node, values, _set_call).in_place_of(operators[node])
+        for node, values in given.items()
+    }
+
+
+def _set_call(path: str) -> str:
+    return f"edit(set={{{path!r}: ...}})"
 
 
 def _timed(
@@ -268,40 +273,6 @@ def _timed(
             )
         found[node] = found.get(node, graph[node].operator).when(steps.every, steps.start)
     return found
-
-
-def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
-    """`spec` with other parameters, also of specs that are its parameters: ``{"loss.clip_high": 0.3}``."""
-    known = parameters(spec)
-    changed: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
-    for path, value in given.items():
-        name, dot, inner = path.partition(".")
-        if name not in known or (dot and not inner):
-            refuse_staleness(where, {name: value}, known)
-            call = f"edit(set={{'{where}.{path}': ...}})" if path else f"edit(set={{{where!r}: ...}})"
-            raise GraphError(
-                f"{call} does not name a parameter; {offer(path, known, f'{where} has')}",
-                code="parameter.unknown",
-                node=where,
-                parameter=path,
-            )
-        if inner:
-            below.setdefault(name, {})[inner] = value
-        else:
-            changed[name] = value
-    for name, values in below.items():
-        owner = changed.get(name, known[name])
-        if not isinstance(owner, Spec):
-            raise GraphError(
-                f"edit(set={{'{where}.{name}.{next(iter(values))}': ...}}) names a parameter of {where}.{name}, which "
-                f"is {owner!r} and has none. Set {name} itself: set={{'{where}.{name}': ...}}.",
-                code="parameter.unknown",
-                node=where,
-                parameter=f"{name}.{next(iter(values))}",
-            )
-        changed[name] = _with(owner, f"{where}.{name}", values)
-    return cast("SpecT", dataclasses.replace(cast(Any, spec), **changed))
 
 
 def _names(drop: Any) -> tuple[str, ...]:

@@ -172,25 +172,26 @@ def save(graph: Graph, path: str | Path) -> None:
         StorageError: the file cannot be written.
     """
     refuse_non_graph(graph)
-    path = _path(path, "save", "For the graph as data, call graph.to_dict().")
+    path = path_of(path, "save", "For the graph as data, call graph.to_dict().")
     is_json, data = plain.is_json(path), graph_to_dict(graph)
     text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)
     write(path, text.encode())
 
 
-def load(kind: type[GraphT], path: str | Path, imports: bool | None) -> GraphT:
-    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `flowrl.files.values` for `imports`."""
-    data = plain.read(_path(path, "load", "To read data as graph.to_dict() returns it, call Graph.from_dict(data)."))
+def read(path: str | Path) -> tuple[Path, Mapping[str, Any]]:
+    """The path, and the plain data in a ``.yaml``/``.yml`` or ``.json`` file, which is a mapping."""
+    path = path_of(path, "load", "To read data as graph.to_dict() returns it, call Graph.from_dict(data).")
+    data = plain.read(path)
     if not isinstance(data, Mapping):
         raise malformed(
-            f"{path} holds {type_of(data)}; expected a graph, as flowrl.save(...) writes it.",
+            f"{path} holds {type_of(data)}; expected a graph or a training, as flowrl.save(...) writes it.",
             where=path,
             found=type(data).__name__,
         )
-    return graph_from_dict(kind, data, imports, path, f"flowrl.load({str(path)!r}, imports=True)")
+    return path, data
 
 
-def _path(path: Any, call: str, fix: str) -> Path:
+def path_of(path: Any, call: str, fix: str) -> Path:
     """The path of a graph's file."""
     if not isinstance(path, str | os.PathLike):
         raise malformed(
@@ -212,6 +213,17 @@ def not_imported(graph: Graph) -> list[str]:
             elif isinstance(value, Spec):
                 specs.append(value)
     return list(found)
+
+
+def refuse_not_imported(graph: Graph) -> None:
+    """Refuse to run a graph that was read without importing its functions."""
+    if missing := not_imported(graph):
+        raise GraphError(
+            f"{graph.name} was loaded without importing {', '.join(missing)}, so it cannot run. Load it with "
+            f"flowrl.load(..., imports=True).",
+            code="file.not-imported",
+            path=missing[0],
+        )
 
 
 def compact_inputs(node: Node) -> dict[str, str]:

@@ -83,7 +83,7 @@ def check(data: Any, source: object) -> None:
 
 def _broken(source: object, what: str) -> GraphError:
     return GraphError(
-        f"{source} cannot be read as a graph: {what}; expected a file that flowrl.save(...) wrote.",
+        f"{source} cannot be read as a graph or a training: {what}; expected a file that flowrl.save(...) wrote.",
         code="file.unreadable",
         path=source,
         reason=what,

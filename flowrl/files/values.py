@@ -20,6 +20,7 @@ from typing import Any, Literal
 from flowrl.core.graphs.after import After
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
+from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.references import (
     imported,
     named_source_hash,
@@ -30,6 +31,7 @@ from flowrl.core.operators.references import (
 )
 from flowrl.core.operators.roles import RoleRef
 from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
+from flowrl.files.names import named, public
 from flowrl.spec import Spec, parameters
 
 
@@ -141,7 +143,7 @@ def _foreign(data: Any) -> Iterator[str]:
 def _reference_fields(kind: str) -> Collection[str]:
     """The fields of a spec that hold references; none if it is not a spec, which `decode` refuses."""
     try:
-        spec = entry_points.load(kind) if kind.isidentifier() else _object(kind, kind, None)
+        spec = named(kind) if kind.isidentifier() else _object(kind, kind, None)
     except FlowrlError:
         return ()
     return getattr(spec, "references", ())
@@ -159,11 +161,16 @@ def decode(data: Any, where: str, imports: bool | None) -> Any:
     """The inverse of `encode`; see the module's docstring for `imports`."""
     if isinstance(data, list | tuple):
         return tuple(decode(item, where, imports) for item in data)
-    if not isinstance(data, Mapping):
-        return data
+    return _mapping(data, where, imports) if isinstance(data, Mapping) else data
+
+
+def _mapping(data: Mapping[Any, Any], where: str, imports: bool | None) -> Any:
+    """The value of a mapping: one with a ``$`` names what it is."""
     form = next((key for key in ("$type", *data) if key in data and key.startswith("$")), None)
     if form is None:
-        return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
+        found = {k: _item(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
+        is_after = found.keys() == {"after", "operator"} and isinstance(found["operator"], Operator)
+        return After(found["after"], found["operator"]) if is_after else found
     if not isinstance(data[form], str):
         raise malformed(f"{where} has {type_of(data[form])} under {form!r}; expected a name.", where=where, key=form)
     if form == "$type":
@@ -191,12 +198,19 @@ def decode(data: Any, where: str, imports: bool | None) -> Any:
     return found
 
 
+def _item(data: Any, where: str, imports: bool | None) -> Any:
+    """A value in a mapping without types, where a list remains a list."""
+    if isinstance(data, list):
+        return [_item(item, where, imports) for item in data]
+    return decode(data, where, imports)
+
+
 def _spec(data: Mapping[str, Any], where: str, imports: bool | None) -> Spec:
     """The spec from its class and parameters."""
     name = data["$type"]
-    cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
+    cls = named(name) if name.isidentifier() else _class(name, where, imports)
     if isinstance(cls, OfFunction):
-        _refuse_changed(function_of(cls), data.get("$source"), name, where)
+        _refuse_changed(function_of(cls), data, "$source", name, where)
         data, cls = {k: v for k, v in data.items() if k != "$source"}, type(cls)
     if not isinstance(cls, type) or not issubclass(cls, Spec):
         raise GraphError(
@@ -220,15 +234,15 @@ def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], whe
     if imports is False and not _comes_with_flowrl(path):
         return NotImported(path, source, form)
     found = _object(path, where, imports)
-    _refuse_changed(found, source, path, where)
+    _refuse_changed(found, data, "source", path, where)
     if form == "$function":
         return found
     return NotImported(path, source, form) if imports is False else path
 
 
-def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where: str) -> None:
-    """Refuse a function whose source does not match the hash in the data."""
-    if source_hash(function) != source:
+def _refuse_changed(function: Callable[..., Any], data: Mapping[str, Any], key: str, path: str, where: str) -> None:
+    """Refuse a function whose source does not match the hash in the data; files that people edit have none."""
+    if key in data and source_hash(function) != data[key]:
         raise GraphError(
             f"{where} names {path}, whose source has changed since the graph was saved, so it would not be the same "
             f"graph. Save the graph again from its Python file, or restore the function.",
@@ -240,6 +254,8 @@ def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where:
 
 def _class(path: str, where: str, imports: bool | None) -> Any:
     """The object at this path: a class, or an operator that is a function."""
+    if path.isidentifier() and (found := public(path)) is not None:
+        return found
     if imports is False and not _comes_with_flowrl(path):
         raise GraphError(
             f"{where} is of the class {path}, which flowrl would have to import, and an import runs its file. If you "

@@ -53,7 +53,7 @@ def _described(path: Path) -> tuple[str, int]:
         )
     try:
         described = parse_json((path / "run.json").read_bytes())
-        return str(described["graph"]["name"]), int(described["training"]["steps"])
+        return str(described["graph"]["name"]), int(described["training"]["steps"] or 0)
     except (ValueError, KeyError, TypeError) as error:
         raise ParameterError(
             f"{path / 'run.json'} was not written by a run, or is damaged ({error!r}). Restore it from a copy.",

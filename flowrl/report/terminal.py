@@ -105,7 +105,7 @@ class Terminal:
         if summary is not None:
             if self.done < self.steps:
                 self.console.print(
-                    f"{self.name} ended after step {self.done} of {self.steps}: a validation reached the goal",
+                    f"{self.name} ended after step {self.done} of {self.steps}: a validation ended it",
                     highlight=False,
                 )
             self.console.print(summary.table(), soft_wrap=False)

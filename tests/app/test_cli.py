@@ -109,7 +109,7 @@ def test_an_invalid_command_line_prints_usage(command: Command, arguments: list[
         (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
         (
             ["show", "graphs.py:needs_n"],
-            "`target = needs_n(n=...)`, and pass graphs.py:target. [cli.wrong-target]",
+            "Pass --n=... to flowrl run, or name its result in graphs.py, such as target = needs_n(...).",
         ),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),

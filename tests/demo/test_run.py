@@ -72,7 +72,7 @@ def test_the_demo_stops_when_a_validation_reaches_the_goal(tmp_path: Path, small
     runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=50, seed=5)
     assert [len(run.metrics) for run in runs.values()] == [5, 5]
     for name in runs:
-        assert f"{name} ended after step 5 of 50: a validation reached the goal" in out.getvalue()
+        assert f"{name} ended after step 5 of 50: a validation ended it" in out.getvalue()
 
 
 def test_the_quick_demo_trains_grpo_and_writes_its_curve(tmp_path: Path, small: pytest.MonkeyPatch) -> None:

@@ -259,9 +259,10 @@ def test_a_circular_import_is_found(tmp_path: Path) -> None:
 def test_the_public_names_are_pinned() -> None:
     """If you add or remove one, update this list and the changelog."""
     assert flowrl.__all__ == [
-        "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
+        "INJECTED", "After", "Audit", "AuditTask", "Backend", "Best", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow", "Metrics", "Now",
+        "DemoBatch", "DemoData", "EarlyStopping", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow",
+            "Metrics", "Now",
         "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",

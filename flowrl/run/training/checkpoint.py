@@ -50,16 +50,17 @@ class Checkpoints:
                 found=self.max_checkpoints,
             )
 
-    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None], best: int | None = None) -> Path:
         """Write the checkpoint after `step`, and remove later ones, written before a resume.
 
         Args:
             state: JSON-able state that is not in the engines; `latest` returns it with ``"step"``.
             write: writes the engines into the given folder.
+            best: a step whose checkpoint is retained in addition.
         """
         full_state = {**state, "step": step}
         check_json(full_state, "the state of a checkpoint")
-        path = self._path(step)
+        path = self.path(step)
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.iterdir():  # of interrupted saves
@@ -75,9 +76,9 @@ class Checkpoints:
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         retained = [other for other in self.steps() if other <= step][-self.max_checkpoints :]
         for other in self.steps():
-            if other not in retained:
-                with writing(self._path(other)):
-                    remove(self._path(other))
+            if other not in (*retained, best):
+                with writing(self.path(other)):
+                    remove(self.path(other))
         return path
 
     def steps(self) -> list[int]:
@@ -89,7 +90,7 @@ class Checkpoints:
         """The newest undamaged checkpoint and its state; None if there are no checkpoints."""
         faults: list[str] = []
         for step in reversed(self.steps()):
-            path = self._path(step)
+            path = self.path(step)
             if fault := find_fault(path):
                 faults.append(fault)
                 continue
@@ -107,7 +108,19 @@ class Checkpoints:
             )
         return None
 
-    def _path(self, step: int) -> Path:
+    def intact(self, step: int) -> Path:
+        """The checkpoint after a step; refuses a damaged one."""
+        if fault := find_fault(self.path(step)):
+            raise DataError(
+                f"{fault[0].upper()}{fault[1:]}. Restore a copy of it.",
+                code="checkpoint.damaged",
+                path=self.path(step),
+                faults=[fault],
+            )
+        return self.path(step)
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint after a step."""
         return self.folder / _name(step)
 
 

@@ -23,6 +23,7 @@ from flowrl.data.text.vocabulary import refuse_other_vocabularies
 from flowrl.draw.notebook import job_html
 from flowrl.edits.edit import edit
 from flowrl.errors import BindError, FlowrlError, GraphError
+from flowrl.files.graph_io import refuse_not_imported
 from flowrl.protocols.backend import refuse_unfit, refuse_unsynced
 from flowrl.protocols.protocols import LiveWeightUpdate, Trainer
 from flowrl.rules.check import require
@@ -97,10 +98,11 @@ class Job(Generic[GraphT]):
         Raises:
             BindError: a role is not bound, two roles that share tokens have different vocabularies, or no node syncs
                 an engine that generates and is not frozen.
-            GraphError: a step in which no node would run; an ambiguous order of updates and syncs; or a lag with which
-                nodes would wait for each other.
+            GraphError: the graph was loaded without imports; a step in which no node would run; an ambiguous order of
+                updates and syncs; or a lag with which nodes would wait for each other.
             RuleError: the graph breaks a rule.
         """
+        refuse_not_imported(self.graph)
         unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
         if unbound:
             use = self.graph.roles()[unbound[0]][0]

@@ -34,12 +34,13 @@ from flowrl.run.reporting.reports import Reports
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.identity import backends_of
 from flowrl.run.training.job import Job
-from flowrl.run.training.resume import Found, warn_of_changed_prompts
+from flowrl.run.training.resume import Found, refuse_fewer_steps, warn_of_changed_prompts
 from flowrl.run.training.rollout_log import logged_columns, rollout_records
 from flowrl.run.training.run_folder import TRACE, Resume, RunFolder, jsonable
 from flowrl.run.training.signals import Ending
 from flowrl.run.training.sources import Sources
 from flowrl.run.validation.held_out import held_out
+from flowrl.run.validation.stopping import Best, EarlyStopping, Value, refuse_unreported_metric
 from flowrl.run.validation.validating import Validating
 from flowrl.run.validation.validation import Validation
 
@@ -64,7 +65,15 @@ class Settings(Protocol):
     @property
     def policies(self) -> Sequence[str]: ...
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int | None: ...
+    @property
+    def epochs(self) -> int | None: ...
+    @property
+    def early_stopping(self) -> EarlyStopping | None: ...
+    @property
+    def best(self) -> Best | None: ...
+    @property
+    def load_best_at_end(self) -> bool: ...
     @property
     def prompts(self) -> int: ...
     @property
@@ -132,7 +141,8 @@ class Loop:
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
         self.validations.warn_of_shared_rows(self.sources)
-        self.last = training.steps  # or an earlier one, if a validation reaches its goal
+        self.last = training.steps or self.sources.steps_of(training.epochs or 1, training.prompts)
+        """The last step: that of the settings, or an earlier one if a validation ends the run."""
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
@@ -156,7 +166,7 @@ class Loop:
         """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
-            with self.reports.started(self.training.job.graph.name, self.training.steps, done):
+            with self.reports.started(self.training.job.graph.name, self.last, done):
                 self._begin(found)
                 with nullcontext() if self.training.checkpoint_every is None else self.ending.deferred():
                     self._go(range(done, self.last))
@@ -170,6 +180,8 @@ class Loop:
         finally:
             self.folder.describe({"recorded": self.recorder.describe(len(self.metrics))})
         self._trace()
+        if self.training.load_best_at_end:
+            self._load_best()
         if self.training.save_model:
             for role in self.training.policies:
                 with writing(self.folder.path / role):
@@ -186,6 +198,7 @@ class Loop:
             self._validate(0)
             return
         path, state = found
+        refuse_fewer_steps(found, self.last)
         warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"], changed="data" in self.training.accept)
@@ -198,13 +211,16 @@ class Loop:
         self.reported_by |= (self.folder.before or {}).get("metrics", {})
         self.alarms.resume(self._history(), [record["step"] for record in self.folder.records(ALARMS)])
         self.totals |= {key: self.metrics[-1][key] for key in self.totals if self.metrics and key in self.metrics[-1]}
-        if self.validations.reached(self.validated):
+        if self.validations.reached(self.validated) or self._stops() is not None:
             self.last = state["step"]
+        self._describe_best(self._best(state["step"]))
 
     def _checkpoint(self, step: int, fired: Sequence[Fired]) -> None:
         actions = {action for _, action in fired}
         ends = self.training.checkpoint_every is not None and (self.ending.received or "stop" in actions)
-        if not (self._has_checkpoint(step) or ends or "checkpoint" in actions):
+        best = self._best(step)
+        is_best = best is not None and best.step == step
+        if not (self._has_checkpoint(step) or ends or is_best or "checkpoint" in actions):
             return
         self.steps.drain()
         state = {
@@ -217,12 +233,42 @@ class Loop:
             "bindings": backends_of(self.training.job.graph),
             "lines": self.folder.marks(),
         }
-        self.checkpoints.save(step, state, self._write)
+        self.checkpoints.save(step, state, self._write, None if best is None else best.step)
+        self._describe_best(best)
+
+    def _describe_best(self, best: Value | None) -> None:
+        """Write the best value so far, and its checkpoint, to ``run.json``."""
+        if best is not None:
+            where = self.checkpoints.path(best.step).relative_to(self.folder.path).as_posix()
+            self.folder.describe({"best": {**best._asdict(), "checkpoint": where}})
+
+    def _best(self, step: int) -> Value | None:
+        """The best validation among the steps with a checkpoint and `step`."""
+        best = self.training.best
+        return None if best is None else best.of(self.validated, {*self.checkpoints.steps(), step} - {0})
+
+    def _load_best(self) -> None:
+        """Restore the best checkpoint."""
+        best = self._best(self.last)
+        if best is None:
+            logger.warning("No validation reported a finite value, so the run ends with its last weights.")
+        elif best.step != self.last:
+            self.steps.load(self.checkpoints.intact(best.step), self.training.job.graph.lag.versions)
+
+    def _stops(self) -> str | None:
+        """Why early stopping ends the run; None if it does not."""
+        stopping = self.training.early_stopping
+        return None if stopping is None else stopping.reason(self.validated)
 
     def _has_checkpoint(self, step: int) -> bool:
         """Whether there is a checkpoint after a step, counted from 1."""
         every = self.training.checkpoint_every
         return every is not None and (step % every == 0 or step == self.last)
+
+    @property
+    def _writes_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints, for any reason but an alarm."""
+        return self.training.checkpoint_every is not None or self.training.best is not None
 
     def _write(self, checkpoint: Path) -> None:
         """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
@@ -282,7 +328,7 @@ class Loop:
         timing = {**result.timing(seconds), **recording}
         metrics = {"step": step + 1, **computed, **self.scored.pop(step), **timing, **of_run}
         self.sources.learn(step + 1, result.scores)
-        if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
+        if self._writes_checkpoints:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)
@@ -299,14 +345,24 @@ class Loop:
             self.reports.rows(step + 1, rows)
 
     def _validate(self, step: int) -> None:
-        for validated in self.validations.due(step, step == self.last, self._report_node):
+        for validated in self.validations.due(step, lambda: step == self.last, self._report_node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
             self.reports.validation(step, validated.metrics)
-            if validated.reached:
+            reason = "a validation reached its goal" if validated.reached else self._stops()
+            if reason is not None and step < self.last:
                 self.last = step
+                self.folder.describe({"ended_early": reason})
+        if step == 0:
+            self._refuse_unreported()
         self.spans.write("validations", self.validations.spans)
+
+    def _refuse_unreported(self) -> None:
+        """Refuse metrics that decide about the run and that no validation reports."""
+        for setting, one in {"early_stopping": self.training.early_stopping, "keep_best": self.training.best}.items():
+            if one is not None:
+                refuse_unreported_metric(setting, one.metric, self.validated)
 
     def _alarm(self) -> list[Fired]:
         """The alarms that fire after the newest step, which are written and logged."""

@@ -40,10 +40,10 @@ def find(
     checkpoints: Checkpoints,
     identity: Mapping[str, Any],
     bindings: Mapping[str, Any],
-    steps: int,
+    steps: int | None,
     accept: Collection[Accepted] = (),
 ) -> Found | None:
-    """The newest undamaged checkpoint; None to start from step 0."""
+    """The newest undamaged checkpoint; None to start from step 0. `steps` is None if they are not known yet."""
     found = checkpoints.latest()
     if found is None:
         _refuse_to_replace(folder, identity, accept)
@@ -63,15 +63,8 @@ def find(
             expected=made_with.get(other[0]),
             found=identity[other[0]],
         )
-    if state["step"] > steps:
-        raise DataError(
-            f"The checkpoint {path} is of step {state['step']}, after the last step of steps={steps}. Pass more steps, "
-            f"or remove the later checkpoints to resume from an earlier one.",
-            code="resume.fewer-steps",
-            path=path,
-            found=state["step"],
-            steps=steps,
-        )
+    if steps is not None:
+        refuse_fewer_steps(found, steps)
     if changed:
         logger.warning("%s was written with another %s; the run resumes with the new one.", path, " and ".join(changed))
     before = state["bindings"]
@@ -85,6 +78,20 @@ def find(
             "; ".join(changes),
         )
     return found
+
+
+def refuse_fewer_steps(found: Found, steps: int) -> None:
+    """Refuse a checkpoint that is later than the last step."""
+    path, state = found
+    if state["step"] > steps:
+        raise DataError(
+            f"The checkpoint {path} is of step {state['step']}, after the last step, {steps}. Pass more steps (or "
+            f"epochs), or remove the later checkpoints to resume from an earlier one.",
+            code="resume.fewer-steps",
+            path=path,
+            found=state["step"],
+            steps=steps,
+        )
 
 
 def accepted(found: Found | None, identity: Mapping[str, Any]) -> list[dict[str, Any]]:

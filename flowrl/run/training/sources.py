@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -251,6 +252,22 @@ class Sources:
                         held_out.size,
                         name,
                     )
+
+    def steps_of(self, epochs: int, draws: int) -> int:
+        """The steps of `draws` rows after which every row of the first input was drawn `epochs` times.
+
+        Raises:
+            DataError: the data is endless.
+        """
+        name, stream = next(iter(self.streams.items()))
+        if stream.size is None:
+            raise DataError(
+                f"The source of the input {name!r} is endless, so epochs={epochs} has no end. Pass "
+                f"Training(..., steps=...) instead.",
+                code="prompts.endless-stream",
+                input=name,
+            )
+        return math.ceil(epochs * stream.size / draws)
 
     def next(self, n: int) -> dict[str, DataProto]:
         """The batch of each input."""

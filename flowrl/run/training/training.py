@@ -46,6 +46,7 @@ from flowrl.run.training.sources import (
     sources_here,
 )
 from flowrl.run.validation.held_out import held_out, with_engines
+from flowrl.run.validation.stopping import Best, EarlyStopping, refuse_unknown_metric
 from flowrl.run.validation.validation import Validation
 from flowrl.spec import Spec
 
@@ -59,11 +60,18 @@ class Training(Spec):
         job: the bound graph.
         data: the source of the graph's input, such as ``PromptData("train.jsonl")``; for a graph with several inputs a
             source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
-        steps: number of steps.
+        steps: number of steps; or pass `epochs`.
+        epochs: passes over the data instead of `steps`: as many steps as draw every row of the first input that often.
+            The last step may begin another pass. Rows that `Collect` draws in addition do not count.
         prompts: prompts per step, and draws of every other source; rows are prompts times the graph's repeats. If a
             source has fewer, a step repeats some of them, each time as a separate group, and a warning names them.
         seed: root of all randomness: data order, sampling, mini-batches.
         validation: one or several.
+        early_stopping: ends the run when a metric of a validation no longer improves.
+        keep_best: a metric of a validation, such as ``"val/reward/mean"``, or ``Best("val/loss", mode="min")``: the run
+            writes a checkpoint after each step with a new best value, and retains the newest of these beyond
+            `max_checkpoints`. ``run.json`` names it under ``best``.
+        load_best_at_end: restore that checkpoint at the end, so that the saved model is the best one.
         folder: the run folder; None is ``runs/<graph>-<number>``.
         save_model: write each trained policy to ``<folder>/<role>`` at the end.
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
@@ -80,19 +88,24 @@ class Training(Spec):
             the measured seconds. None predicts nothing.
 
     Raises:
-        ParameterError: two validations share a name, which prefixes their metrics; `resume` without `folder`; an input
-            without a source, or a source without an input; a source that lacks columns of its input, or learns from
-            scores that the graph does not report.
+        ParameterError: both or neither of `steps` and `epochs`; two validations share a name, which prefixes their
+            metrics; a metric that no validation has; `resume` without `folder`; an input without a source, or a source
+            without an input; a source that lacks columns of its input, or learns from scores that the graph does not
+            report.
     """
 
     schedulable = False
 
     job: Job[Any]
     data: Data
-    steps: int = Field(ge=1)
-    prompts: int = Field(ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    prompts: int = Field(ge=1, kw_only=True)
+    epochs: int | None = Field(default=None, ge=1, kw_only=True)
     seed: int = 0
     validation: Validation | tuple[Validation, ...] = ()
+    early_stopping: EarlyStopping | None = Field(default=None, kw_only=True)
+    keep_best: Best | str | None = Field(default=None, kw_only=True)
+    load_best_at_end: bool = Field(default=False, kw_only=True)
     folder: str | None = Field(default=None, min_length=1)
     save_model: bool = True
     checkpoint_every: int | None = Field(default=None, ge=1)
@@ -128,6 +141,15 @@ class Training(Spec):
     @model_validator(mode="after")
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither steps nor epochs" if self.steps is None else "both steps and epochs"
+            raise ValueError(f"it got {given}; pass one of the two: Training(..., steps=100), or epochs=2")
+        if self.early_stopping is not None:
+            refuse_unknown_metric("early_stopping", self.early_stopping.metric, names)
+        if self.best is not None:
+            refuse_unknown_metric("keep_best", self.best.metric, names)
+        if self.load_best_at_end and self.best is None:
+            raise ValueError("load_best_at_end=True needs a metric; pass keep_best='val/reward/mean'")
         if self.resume and self.folder is None:
             given = f"resume={self.resume!r}"
             raise ValueError(f"{given} needs the folder of the run; pass it: Training(..., folder=...), --folder")
@@ -147,6 +169,16 @@ class Training(Spec):
     def validations(self) -> tuple[Validation, ...]:
         """`validation` as a tuple."""
         return (self.validation,) if isinstance(self.validation, Validation) else self.validation
+
+    @property
+    def best(self) -> Best | None:
+        """`keep_best` with its mode."""
+        return Best(self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
+
+    @property
+    def length(self) -> str:
+        """The length as text, such as ``"100 steps"``."""
+        return f"{self.epochs} epochs" if self.steps is None else f"{self.steps} steps"
 
     @property
     def policies(self) -> list[str]:
@@ -185,6 +217,8 @@ class Training(Spec):
                 source.refuse_missing()
         if self.checkpoint_every is not None:
             refuse_no_checkpoints(graph, f"checkpoint_every={self.checkpoint_every}")
+        if self.keep_best is not None:
+            refuse_no_checkpoints(graph, f"keep_best={self.keep_best!r}")
         if any(rule.action == "checkpoint" for rule in self.alarms):
             refuse_no_checkpoints(graph, "an alarm with action='checkpoint'")
 
@@ -232,7 +266,10 @@ class Training(Spec):
                 folder.describe({"status": "running", **provenance(folder.before, found), **described})
                 with self.whole.open(self.seed) as opened:
                     steps = opened.fork(Plan(self.job.runs), self.seed)
-                    run = Loop(self, steps, folder, checkpoints, reporters, described, ending).run(found)
+                    loop = Loop(self, steps, folder, checkpoints, reporters, described, ending)
+                    described["training"]["steps"] = loop.last  # known now, if the length is in epochs
+                    folder.describe({"training": described["training"]})
+                    run = loop.run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
                 folder.describe({"status": "finished", "ended": time.time(), **described})
@@ -248,7 +285,7 @@ class Training(Spec):
         default = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
         changed.pop("job", None)
-        return job_html(self.job.graph, f"{self.job.graph.name}: {self.steps} steps", changed)
+        return job_html(self.job.graph, f"{self.job.graph.name}: {self.length}", changed)
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the original: all but backends, place and length.

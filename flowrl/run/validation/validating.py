@@ -75,17 +75,15 @@ class Validating:
             for span in one.steps.timeline.spans
         ]
 
-    def due(self, step: int, last: bool, on_start: Callable[[str], None]) -> Iterator[Validated]:
-        """Run the validations that are due; all of them after the last step, or if one reaches its goal."""
+    def due(self, step: int, last: Callable[[], bool], on_start: Callable[[str], None]) -> Iterator[Validated]:
+        """Run the validations that are due; all of them after the last step, which a validation may decide."""
         waiting = []
         for one in self._all:
-            if step % one.held_out.validation.every and not last:
+            if step % one.held_out.validation.every and not last():
                 waiting.append(one)
-                continue
-            validated = self._run(step, one, on_start)
-            last = last or validated.reached
-            yield validated
-        yield from (self._run(step, one, on_start) for one in waiting if last)
+            else:
+                yield self._run(step, one, on_start)
+        yield from (self._run(step, one, on_start) for one in waiting if last())
 
     def reached(self, lines: Sequence[Mapping[str, float]]) -> bool:
         """Whether these metrics of earlier validations reach a goal."""

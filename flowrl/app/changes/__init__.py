@@ -1,0 +1,1 @@
+"""Changes of a target by options: ``--set``, ``--engine``, ``--epochs`` and arguments of its function."""

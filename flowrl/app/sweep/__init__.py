@@ -1,0 +1,1 @@
+"""``flowrl sweep``: a training with other settings, many times."""

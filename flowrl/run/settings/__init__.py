@@ -1,0 +1,1 @@
+"""Settings of a run: as a file, and changed by paths."""
