@@ -11,11 +11,14 @@ from typing import Any
 
 import flowrl.graphs
 import flowrl.operators
+import flowrl.rewards
 from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
+from flowrl.rewards import RewardFunction, Sandbox
 from flowrl.rules.check import RULES
 from flowrl.rules.rule import RETIRED
+from flowrl.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,6 +64,29 @@ def algorithms() -> list[str]:
     return rows + [f"| `{name}` | {_summary(getattr(flowrl.graphs, name))} |" for name in flowrl.graphs.__all__]
 
 
+def rewards() -> list[str]:
+    rows = ["| reward function | parameters | |", "|---|---|---|"]
+    return rows + [_of_spec(name, cls) for name, cls in _specs(RewardFunction) if not name[0].isupper()]
+
+
+def sandboxes() -> list[str]:
+    rows = ["| sandbox | parameters | |", "|---|---|---|"]
+    return rows + [_of_spec(name, cls) for name, cls in _specs(Sandbox) if cls is not Sandbox]
+
+
+def _specs(base: type[Spec]) -> Iterator[tuple[str, Any]]:
+    """The names of `flowrl.rewards` for a class that derives from `base`, or for an instance, with the class."""
+    for name in flowrl.rewards.__all__:
+        found = getattr(flowrl.rewards, name)
+        cls = found if isinstance(found, type) else type(found)
+        if issubclass(cls, base):
+            yield name, cls
+
+
+def _of_spec(name: str, cls: Any) -> str:
+    return f"| `{name}` | {_code(cls.__pydantic_fields__)} | {_summary(cls)} |"
+
+
 def rules() -> list[str]:
     rows = ["| rule | reason | learned from |", "|---|---|---|"]
     rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
@@ -71,22 +97,25 @@ def entry_points() -> list[str]:
     return [f'{name} = "flowrl.operators:{name}"' for name, _ in sorted(_classes(Operator))]
 
 
-FILES: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "docs/operators.md": ("<!-- operators -->\n\n", operators),
-    "docs/losses.md": ("<!-- losses -->\n\n", losses),
-    "docs/algorithms.md": ("<!-- algorithms -->\n\n", algorithms),
-    "docs/graphs.md": ("<!-- rules -->\n\n", rules),
-    "pyproject.toml": (f'[project.entry-points."{GROUP}"]\n', entry_points),
+FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "docs/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
+    "docs/operators.md": {"<!-- operators -->\n\n": operators},
+    "docs/losses.md": {"<!-- losses -->\n\n": losses},
+    "docs/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
+    "docs/graphs.md": {"<!-- rules -->\n\n": rules},
+    "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
 }
-"""By file: the marker line, and the function that generates the lines after it; an empty line ends them."""
+"""By file and marker line: the function that generates the lines after it; an empty line ends them."""
 
 
 def generated(file: str) -> str:
     """The expected content of a file."""
-    mark, lines = FILES[file]
-    before, found, after = (ROOT / file).read_text(encoding="utf-8").partition(mark)
-    assert found, f"{file} has no {mark!r}"
-    return "".join((before, mark, "\n".join(lines()), *after.partition("\n\n")[1:]))
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for mark, lines in FILES[file].items():
+        before, found, after = text.partition(mark)
+        assert found, f"{file} has no {mark!r}"
+        text = "".join((before, mark, "\n".join(lines()), *after.partition("\n\n")[1:]))
+    return text
 
 
 if __name__ == "__main__":

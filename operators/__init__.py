@@ -26,6 +26,7 @@ from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge, conversation
 from flowrl.operators.reward.models import ModelReward, TextModelReward
 from flowrl.operators.reward.operator import Reward
+from flowrl.operators.reward.scaling import ClipReward, NormalizeReward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows.feedback import Feedback
 from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
@@ -46,6 +47,7 @@ __all__ = [
     "SAPO",
     "AdaptiveKL",
     "ClipCov",
+    "ClipReward",
     "Collect",
     "CorrectLogitNorms",
     "DecoupledGAE",
@@ -69,6 +71,7 @@ __all__ = [
     "Matches",
     "Mismatch",
     "ModelReward",
+    "NormalizeReward",
     "OPOAdvantage",
     "OldLogProb",
     "OptimalTokenBaseline",

@@ -53,8 +53,9 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "operators", "run"},
     "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
+    "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
-    "operators": {*LANGUAGE, "workers", "episodes"},
+    "operators": {*LANGUAGE, "workers", "rewards", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
     "backends": {"ground", "hub", "data", "protocols", "sync"},
 }
@@ -299,6 +300,7 @@ PUBLIC = {
     "flowrl.protocols",
     "flowrl.records",
     "flowrl.report",
+    "flowrl.rewards",
     "flowrl.rules",
     "flowrl.run",
     "flowrl.run.alarms",
