@@ -121,7 +121,8 @@ def main() -> None:
         ("math and math_reward", rewards.math(boxed=True), theirs(args.folder, "math_reward").compute_score, of_math),
     ]
     print(
-        "| function | kinds of responses with equal scores | µs, flowrl and verl | scored differently |\n|---|---|---|---|"
+        "| function | kinds of responses with equal scores | µs, flowrl and verl | scored differently |\n"
+        "|---|---|---|---|"
     )
     for name, mine, verls, case in rows:
         print(compare(name, mine, verls, [case(draw) for _ in range(args.cases)]))
