@@ -114,11 +114,12 @@ def main() -> None:
     draw = random.Random(args.seed)
     gsm8k = theirs(args.folder, "gsm8k").compute_score
     search = theirs(args.folder, "search_r1_like_qa_em").compute_score
+    boxed = theirs(args.folder, "math_reward").compute_score
     rows = [
         ("gsm8k", rewards.gsm8k, gsm8k, of_gsm8k),
         ("gsm8k, flexible", rewards.gsm8k(method="flexible"), lambda r, t: gsm8k(r, t, "flexible"), of_gsm8k),
         ("exact_match", rewards.exact_match(tag="answer"), search, of_search),
-        ("math and math_reward", rewards.math(boxed=True), theirs(args.folder, "math_reward").compute_score, of_math),
+        ("math and math_reward", rewards.math(boxed=True), boxed, of_math),
     ]
     print(
         "| function | kinds of responses with equal scores | µs, flowrl and verl | scored differently |\n"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from flowrl.rewards import E2B, Execution, SandboxFusion
+from tests.rewards.sandboxes.servers import E2BServer, sandbox_fusion, serving
 from tests.support.errors import raises
-from tests.support.sandbox_servers import E2BServer, sandbox_fusion, serving
 
 
 def test_sandbox_fusion() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.rewards import Docker, Execution, Sandbox, UnsafeSubprocess, code
+from tests.rewards.sandboxes.servers import docker
 from tests.support.errors import raises
-from tests.support.sandbox_servers import docker
 
 
 @pytest.fixture(scope="module")
