@@ -1,0 +1,81 @@
+"""A graph as a call of an algorithm and one edit, which sets only what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.graph import Graph
+from flowrl.importers.settings import Settings
+from flowrl.importers.writer import Call, Name, Program, call
+
+
+def value_of(written: Any) -> Any:
+    """The object that an expression stands for."""
+    if isinstance(written, Call):
+        return written.target(*map(value_of, written.args), **{k: value_of(v) for k, v in written.kwargs.items()})
+    if isinstance(written, Mapping):
+        return {key: value_of(item) for key, item in written.items()}
+    if isinstance(written, list | tuple):
+        return type(written)(map(value_of, written))
+    return written
+
+
+@dataclass
+class GraphPlan:
+    """An algorithm, and what its graph must have."""
+
+    algorithm: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    reward: Any = None
+    """The reward function, as it is written; `has_reward` says whether the algorithm takes one."""
+    has_reward: bool = True
+    wanted: dict[str, Any] = field(default_factory=dict)
+    """By path, such as ``"update_actor.loss"``, the value that the graph must have."""
+    replace: dict[str, Any] = field(default_factory=dict)
+    insert: dict[str, Any] = field(default_factory=dict)
+    drop: list[str] = field(default_factory=list)
+
+    def head(self, reward: Any) -> Call:
+        """The call of the algorithm."""
+        return call(self.algorithm, *[reward] * self.has_reward, **self.settings)
+
+    def edit(self) -> dict[str, Any]:
+        """The arguments of the edit; what the algorithm has already is left out."""
+        graph: Graph = value_of(self.head(None))
+        drop = [name for name in self.drop if name in graph.nodes]
+        changed = {}
+        for path, value in self.wanted.items():
+            node, _, rest = path.partition(".")
+            if node in graph.nodes and node not in (*drop, *self.replace):
+                now: Any = graph.nodes[node].operator
+                for name in rest.split("."):
+                    now = getattr(now, name)
+                if now != value_of(value):
+                    changed[path] = value
+        parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "set": changed}
+        return {name: part for name, part in parts.items() if part}
+
+
+@dataclass
+class Imported:
+    """A configuration as a training of flowrl."""
+
+    title: str
+    graph: GraphPlan
+    bind: dict[str, Any]
+    training: dict[str, Any]
+    settings: Settings
+    functions: list[str] = field(default_factory=list)
+    imports: dict[str, set[str]] = field(default_factory=dict)
+
+    def program(self, reward: bool = True) -> Program:
+        """The file; without its reward function, the graph can be checked where that does not exist."""
+        head = self.graph.head(self.graph.reward if reward else None)
+        return Program(
+            self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports
+        )
+
+
+__all__ = ["Call", "GraphPlan", "Imported", "Name", "call", "value_of"]
