@@ -18,6 +18,7 @@ MODULES = (
     "flowrl.backends",
     "flowrl.columns",
     "flowrl.records",
+    "flowrl.rewards",
     "flowrl.schedules",
     "flowrl.errors",
     "flowrl.protocols.protocols",

@@ -1,11 +1,14 @@
-"""Names of a package that are imported on first use, so that importing the package costs nothing."""
+"""Imports on first use, so that importing flowrl costs nothing, and of optional packages."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
+
+from flowrl.errors import DefinitionError
 
 
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -24,3 +27,18 @@ def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return __getattr__
+
+
+def package(name: str, extra: str) -> ModuleType:
+    """A package that an extra of flowrl installs; raises `DefinitionError` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise DefinitionError(
+            f"The package {name} is not installed. Run pip install 'flowrl[{extra}]'.",
+            code="package.not-installed",
+            package=name,
+            extra=extra,
+        ) from error

@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 from flowrl.episodes.environment import Answer, Reply, Row
-from flowrl.episodes.text_env import TextEnvironment, package
+from flowrl.episodes.text_env import TextEnvironment
 from flowrl.episodes.tools import InvalidToolCall
 from flowrl.errors import EpisodeError
+from flowrl.lazy import package
 
 
 class Gym(TextEnvironment):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from flowrl.data.text.transcript import Message
 from flowrl.episodes.environment import Environment, Reply, Row
 from flowrl.episodes.tools import InvalidToolCall
-from flowrl.errors import DefinitionError, EpisodeError, type_of
+from flowrl.errors import EpisodeError, type_of
 
 
 class TextEnvironment(Environment):
@@ -60,18 +58,3 @@ class TextEnvironment(Environment):
     def invalid_reply(self, invalid: InvalidToolCall) -> Reply:
         """The reply to a response that is not an action."""
         return Reply(f"error: {invalid}", reward=self.invalid_reward)
-
-
-def package(name: str, extra: str) -> ModuleType:
-    """A package that an extra of flowrl installs; raises `DefinitionError` if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
-            raise
-        raise DefinitionError(
-            f"The package {name} is not installed. Run pip install 'flowrl[{extra}]'.",
-            code="package.not-installed",
-            package=name,
-            extra=extra,
-        ) from error

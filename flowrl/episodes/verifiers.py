@@ -10,8 +10,8 @@ from typing import Any
 
 from flowrl.episodes.chat import Chat, EpisodeOver
 from flowrl.episodes.environment import Row
-from flowrl.episodes.text_env import package
 from flowrl.errors import EpisodeError
+from flowrl.lazy import package
 
 
 def prompts(env: Any, number: int) -> Iterator[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.importers.settings import Settings
-from flowrl.importers.writer import Call, Name, Program, call
+from flowrl.importers.writer import Call, Name, Program, call, is_public
 
 
 def value_of(written: Any) -> Any:
@@ -20,6 +20,10 @@ def value_of(written: Any) -> Any:
     if isinstance(written, list | tuple):
         return type(written)(map(value_of, written))
     return written
+
+
+def _is_public(after: Call) -> bool:
+    return all(is_public(item.name) for item in after.args if isinstance(item, Call))
 
 
 @dataclass
@@ -36,6 +40,15 @@ class GraphPlan:
     replace: dict[str, Any] = field(default_factory=dict)
     insert: dict[str, Any] = field(default_factory=dict)
     drop: list[str] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    """Backends of roles that the graph adds."""
+
+    def edited(self) -> Graph:
+        """The graph, with None as its reward function, and without operators that the file defines."""
+        graph: Graph = value_of(self.head(None))
+        edit = self.edit()
+        edit["insert"] = {name: after for name, after in self.insert.items() if _is_public(after)}
+        return graph.edit(**value_of({name: part for name, part in edit.items() if part}))
 
     def head(self, reward: Any) -> Call:
         """The call of the algorithm."""

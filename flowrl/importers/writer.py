@@ -26,7 +26,7 @@ class Call:
 
     def arguments(self) -> list[tuple[str | None, Any]]:
         """Arguments with their names; None for positional ones."""
-        known = _defaults(self.target)
+        known = _defaults(self.target) if is_public(self.name) else {}
         kept = [(name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value]
         return [*((None, value) for value in self.args), *kept]
 
@@ -92,15 +92,16 @@ class Program:
 
 def _named(value: Any) -> list[str]:
     if isinstance(value, Call):
-        return [value.name, *(n for _, item in value.arguments() for n in _named(item))]
+        return [*([value.name] * is_public(value.name)), *(n for _, item in value.arguments() for n in _named(item))]
     if isinstance(value, Mapping):
         return [name for item in value.values() for name in _named(item)]
     if isinstance(value, list | tuple):
         return [name for item in value for name in _named(item)]
-    return [value.text] if isinstance(value, Name) and _is_public(value.text) else []
+    return [value.text] if isinstance(value, Name) and is_public(value.text) else []
 
 
-def _is_public(text: str) -> bool:
+def is_public(text: str) -> bool:
+    """Whether flowrl has this public name."""
     try:
         return text.isidentifier() and bool(module_of(text))
     except LookupError:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from flowrl.columns import (
     DataSource,
     ExtraInfo,
     GroundTruth,
+    RawPrompt,
     ResponseMask,
     ResponseText,
     RowId,
@@ -25,20 +26,14 @@ from flowrl.columns import (
 )
 from flowrl.core.operators import references as functions
 from flowrl.core.operators.operator import Granularity, Operator
-from flowrl.core.operators.ports import INJECTED
+from flowrl.core.operators.ports import INJECTED, Signature
 from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, RewardError, type_of
-from flowrl.operators.reward.pool import (
-    FunctionSource,
-    Outcome,
-    Pool,
-    ProcessWorker,
-    ThreadWorker,
-    Worker,
-    process_pool,
-)
-from flowrl.operators.reward.worker import NoScore, Scored, digest, why_invalid
+from flowrl.operators.reward.pool import Outcome, Pool, ProcessWorker, ThreadWorker, Worker, process_pool
+from flowrl.operators.reward.sources import FunctionSource, source_of
+from flowrl.operators.reward.worker import NoScore, Scored, why_invalid
+from flowrl.rewards.reward_function import RewardFunction, reads_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +65,13 @@ class Verifiable(Protocol):
     def row_id(self) -> RowId: ...
 
 
+class VerifiableWithPrompt(Verifiable, Protocol):
+    """The columns of the prompt that a reward function with a ``prompt`` reads."""
+
+    @property
+    def raw_prompt(self) -> RawPrompt: ...
+
+
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Put each row's score on its last token on the mask, and 0 elsewhere; fully masked rows get no score.
 
@@ -93,11 +95,11 @@ class Reward(Operator):
     (mean over the rows that have it), other entries are ignored. It should depend on its arguments only. It is not
     called for fully masked rows, which get no score.
 
-    An importable function runs in worker processes, which import its module and receive the arguments as JSON; a call
-    that times out is terminated there, even in C code that holds the GIL. A lambda, closure, `functools.partial` or
-    callable object runs in threads of the main process, and so does a function of a running script without
-    ``if __name__ == "__main__":`` (importing it would run the script again). There a call that times out continues in
-    its thread, and one that holds the GIL cannot be interrupted; but a debugger works.
+    An importable function, or one of `flowrl.rewards`, runs in worker processes, which import its module and receive
+    the arguments as JSON; a call that times out is terminated there, even in C code that holds the GIL. A lambda,
+    closure, `functools.partial` or other callable object runs in threads of the main process, and so does a function
+    of a running script without ``if __name__ == "__main__":`` (importing it would run the script again). There a call
+    that times out continues in its thread, and one that holds the GIL cannot be interrupted; but a debugger works.
 
     Args:
         fn: a function, or a reference to one: ``"package.module:name"`` or ``"path/to/file.py:name"``. None is a
@@ -141,9 +143,14 @@ class Reward(Operator):
             raise ParameterError(message, code="reward.invalid-function", function=self._function_name)
         self._source  # noqa: B018 (the source file at this time)
 
+    @property
+    def own_ports(self) -> Signature:
+        """The ports of `__call__`; `prompts` also has `raw_prompt` if the function reads it."""
+        return _with_prompt if reads_prompt(self.fn) else self._signature
+
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
         """Refuse to run without a function, or with one that cannot be imported or called."""
-        if isinstance(self._function, str):
+        if isinstance(self._function, str | RewardFunction):
             worker = self._worker()
             worker.start()
             worker.end()
@@ -181,7 +188,7 @@ class Reward(Operator):
     @cached_property
     def _source(self) -> FunctionSource | None:
         """The importable function; None if it must run in this process."""
-        return _source_of(self._function)
+        return source_of(self._function)
 
     @property
     def _function(self) -> Callable[..., Any] | str:
@@ -205,6 +212,7 @@ class Reward(Operator):
             "solution_str": rollout.response_text,
             "ground_truth": prompts.ground_truth,
             "extra_info": prompts.extra_info,
+            **({"prompt": cast("VerifiableWithPrompt", prompts).raw_prompt} if reads_prompt(self.fn) else {}),
         }
         if self._source is None:
             return {name: column[row] for name, column in columns.items()}
@@ -214,7 +222,7 @@ class Reward(Operator):
                 arguments[name] = _plain(column[row])
             except (TypeError, RecursionError) as error:
                 found = error if isinstance(error, TypeError) else "values that nest too deeply"
-                column_name = "response_text" if name == "solution_str" else name
+                column_name = {"solution_str": "response_text", "prompt": "raw_prompt"}.get(name, name)
                 raise DataError(
                     f"{self.name}: {column_name} of row {prompts.row_id[row]!r} contains {found}, which cannot be sent "
                     f"as JSON to the worker processes of the reward function {self._function_name}. Use strings, "
@@ -254,6 +262,9 @@ class Reward(Operator):
         )
 
 
+_with_prompt = Reward._signature.retyped("prompts", VerifiableWithPrompt)  # one object: call layouts depend on it
+
+
 def _checked(outcome: Outcome) -> Outcome:
     """The outcome, or a failure if the score is not finite or a metric has a reserved name."""
     if isinstance(outcome, NoScore):
@@ -265,21 +276,6 @@ def _checked(outcome: Outcome) -> Outcome:
         what = f"returned a number named {min(taken)!r}, a reserved name, since reward/{min(taken)} is logged already"
         return NoScore(what, "reward.invalid-score")
     return outcome
-
-
-def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
-    ref = fn if isinstance(fn, str) else functions.reference(fn)
-    if ref is None:
-        return None
-    file = functions.source_file(ref)
-    if file is None:
-        return FunctionSource(ref, None)
-    if functions.runs_again(ref):
-        return None
-    with open(file, "rb") as stream:
-        content = stream.read()
-    module, name = functions.parse_reference(ref)
-    return FunctionSource(f"{file if module.endswith('.py') else module}:{name}", digest(content))
 
 
 def _plain(value: Any) -> Any:

@@ -28,11 +28,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from flowrl.core.operators.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
+from flowrl.operators.reward.sources import FunctionSource
 from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored
 from flowrl.workers import supervisor
 from flowrl.workers.fork_server import ForkServer, NotReadyError
@@ -48,13 +49,6 @@ MAX_REPLY = 1 << 24
 
 Outcome = Scored | NoScore
 Arguments = Mapping[str, Any]
-
-
-class FunctionSource(NamedTuple):
-    """An importable function: its reference (files by absolute path), and the digest of its source file, if any."""
-
-    reference: str
-    digest: str | None
 
 
 class Worker(Protocol):
@@ -132,7 +126,8 @@ class ProcessWorker:
             os.close(self._report)
         self._channel.setblocking(False)
         module, name = parse_reference(self._source.reference)
-        job = {"path": sys.path, "source": module, "name": name, "digest": self._source.digest}
+        digest, parameters = self._source.digest, self._source.parameters
+        job = {"path": sys.path, "source": module, "name": name, "digest": digest, "parameters": parameters}
         reply = self._ask(job, START_LIMIT)
         if not isinstance(reply, NoScore):
             if reply["invalid"] is None:
@@ -372,7 +367,9 @@ def fork_server(source: FunctionSource) -> ForkServer:
             _servers.pop(source).close()
         if source not in _servers:
             module, name = parse_reference(source.reference)
-            _servers[source] = ForkServer([[reward_worker.__file__, "preload", module, name, source.digest]])
+            _servers[source] = ForkServer(
+                [[reward_worker.__file__, "preload", module, name, source.digest, source.parameters]]
+            )
         server = _servers[source]
     try:
         sound = server.wait_until_ready() == 1

@@ -29,6 +29,9 @@ _FIRST = 200
 """The smallest file descriptor of the socket: code that closes or writes to a range of descriptors rarely reaches it,
 and every system allows this number."""
 
+SOURCE = "$source"
+"""The key of a function or spec among parameters: ``{"$source": [module or file, name, digest, parameters]}``."""
+
 FRAMES = 3
 """Number of innermost traceback frames in a report."""
 
@@ -94,19 +97,33 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-_loaded: dict[tuple[str, str, str | None], Callable[..., Any]] = {}
+_loaded: dict[tuple[str, str, str | None, str | None], Callable[..., Any]] = {}
 
 
-def preload(source: str, name: str, expected: str | None) -> None:
+def preload(source: str, name: str, expected: str | None, parameters: str | None) -> None:
     """`load` a function in the fork server; if that fails, the worker that loads it reports the error."""
     with contextlib.suppress(Exception):
-        _loaded[source, name, expected] = load(source, name, expected)
+        _loaded[source, name, expected, parameters] = load(source, name, expected, parameters)
 
 
-def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
-    """Import the function from a module or ``.py`` file, and check the digest of its source."""
-    if (source, name, expected) in _loaded:
-        return _loaded[source, name, expected]
+def load(source: str, name: str, expected: str | None, parameters: str | None = None) -> Callable[..., Any]:
+    """Import the function from a module or ``.py`` file, and check the digest of its source.
+
+    With `parameters`, as JSON, the name is that of a class, and the function is its instance with these.
+    """
+    if (source, name, expected, parameters) in _loaded:
+        return _loaded[source, name, expected, parameters]
+    found = _import(source, name, expected)
+    return found if parameters is None else found(**json.loads(parameters, object_hook=_restored))
+
+
+def _restored(data: dict[str, Any]) -> Any:
+    """A parameter from its JSON: what its source names, if it has one."""
+    return load(*data[SOURCE]) if data.keys() == {SOURCE} else data
+
+
+def _import(source: str, name: str, expected: str | None) -> Callable[..., Any]:
+    """Import what a module or ``.py`` file defines."""
     if source.endswith(".py"):
         module_name = f"{os.path.splitext(os.path.basename(source))[0]}_{digest(source.encode())}"
         spec = importlib.util.spec_from_file_location(module_name, source)
@@ -224,7 +241,7 @@ def _serve() -> None:
         job = channel.receive()
         sys.path[:] = job["path"]
         try:
-            fn = load(job["source"], job["name"], job["digest"])
+            fn = load(job["source"], job["name"], job["digest"], job["parameters"])
         except BaseException as error:
             channel.reply(**failed(error)._asdict())
             os._exit(1)

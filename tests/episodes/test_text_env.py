@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.episodes.text_env import TextEnvironment, package
+from flowrl.episodes.text_env import TextEnvironment
+from flowrl.lazy import package
 from tests.episodes.scripted import row
 from tests.support.errors import raises
 

@@ -41,8 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
     "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
+    "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
-    "operators": {*LANGUAGE, "workers", "episodes"},
+    "operators": {*LANGUAGE, "workers", "rewards", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
     "backends": {"ground", "data", "protocols", "sync"},
 }
@@ -286,6 +287,7 @@ PUBLIC = {
     "flowrl.protocols",
     "flowrl.records",
     "flowrl.report",
+    "flowrl.rewards",
     "flowrl.rules",
     "flowrl.run",
     "flowrl.run.alarms",

@@ -1,0 +1,1 @@
+"""Sandboxes, which run the programs of responses: subprocesses, Docker, SandboxFusion and E2B."""
