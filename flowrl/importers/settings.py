@@ -60,6 +60,12 @@ class Table:
         keys = json.loads((folder / f"{framework}.json").read_text(encoding="utf-8"))
         return cls(framework, keys["version"], keys["parts"][part], groups_of(framework))
 
+    @staticmethod
+    def version_of(framework: str) -> str:
+        """The version that the tables of a framework are of."""
+        text = (files("flowrl.importers") / "tables" / f"{framework}.json").read_text(encoding="utf-8")
+        return str(json.loads(text)["version"])
+
     def here(self, key: str) -> tuple[str, str]:
         """Status of a key (Y, P, N or 0) and what flowrl has in its place; N for unknown ones."""
         for group in self.groups:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flowrl.errors import ImporterError
+from flowrl.errors import BindError, ImporterError
 from flowrl.importers.words import UNSET, Scope, Word, expand, line_of, source, unknown, value
 
 
@@ -46,13 +46,11 @@ def read(text: str, name: str, environment: Mapping[str, str], arguments: Sequen
 
     Raises:
         ImporterError: the script is not valid, or exits before it starts anything.
-        MissingPackage: tree-sitter is not installed.
+        BindError: tree-sitter is not installed.
     """
-    tree_sitter, bash = (required(module, "importers") for module in ("tree_sitter", "tree_sitter_bash"))
-    tree = tree_sitter.Parser(tree_sitter.Language(bash.language())).parse(text.encode())
     reader = _Reader({name: [Word(value)] for name, value in environment.items()}, [Word(a) for a in arguments])
     try:
-        reader.run(tree.root_node)
+        reader.run(_tree(text))
     except _Exit as end:
         if not reader.script.commands:
             raise ImporterError(
@@ -63,6 +61,20 @@ def read(text: str, name: str, environment: Mapping[str, str], arguments: Sequen
                 line=end.line,
             ) from None
     return reader.script
+
+
+def _tree(text: str) -> Node:
+    """The syntax tree of a script."""
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ImportError as error:
+        raise BindError(
+            "Reading a shell script needs the package tree-sitter-bash: pip install 'flowrl[importers]'.",
+            code="package.not-installed",
+            package="tree-sitter-bash",
+        ) from error
+    return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(text.encode()).root_node
 
 
 class _Reader:

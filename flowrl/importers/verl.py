@@ -14,6 +14,7 @@ from flowrl.importers.verl_distill import distillation_of
 from flowrl.importers.verl_graph import ACTOR, ROLLOUT, graph_of
 from flowrl.importers.words import Word
 
+STARTS = "verl.trainer.main_ppo or verl.trainer.sft_trainer"
 MODEL = "actor_rollout_ref.model."
 _SFT = ("sft_trainer", "fsdp_sft_trainer")
 _DRIVERS = ("main_ppo", "main_dapo", *_SFT)
@@ -127,15 +128,15 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     bind: dict[str, Any] = {"actor": _trainer(settings, "TorchTrainer", model, f"{ACTOR}", ranks, lora)}
     bind["rollout"] = _engine(settings, model, gpus, lora)
     offload = bool(get("actor_rollout_ref.ref.fsdp_config.param_offload"))
-    edited = graph.edited()
-    if "ref" in edited.roles:
+    roles = graph.edited().roles()
+    if "ref" in roles:
         bind["ref"] = call("TorchScorer", *([] if lora else [model]), dtype="bfloat16", **({} if lora else ranks), offload=offload and not lora)
         if lora:
             bind["ref"] = call("TorchScorer")
-    if "critic" in edited.roles:
+    if "critic" in roles:
         critic = settings.name("critic.model.path")
         bind["critic"] = _trainer(settings, "TorchCritic", critic, "critic.", ranks, None)
-    if "teacher" in edited.roles:
+    if "teacher" in roles:
         teacher = settings.name("distillation.teacher_models.teacher_model.model_path")
         bind["teacher"] = call("TorchScorer", teacher, dtype="bfloat16", **ranks)
     bind |= graph.bound
