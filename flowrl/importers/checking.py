@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import FlowrlError
@@ -9,29 +10,45 @@ from flowrl.graph import Graph
 from flowrl.importers.plan import Imported
 
 
-def problems_of(found: Imported) -> list[str]:
+ABSENT = frozenset({"reference.missing-source", "prompts.missing-file", "data.missing-file", "backend.missing-folder"})
+"""Codes of what only this machine lacks."""
+
+
+@dataclass
+class Findings:
+    """What a check found."""
+
+    problems: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """What is not on this machine, and so is not checked."""
+
+    def add(self, error: FlowrlError) -> None:
+        """Add an error that the check raised."""
+        (self.absent if error.code in ABSENT else self.problems).append(str(error))
+
+
+def check(found: Imported) -> Findings:
     """Findings of every rule, and the errors of the written file; no model, data or engine is needed.
 
     The reward function is left out where its file does not exist.
     """
+    findings = Findings()
     try:
         training = _loaded(found.program().source())
     except FlowrlError as error:
-        if error.code != "reference.missing-source":
-            return [str(error)]
-        missing = [str(error)]
+        findings.add(error)
+        if error.code not in ABSENT:
+            return findings
         training = _loaded(found.program(reward=False).source())
-    else:
-        missing = []
     graph: Graph = training.job.graph
-    problems = [str(finding) for finding in graph.check(prompts=training.prompts)]
+    findings.problems += [str(finding) for finding in graph.check(prompts=training.prompts)]
     try:
         graph.refuse_idle()
-        if not problems:
+        if not findings.problems:
             training.refuse_unready()
     except FlowrlError as error:
-        problems.append(str(error))
-    return missing + problems
+        findings.add(error)
+    return findings
 
 
 def _loaded(source: str) -> Any:

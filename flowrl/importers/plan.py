@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.importers.settings import Settings
-from flowrl.importers.writer import Call, Name, Program, call, is_public
+from flowrl.importers.writer import Call, Name, Program, call, is_public, value_of
+from flowrl.spec import Spec, parameters
 
 
-def value_of(written: Any) -> Any:
-    """The object that an expression stands for."""
-    if isinstance(written, Call):
-        return written.target(*map(value_of, written.args), **{k: value_of(v) for k, v in written.kwargs.items()})
-    if isinstance(written, Mapping):
-        return {key: value_of(item) for key, item in written.items()}
-    if isinstance(written, list | tuple):
-        return type(written)(map(value_of, written))
-    return written
+def _changes(path: str, now: Any, wanted: Any) -> dict[str, Any]:
+    """What to set so that the value at a path is the wanted one: single parameters, if its class is the same."""
+    value = value_of(wanted)
+    if now == value:
+        return {}
+    if not isinstance(value, Spec) or type(now) is not type(value):
+        return {path: wanted}
+    parts = [(f"{path}.{name}", part, getattr(now, name)) for name, part in parameters(value).items()]
+    return {name: part for name, part, before in parts if part != before}
 
 
 def _is_public(after: Call) -> bool:
-    return all(is_public(item.name) for item in after.args if isinstance(item, Call))
+    return not any(isinstance(item, Name) and not is_public(item.text) for item in after.args)
 
 
 @dataclass
@@ -65,8 +65,7 @@ class GraphPlan:
                 now: Any = graph.nodes[node].operator
                 for name in rest.split("."):
                     now = getattr(now, name)
-                if now != value_of(value):
-                    changed[path] = value
+                changed |= _changes(path, now, value)
         parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "set": changed}
         return {name: part for name, part in parts.items() if part}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.importers.plan import GraphPlan, call
+from flowrl.importers.plan import GraphPlan, Name, call
 from flowrl.importers.settings import Settings
 from flowrl.importers.verl_graph import graph_of
 
@@ -34,12 +34,12 @@ def distillation_of(settings: Settings) -> tuple[GraphPlan, list[str], dict[str,
     if mode == "k1" and gradient:
         low, high = (float(get(f"{LOSS}clip_ratio_{side}")) for side in ("low", "high"))
         plan.settings["clip"] = low
-        plan.wanted["update_actor.loss"] = call("PPOClip", low, None if high == low else high, dual_clip=3.0)
+        plan.wanted["update_actor.loss"] = call("PPOClip", low, clip_high=None if high == low else high, dual_clip=3.0)
         if f"{LOSS}topk" in settings:
             settings.differ(f"{LOSS}topk", "verl's k1 does not read it")
         if clamp is None:
             return plan, [], {}
-        plan.insert["clamp"] = call("After", "reverse_kl", call("clamp"))
+        plan.insert["clamp"] = call("After", "reverse_kl", Name("clamp"))
         return plan, [_CLAMP.format(bound=float(clamp))], {"flowrl": {"operator"}, "flowrl.columns": {"Advantages"}}
     if mode in ("forward_kl_topk", "reverse_kl_topk") and not gradient:
         plan.algorithm = "distill_top"

@@ -119,7 +119,7 @@ def _loss(settings: Settings, mode: str) -> Any:
             return call("DPPO", mode[-2:], low, within_high=None if high == low else high)
     if mode != "vanilla":
         settings.refuse(f"{policy}loss_mode", "flowrl has no such loss; write a `Loss`")
-    return call("PPOClip", low, None if high == low else high, dual_clip=dual and float(dual))
+    return call("PPOClip", low, clip_high=None if high == low else high, dual_clip=dual and float(dual))
 
 
 def _tau(settings: Settings, name: str) -> float:
@@ -248,7 +248,7 @@ def _add_correction(settings: Settings, plan: GraphPlan) -> None:
         if loss.name != "PPOClip":
             settings.refuse(f"{CORRECTION}bypass_mode", f"`{loss.name}` has no ratio to the rollout")
         loss.kwargs["ratio_to"] = "rollout"
-        plan.drop += ["old_log_prob", "mismatch"]
+        plan.drop += [] if rejects else ["old_log_prob", "mismatch"]
     if level:
         threshold, normal = get(f"{CORRECTION}rollout_is_threshold"), get(f"{CORRECTION}rollout_is_batch_normalize")
         if not bypass or kind == "reinforce":

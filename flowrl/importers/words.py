@@ -196,7 +196,7 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
 
 def _arithmetic(node: Node, scope: Scope) -> Word:
     """``$((1024 * n))`` with the four operations and parentheses."""
-    text, reasons = source(node)[3:-2], []
+    text, reasons = source(node)[3:-2].strip(), []
 
     def number(match: re.Match[str]) -> str:
         word = _joined(scope.get(match[1] or match[2], node))

@@ -27,7 +27,7 @@ class Call:
     def arguments(self) -> list[tuple[str | None, Any]]:
         """Arguments with their names; None for positional ones."""
         known = _defaults(self.target) if is_public(self.name) else {}
-        kept = [(name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value]
+        kept = [(name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value_of(value)]
         return [*((None, value) for value in self.args), *kept]
 
 
@@ -36,6 +36,20 @@ class Name:
     """A name of flowrl that is not called, or any expression."""
 
     text: str
+
+
+def value_of(expression: Any) -> Any:
+    """The object that an expression stands for."""
+    if isinstance(expression, Call):
+        kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
+        return expression.target(*map(value_of, expression.args), **kwargs)
+    if isinstance(expression, Name):
+        return getattr(importlib.import_module(module_of(expression.text)), expression.text)
+    if isinstance(expression, Mapping):
+        return {key: value_of(item) for key, item in expression.items()}
+    if isinstance(expression, list | tuple):
+        return type(expression)(map(value_of, expression))
+    return expression
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Call:
@@ -77,17 +91,22 @@ class Program:
         job = _laid_out("graph.bind", [(name, value) for name, value in self.bind.items()], 4)
         training = [(None, Name(job)), *self.training.items()]
         defaults = _defaults(call("Training").target)
-        kept = [(n, v) for n, v in training if n is None or n in ("data", "prompts") or defaults[n] != v]
+        kept = [(n, v) for n, v in training if n is None or n in ("data", "prompts") or defaults[n] != value_of(v)]
         kept = [(None if n == "data" else n, v) for n, v in kept]
-        lines = [f"graph = {written(self.graph, 8)}"]
+        lines = [f"graph = {written(self.graph)}"]
         if self.edit:
             lines.append(f"graph = {_laid_out('graph.edit', list(self.edit.items()), 0)}")
         lines.append(f"training = {_laid_out('Training', kept, 0, broken=True)}")
         names: dict[str, set[str]] = {module: set(found) for module, found in self.imports.items()}
         for name in ["Training", *_named(self.graph), *_named(self.edit), *_named(self.bind), *_named(self.training)]:
             names.setdefault(module_of(name), set()).add(name)
-        heads = [f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(names.items())]
+        heads = [f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())]
         return "\n".join([f'"""{self.title}"""', "", *heads, "", *self.functions, *lines]) + "\n"
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, as import sorters do."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
 def _named(value: Any) -> list[str]:
@@ -134,7 +153,7 @@ def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> s
 
 def _wrapped(start: str, items: list[str], end: str, indent: int, broken: bool = False) -> str:
     line = f"{start}{', '.join(items)}{end}"
-    if not broken and "\n" not in line and len(line) + indent <= _WIDTH - 20:
+    if not broken and "\n" not in line and len(line) + indent <= _WIDTH - 8:
         return line
     inner = " " * (indent + 4)
     return start + "\n" + "".join(f"{inner}{item},\n" for item in items) + " " * indent + end.lstrip(",")

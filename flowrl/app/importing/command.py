@@ -56,7 +56,7 @@ def _run(
     env: list[str] | None,
     only_check: bool,
 ) -> None:
-    from flowrl.importers.checking import problems_of
+    from flowrl.importers.checking import check as check_imported
     from flowrl.importers.importing import Source, import_file
 
     found, notes = import_file(framework, Source(file, dict(map(_variable, env or ())), arguments or ()))
@@ -69,13 +69,14 @@ def _run(
     }.items():
         _print(out, f"{title} ({len(remarks)})", remarks)
     _print(out, "decided without a run", notes)
-    problems = problems_of(found)
-    _print(out, "problems", problems)
+    findings = check_imported(found)
+    _print(out, "not on this machine, so not checked", findings.absent)
+    _print(out, "problems", findings.problems)
     if report.refused:
         out.print("Nothing is written. Leave settings out by --allow KEY.", markup=False)
         raise typer.Exit(1)
     if only_check:
-        if problems:
+        if findings.problems:
             raise typer.Exit(1)
         out.print(f"{found.graph.algorithm}: no rule is violated.", markup=False)
         return
