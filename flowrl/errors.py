@@ -131,6 +131,10 @@ class StorageError(FlowrlError, OSError):
     """A file cannot be written, for example because the disk is full."""
 
 
+class HubError(FlowrlError, OSError):
+    """The Hugging Face Hub does not have or refuses a repository, or cannot be reached."""
+
+
 class SyncError(FlowrlError, RuntimeError):
     """The received weights differ from those sent, or an engine holds no valid receipt."""
 

@@ -1,16 +1,16 @@
-"""Load the causal LM and the tokenizer of a Hugging Face folder into CPU memory. Nothing is downloaded, and no code of
-the folder runs.
+"""Load the causal LM and the tokenizer of a Hugging Face folder into CPU memory. No code of the folder runs.
 
-Specs name folders, so transformers is imported only when one is loaded.
+Specs name folders or repositories of the Hub, so transformers is imported only when one is loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import BeforeValidator
@@ -20,6 +20,9 @@ from torch import Tensor
 from flowrl.backends.torch.probes import Attention
 from flowrl.data.text.tokenizer import TOKENIZERS
 from flowrl.errors import BindError, why_not_loaded
+from flowrl.hub.models import folder_of, metadata
+from flowrl.hub.models import model as download_model
+from flowrl.hub.repositories import Commits, is_commit, is_repository, refuse_revision, resolve
 from flowrl.protocols.backend import Backend
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -34,9 +37,12 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 class FolderBackend(Backend):
-    """Base of backends whose engines start with the weights of a Hugging Face folder.
+    """Base of backends whose engines start with the weights of a Hugging Face folder, or of a repository of the Hub.
 
-    `model` is the folder; None uses the weights of the role ``actor``.
+    Args:
+        model: the folder, or the name of a repository, such as ``"Qwen/Qwen3-0.6B"``; None uses the weights of the role
+            ``actor``.
+        revision: a branch, tag or commit of the repository; None is the default branch.
     """
 
     imports: ClassVar[tuple[str, ...]] = (
@@ -46,11 +52,46 @@ class FolderBackend(Backend):
     )
 
     model: Folder | None
+    revision: str | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
+        """The model's folder; of a repository that this machine has no files of, its name."""
+        return self.model if self.model is None or self.commit is None else str(folder_of(self.model, self.revision))
+
+    @property
+    def commit(self) -> str | None:
+        """``org/name@commit`` of a repository that is resolved."""
+        return f"{self.model}@{self.revision}" if is_commit(self.revision) and self._repository else None
+
+    @property
+    def _repository(self) -> str | None:
+        """The repository that `model` names; None for a folder."""
+        return self.model if self.model is not None and is_repository(self.model) else None
+
+    def pinned(self, commits: Commits) -> Self:
+        """With the commit as `revision`; its configuration and tokenizer are then on this machine.
+
+        Raises:
+            HubError: see `flowrl.hub.models.metadata`; or a folder is given a revision.
+        """
+        if self._repository is None:
+            refuse_revision(self.model, self.revision)
+            return self
+        commit = commits.resolve(self._repository, self.revision)
+        metadata(self._repository, commit)
+        return dataclasses.replace(cast(Any, self), revision=commit)  # type: ignore[no-any-return]
+
+    def local(self) -> Self:
+        """With the folder of a repository's files as `model`.
+
+        Raises:
+            HubError: see `flowrl.hub.models.model`.
+        """
+        if (repository := self._repository) is None:
+            return self
+        folder = download_model(repository, resolve(repository, self.revision))
+        return dataclasses.replace(cast(Any, self), model=str(folder), revision=None)  # type: ignore[no-any-return]
 
     @property
     def shares(self) -> str | None:
@@ -58,13 +99,18 @@ class FolderBackend(Backend):
         return "actor" if self.model is None else None
 
     def refuse_missing(self) -> None:
-        """Refuse a folder without a model.
+        """Refuse a folder without a model; a repository that is not resolved is not checked.
 
         Raises:
             BindError: see `refuse_no_model`.
         """
-        if self.model is not None:
-            refuse_no_model(self.model)
+        folder = self.starts_from
+        if folder is not None and not is_repository(folder):
+            self.refuse_folder(folder)
+
+    def refuse_folder(self, folder: str) -> None:
+        """Refuse a folder that has no model of this kind; reads no weights."""
+        refuse_no_model(folder)
 
 
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
@@ -243,8 +289,9 @@ def refuse_no_model(folder: str) -> None:
     except (ValueError, RecursionError) as error:
         found = f"has a config.json that is not JSON ({error})"
     raise BindError(
-        f"The model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Download one, or "
-        f"write one with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
+        f"The model folder {folder!r} {found}; expected a Hugging Face folder of a causal LM. Pass the name of a "
+        f"repository of the Hub ('org/name'), or write the folder with model.save_pretrained(folder) and "
+        f"tokenizer.save_pretrained(folder).",
         code="model.not-found",
         path=folder,
         found=found,

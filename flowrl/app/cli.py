@@ -1,5 +1,5 @@
 """The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | operators | demo``, and those on
-run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export``.
+run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -23,6 +23,7 @@ from flowrl.app import audit as audit_command
 from flowrl.app import compare as compare_commands
 from flowrl.app import export as export_command
 from flowrl.app import look as look_command
+from flowrl.app import push as push_command
 from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
@@ -32,7 +33,7 @@ from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
 from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, is_of_a_user, offer
+from flowrl.errors import FlowrlError, HubError, ParameterError, is_of_a_user, offer
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -150,6 +151,8 @@ def check(
         out.print(str(allowance), markup=False)
     try:
         if not problems and not skipped and isinstance(found, Job | Training):
+            found = _with_metadata(found)
+            graph = graph_of(found, target)
             found.refuse_unready()
             (found.whole if isinstance(found, Training) else found).refuse_missing()
             if isinstance(found, Training):
@@ -265,6 +268,7 @@ ask_commands.add_to(app, out)
 look_command.add_to(app, out)
 compare_commands.add_to(app, out)
 export_command.add_to(app, out)
+push_command.add_to(app, out)
 
 
 @app.command()
@@ -298,6 +302,19 @@ def demo(
         run_quick(out, folder, QUICK_STEPS if steps is None else steps, seed)
     else:
         run_demo(out, folder, 100 if steps is None else steps, seed)
+
+
+def _with_metadata(found: Any) -> Any:
+    """A job or training with the metadata of its repositories; prints those that cannot be verified without the Hub."""
+    from flowrl.hub.repositories import Commits
+
+    try:
+        return found.pinned(Commits())
+    except HubError as error:
+        if error.code not in ("hub.offline", "hub.unreachable"):
+            raise
+        out.print(f"Not verified: {error.message}", markup=False)
+        return found
 
 
 def _cost(text: str) -> tuple[str, float]:

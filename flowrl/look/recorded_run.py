@@ -21,6 +21,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, GraphError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
+from flowrl.hub.models import folder_of
 from flowrl.look.address import Address, address_of
 from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
@@ -92,7 +93,8 @@ class RecordedRun:
     def tokenizer(self) -> ChatTokenizer | None:
         """The tokenizer of a model of the run; None if no folder of one is there."""
         bindings = self.description.get("graph", {}).get("bindings", {}).values()
-        folders = [Path(str(backend.get("model"))) for backend in bindings if isinstance(backend, dict)]
+        named = [(str(b.get("model")), b.get("revision")) for b in bindings if isinstance(b, dict)]
+        folders = [folder_of(model, revision) for model, revision in named]
         found = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
         return ChatTokenizer(str(found[0])) if found else None
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from flowrl.errors import BindError, type_of
+from flowrl.hub.repositories import Commits
 from flowrl.protocols.protocols import BuildContext, Caches, Checkpointed, Rollout
 from flowrl.spec import Spec
 
@@ -80,6 +81,20 @@ class Backend(Spec):
         """The local folder of the engine's initial weights; None if it has none of its own. A resumed run must find
         the same weights there."""
         return None
+
+    @property
+    def commit(self) -> str | None:
+        """``org/name@commit`` if the initial weights are those of a commit on the Hub; None for a folder."""
+        return None
+
+    def pinned(self, commits: Commits) -> Self:
+        """The same backend with the repository of its model, if it names one, resolved to a commit."""
+        return self
+
+    def local(self) -> Self:
+        """The same backend with a folder on this machine as its model, into which a repository is downloaded; `build`
+        is called on it."""
+        return self
 
     @property
     def why_not_fusable(self) -> str | None:

@@ -245,7 +245,7 @@ def test_check_reports_unbound_roles_of_a_job(command: Command, graphs: Path, tr
 @pytest.mark.parametrize("found", ["does not exist", "has no config.json", "has a config.json that is not JSON"])
 def test_check_reports_a_missing_model(command: Command, training: Path, tmp_path: Path, found: str) -> None:
     write(tmp_path / "model" / "config.json", "{")
-    folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
+    folder = {"does not exist": "./gone", "has no config.json": "mine"}.get(found, "model")
     source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
     result = command("check", f"{write(training.with_name('other.py'), source)}:training")
     assert result.code == 1 and result.out.startswith(f"Role 'ref': The model folder {folder!r} {found}")

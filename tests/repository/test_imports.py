@@ -25,9 +25,10 @@ GROUND = {"errors", "parameter_errors", "peer_names", "lazy", "spec", "schedules
 LANGUAGE = {"ground", "data", "protocols", "core.operators", "core.graphs"}
 ALLOWED: dict[str, set[str]] = {
     "ground": set(),
+    "hub": {"ground"},
     "workers": {"ground"},
-    "data": {"ground"},
-    "protocols": {"ground", "data"},
+    "data": {"ground", "hub"},
+    "protocols": {"ground", "hub", "data"},
     "core.operators": {"ground", "data"},
     "core.graphs": LANGUAGE - {"core.graphs"},
     "rules": LANGUAGE,
@@ -35,17 +36,17 @@ ALLOWED: dict[str, set[str]] = {
     "draw": {*LANGUAGE, "rules"},
     "edits": {*LANGUAGE, "rules", "files", "draw"},
     "sync": {"ground", "data", "protocols"},
-    "run": {*LANGUAGE, "rules", "files", "edits", "draw", "sync"},
+    "run": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "sync"},
     "distributed": {*LANGUAGE, "workers", "sync", "run"},
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
     "report": {"ground", "data", "run"},
-    "look": {*LANGUAGE, "rules", "files", "edits", "draw", "operators", "run"},
+    "look": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "operators", "run"},
     "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
     "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "rewards", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
-    "backends": {"ground", "data", "protocols", "sync"},
+    "backends": {"ground", "hub", "data", "protocols", "sync"},
 }
 ALLOWED["app"] = {*ALLOWED}
 

@@ -56,10 +56,10 @@ class TorchRewardModel(FolderBackend):
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
 
-    def refuse_missing(self) -> None:
+    def refuse_folder(self, folder: str) -> None:
         """Refuse a folder without a reward model or without such a label; reads no weights. See `classifier_of`."""
-        refuse_no_model(self.model)
-        classifier_of(self.model, self.label)
+        refuse_no_model(folder)
+        classifier_of(folder, self.label)
 
     def build(self, context: BuildContext) -> TorchRewardModelEngine:
         """Load body and head.

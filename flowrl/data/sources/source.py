@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.proto.rows import refuse_no_count
 from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.errors import DataError, ParameterError
+from flowrl.hub.repositories import Commits
 from flowrl.spec import Spec, parameters
 
 if TYPE_CHECKING:
@@ -99,6 +100,10 @@ class Source(Spec):
     def learns(self) -> bool:
         """Whether its stream receives scores (`Stream.learn`)."""
         return False
+
+    def pinned(self, commits: Commits) -> Self:
+        """The same source with its repository, if it names one, resolved to a commit."""
+        return self
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> Stream:
         """Read it.

@@ -24,6 +24,8 @@ from flowrl.data.text.messages import check_messages
 from flowrl.data.text.time_limit import time_limit
 from flowrl.data.text.vocabulary import stated
 from flowrl.errors import DataError, why_not_loaded
+from flowrl.hub.models import METADATA
+from flowrl.hub.repositories import download, is_repository, refuse_revision, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,17 +42,23 @@ RENDERED_CHARACTERS = 1 << 26
 
 
 class ChatTokenizer:
-    """The tokenizer and chat template of a local Hugging Face folder.
+    """The tokenizer and chat template of a Hugging Face folder, or of a repository of the Hub.
 
     Args:
-        folder: with a tokenizer; flowrl never downloads one.
+        folder: with a tokenizer, or the name of a repository, such as ``"Qwen/Qwen3-0.6B"``.
+        revision: a branch, tag or commit of the repository; None is the default branch.
 
     Raises:
+        HubError: the repository cannot be resolved or downloaded.
         DataError: `folder` has no tokenizer, the tokenizer has no EOS token (a response could not end), or a
             configuration in the folder cannot be read.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, revision: str | None = None) -> None:
+        if is_repository(folder):
+            folder = str(download(folder, resolve(folder, revision), METADATA))
+        else:
+            refuse_revision(folder, revision)
         if not Path(folder).is_dir():
             raise DataError(
                 f"{folder!r} is not a folder on this machine. Expected a Hugging Face folder with a tokenizer, as "

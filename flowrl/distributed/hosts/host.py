@@ -155,6 +155,11 @@ class Host:
         self._store = store_at(address, timeout)
         return address, self._store.port
 
+    def download(self, bindings: Mapping[str, Any]) -> None:
+        """Download the repositories of the models to this machine; those of another process there are waited for."""
+        for backend in bindings.values():
+            backend.local()
+
     def build(
         self, bindings: Mapping[str, Any], rendezvous: tuple[str, int] | None, one_node: bool, timeout: float
     ) -> None:

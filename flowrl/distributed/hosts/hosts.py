@@ -24,6 +24,7 @@ from flowrl.run.placement.turns import Turns
 from flowrl.sync.route import Location
 
 _LOAD_SECONDS = 600  # the least deadline for loading engines
+_DOWNLOAD_SECONDS = 86400.0  # that for downloading models
 _GENERAL_AT_ONCE = 8
 SWAPPING = "swapping"
 """The concurrency group of a host that updates weights during generation."""
@@ -83,14 +84,11 @@ class Hosts:
             loading = _loading(roles)
             bindings = {role: self.bindings[role] for role in roles}
             rendezvous, seconds = None, self.place.deadline
+            if any(backend.commit for backend in bindings.values()):
+                self._load(ranks, "downloading", "download", bindings, patience=_DOWNLOAD_SECONDS)
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
                 rendezvous = self.ask(ranks[:1], loading, "rendezvous_address", one_node, seconds)[0]
-            try:
-                self.ask(ranks, loading, "build", bindings, rendezvous, one_node, seconds, patience=patience)
-            except NodeError as error:
-                if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
-                    raise
-                raise error.__cause__ from None  # a backend's own error, as without Ray
+            self._load(ranks, loading, "build", bindings, rendezvous, one_node, seconds, patience=patience)
             if self._turns.shared(ranks):
                 self.ask(ranks, loading, "sleep")
 
@@ -99,6 +97,15 @@ class Hosts:
         with the others."""
         found = getattr(self.actor(plan), name)
         return found.options(concurrency_group=SWAPPING) if swapping else found
+
+    def _load(self, ranks: Sequence[ProcessSpec], what: str, method: str, *arguments: Any, patience: float) -> None:
+        """`ask`, with a backend's own errors as without Ray."""
+        try:
+            self.ask(ranks, what, method, *arguments, patience=patience)
+        except NodeError as error:
+            if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
+                raise
+            raise error.__cause__ from None
 
     def _locate(self, plans: Sequence[ProcessSpec], patience: float) -> list[Location]:
         """Start these processes concurrently and import what they need; returns where Ray placed them."""

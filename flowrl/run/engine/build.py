@@ -46,7 +46,7 @@ class EngineBuilder:
                 role=role,
                 cycle=cycle,
             )
-        backend = self.bindings[role]
+        backend = self.bindings[role].local()
         self._building.append(role)
         self._built[role] = backend.build(self)
         self._building.pop()

@@ -46,12 +46,13 @@ def _parameters(source: Source) -> dict[str, Any]:
 
 
 def _weights(graph: Graph) -> dict[str, str | None]:
-    """By role, the digest of its starting weights; None for a folder that is not on this machine. Synced roles, whose
-    weights come from a trainer, are left out."""
+    """By role, the commit or the digest of its starting weights; None for a folder that is not on this machine. Synced
+    roles, whose weights come from a trainer, are left out."""
     synced = {use.role for node in graph.nodes.values() if node.is_sync for use in node.uses if use.mode == "writes"}
-    folders = {role: b.starts_from for role, b in graph.bindings.items() if role not in synced and b.starts_from}
+    own = {role: b for role, b in graph.bindings.items() if role not in synced and b.starts_from}
+    folders = {role: b.starts_from for role, b in own.items() if b.commit is None}
     digests = {folder: _digest(Path(folder)) for folder in set(folders.values())}  # roles often share one
-    return {role: digests[folder] for role, folder in folders.items()}
+    return {role: digests[folders[role]] if b.commit is None else b.commit for role, b in own.items()}
 
 
 def _digest(folder: Path) -> str | None:

@@ -22,8 +22,9 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.vocabulary import refuse_other_vocabularies
 from flowrl.draw.notebook import job_html
 from flowrl.edits.edit import edit
-from flowrl.errors import BindError, FlowrlError, GraphError
+from flowrl.errors import BindError, FlowrlError, GraphError, HubError
 from flowrl.files.graph_io import refuse_not_imported
+from flowrl.hub.repositories import Commits
 from flowrl.protocols.backend import refuse_unfit, refuse_unsynced
 from flowrl.protocols.protocols import LiveWeightUpdate, Trainer
 from flowrl.rules.check import require
@@ -152,17 +153,27 @@ class Job(Generic[GraphT]):
         if self.place is not None and self.place.elsewhere:
             return
         for role, backend in self.graph.bindings.items():
-            try:
+            with naming_role(role, BindError):
                 backend.refuse_missing()
-            except BindError as error:
-                facts = {**error.facts, "role": role}
-                raise BindError(f"Role {role!r}: {error.message}", code=error.code, **facts) from error
         for name, node in self.graph.nodes.items():
             try:
                 node.initial_operator.rehearse(lambda role: tokenizer_of(self.graph, role))
             except FlowrlError as error:
                 facts = {**error.facts, "node": name}
                 raise type(error)(f"{name}: {error.message}", code=error.code, **facts) from error
+
+    def pinned(self, commits: Commits | None = None) -> Job[GraphT]:
+        """The job with the repositories of its models resolved to commits, by default those of now; their configuration
+        and tokenizers are then on this machine.
+
+        Raises:
+            HubError: a repository cannot be resolved or lacks files; names the role.
+        """
+        found, commits = {}, commits or Commits()
+        for role, backend in self.graph.bindings.items():
+            with naming_role(role, HubError):
+                found[role] = backend.pinned(commits)
+        return self if found == dict(self.graph.bindings) else replace(self, graph=self.graph.bound(found))
 
     def no_gain(self) -> str | None:
         """Why a lag gains nothing at this job's place; None if it may gain, or there is no lag."""
@@ -282,16 +293,21 @@ class Job(Generic[GraphT]):
 
     def build(self, seed: int = 0) -> dict[str, Any]:
         """Load the live engines in this process, by role."""
-        return EngineBuilder(self.graph.bindings, seed).all()
+        return EngineBuilder(self.pinned().graph.bindings, seed).all()
 
     @contextmanager
     def open(self, seed: int = 0) -> Iterator[Steps]:
         """The job with all engines loaded, in this process or at its place, until the end of the block.
 
         Raises:
+            HubError: a repository cannot be resolved or downloaded; see `pinned`.
             RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready` and `refuse_missing`.
         """
         self.refuse_unready()
+        if (pinned := self.pinned()) is not self:
+            with pinned.open(seed) as steps:
+                yield steps
+            return
         if self.place is not None:
             self.place.warm_up(self.graph)
         self.refuse_missing()
@@ -309,11 +325,21 @@ class Job(Generic[GraphT]):
         They are in this process, whatever the job's place, so that a debugger sees them, and closed at the end.
         """
         replace(self, place=None).refuse_unready()
-        with EngineBuilder(self.graph.bindings, seed).live() as engines:
+        with EngineBuilder(self.pinned().graph.bindings, seed).live() as engines:
             session = Session(engines, seed)
             local_steps(Plan(self.graph), engines, seed).sync()
             with session.active():
                 yield session
+
+
+@contextmanager
+def naming_role(role: str, kind: type[FlowrlError]) -> Iterator[None]:
+    """Name the role in an error of this kind in the block."""
+    try:
+        yield
+    except kind as error:
+        facts = {**error.facts, "role": role}
+        raise kind(f"Role {role!r}: {error.message}", code=error.code, **facts) from error
 
 
 def ends_of_responses(graph: Graph) -> str | None:

@@ -198,6 +198,12 @@ def _described(path: Path) -> Mapping[str, Any] | None:
         ) from error
 
 
+def recorded_commits(folder: str | None) -> list[dict[str, Any]]:
+    """The commits of repositories that the run in a folder records; none if there is no run."""
+    described = None if folder is None else _described(Path(folder).expanduser())
+    return [] if described is None else described.get("commits", [])
+
+
 def _refuse_no_run(path: Path) -> None:
     """Refuse to resume in a folder without a run."""
     if not any((path / name).exists() for name in ("run.json", CHECKPOINTS)):

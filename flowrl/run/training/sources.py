@@ -17,6 +17,7 @@ from flowrl.data.sources.prompts import PromptStream
 from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, ParameterError, offer
+from flowrl.hub.repositories import Commits
 from flowrl.record_types import record_columns
 from flowrl.records import rows_per_item
 from flowrl.run.engine.steps import folder_of_trained, writers_of_tokens
@@ -75,6 +76,13 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         _refuse_other_columns(graph, name, data[name])
     _refuse_other_templates(graph, data)
     return {name: data[name] for name in inputs}
+
+
+def pinned_data(data: Data, commits: Commits) -> Data:
+    """`data` with its repositories resolved."""
+    if isinstance(data, Source):
+        return data.pinned(commits)
+    return {name: source.pinned(commits) for name, source in data.items()}
 
 
 def gives_tokens(source: Source) -> bool:

@@ -22,6 +22,7 @@ from flowrl.data.sources.source import Source
 from flowrl.draw.notebook import job_html
 from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
+from flowrl.hub.repositories import Commits
 from flowrl.protocols.protocols import Trainer
 from flowrl.run.alarms.defaults import DEFAULT
 from flowrl.run.alarms.rule import Check, Rule
@@ -35,11 +36,12 @@ from flowrl.run.training.job import Job
 from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
 from flowrl.run.training.resume import Accepted, accepted, find
-from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder
+from flowrl.run.training.run_folder import CHECKPOINTS, Resume, RunFolder, recorded_commits
 from flowrl.run.training.signals import ended_in_order
 from flowrl.run.training.sources import (
     Data,
     by_input,
+    pinned_data,
     refuse_no_feedback,
     refuse_no_source,
     refuse_no_tokenizer,
@@ -234,11 +236,26 @@ class Training(Spec):
             if found and training:
                 found.warn_of_shared_rows(one.validation.name, training.streams)
 
+    def pinned(self, commits: Commits) -> Self:
+        """The same training with the repositories of its models and data resolved to commits.
+
+        Raises:
+            HubError: see `Job.pinned`.
+        """
+        validations = tuple(validation.pinned(commits) for validation in self.validations)
+        return dataclasses.replace(
+            self,
+            job=self.job.pinned(commits),
+            data=pinned_data(self.data, commits),
+            validation=validations[0] if isinstance(self.validation, Validation) else validations,
+        )
+
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
 
         Raises:
             RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
+            HubError: before any model is loaded, if a repository cannot be resolved or lacks files.
             DataError: before any model is loaded, if data or costs are missing or the run cannot resume from a
                 checkpoint; otherwise, as all errors below, after ``run.json`` was written, which records the failure.
             NodeError: a node failed; the run folder holds all metrics until then.
@@ -246,8 +263,18 @@ class Training(Spec):
         """
         refuse_bad_reporters(reporters)
         self.refuse_unready()
+        commits = Commits(recorded_commits(self.folder) if self.resume else ())
+        pinned = self.pinned(commits)
+        if commits.record():
+            pinned.refuse_unready()
+        return pinned._run(reporters, commits)
+
+    def _run(self, reporters: Sequence[Reporter], commits: Commits) -> Run:
+        """`run` with all repositories resolved."""
         self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited during the run
+        if record := commits.record():
+            described["commits"] = record
         seconds: dict[str, float] = {}
         if self.costs is not None:
             job, costs = self.job, Costs.measured(self.costs)

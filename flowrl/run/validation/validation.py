@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator
 
@@ -15,8 +16,9 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.when import ALWAYS
 from flowrl.edits.edit import edit
 from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.hub.repositories import Commits
 from flowrl.protocols.backend import Backend
-from flowrl.run.training.sources import Data, refuse_no_source
+from flowrl.run.training.sources import Data, pinned_data, refuse_no_source
 from flowrl.spec import Spec
 
 
@@ -79,6 +81,11 @@ class Validation(Spec):
             bind=self.bind,
         )
         return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
+
+    def pinned(self, commits: Commits) -> Self:
+        """The same validation with the repositories of its data and backends resolved."""
+        bind = {role: backend.pinned(commits) for role, backend in self.bind.items()}
+        return dataclasses.replace(self, data=pinned_data(self.data, commits), bind=bind)
 
     def _refuse_no_end(self, graph: Graph) -> None:
         """Refuse end nodes that the graph lacks, such as the default if an environment scores."""
