@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flowrl.data.metrics import Metrics
     from flowrl.data.now import Now
     from flowrl.data.proto.dataproto import DataProto
-    from flowrl.data.sources.demos import DemoData, PreferenceData
+    from flowrl.data.sources.demos import DemoData, PreferenceData, UnpairedData
     from flowrl.data.sources.prompts import PromptData
     from flowrl.data.sources.samplers import ByDifficulty, ReplaySampler, Sampler
     from flowrl.data.sources.source import Source
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flowrl.look.comparing.compare import compare
     from flowrl.look.recorded_run import RecordedRun
     from flowrl.protocols.backend import Backend
-    from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
+    from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch, UnpairedBatch
     from flowrl.report.mlflow import MLflow
     from flowrl.report.tensorboard import TensorBoard
     from flowrl.report.terminal import Terminal
@@ -99,6 +99,8 @@ __all__ = [
     "Terminal",
     "Trackio",
     "Training",
+    "UnpairedBatch",
+    "UnpairedData",
     "Validation",
     "WandB",
     "When",
@@ -118,6 +120,8 @@ __getattr__ = lazy(
         "ByDifficulty": "data.sources.samplers",
         "DemoData": "data.sources.demos",
         "PreferenceData": "data.sources.demos",
+        "UnpairedData": "data.sources.demos",
+        "UnpairedBatch": "records",
         "ReplaySampler": "data.sources.samplers",
         "Sampler": "data.sources.samplers",
         "Source": "data.sources.source",

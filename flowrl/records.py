@@ -83,6 +83,25 @@ class PreferenceBatch(NamedTuple):
         return 2
 
 
+class UnpairedBatch(NamedTuple):
+    """Responses that score 1 if they are desirable, else 0; no policy has sampled them, so their `policy_version` is
+    -1."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    response_text: c.ResponseText
+    raw_prompt: c.RawPrompt
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+    uid: c.Uid
+    row_id: c.RowId
+    token_level_scores: c.TokenLevelScores
+
+
 class EpisodeBatch(NamedTuple):
     """The transcripts of episodes: the columns of `RolloutBatch`, whose responses go from the first turn to the last,
     including the replies of the environment (off `response_mask`); and the rewards."""

@@ -170,6 +170,11 @@ def check(
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, all connections match{bound} and no rule is violated.")
     if skipped:
         out.print(f"Not imported, so not checked: {', '.join(skipped)}. Pass --import to check.", markup=False)
+    if isinstance(found, Training) and (absent := found.missing_here()):
+        names = ", ".join(absent)
+        out.print(
+            f"Not verified: the rows of {names}, which are not on this machine. A run downloads them.", markup=False
+        )
     if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 

@@ -137,8 +137,8 @@ def _condition(text: str) -> tuple[str, Any, float | str]:
 
 def _rules(target: str) -> Sequence[Any]:
     """The rules of ``FILE.py:name``."""
-    from flowrl.core.operators.references import load_object
     from flowrl.errors import type_of
+    from flowrl.references import load_object
     from flowrl.run.alarms.rule import Check, Rule
 
     found = load_object(target)

@@ -52,8 +52,8 @@ def load_target(
 def _found(target: str, imports: bool | None) -> Any:
     """The object that a target names; for an algorithm, its graph."""
     from flowrl.core.graphs.algorithm import Algorithm
-    from flowrl.core.operators.references import load_object
     from flowrl.graph import load
+    from flowrl.references import load_object
 
     if target.endswith((".yaml", ".yml", ".json")):
         if imports:

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.core.operators import references
+from flowrl import references
 from flowrl.episodes.calls import describe_error
 from flowrl.episodes.environment import Answer, Environment, Reply, Row, check_reply, short
 from flowrl.episodes.tools import InvalidToolCall, Tool, result_text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from flowrl.core.operators.references import imported
 from flowrl.files.names import named, short
 from flowrl.files.values import encode
+from flowrl.references import imported
 from flowrl.spec import Spec
 
 

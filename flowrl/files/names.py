@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from flowrl.core.operators import entry_points
-from flowrl.core.operators.references import imported
 from flowrl.errors import GraphError
+from flowrl.references import imported
 
 UNKNOWN = "operator.unknown-name"
 """The code of the error about a name that nothing has."""

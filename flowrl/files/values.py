@@ -21,7 +21,11 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.references import (
+from flowrl.core.operators.roles import RoleRef
+from flowrl.data.sources.held_rows import HeldRows
+from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
+from flowrl.files.names import named, public
+from flowrl.references import (
     imported,
     named_source_hash,
     parse_reference,
@@ -29,9 +33,6 @@ from flowrl.core.operators.references import (
     resolve,
     source_hash,
 )
-from flowrl.core.operators.roles import RoleRef
-from flowrl.errors import FlowrlError, GraphError, ParameterError, offer, type_of
-from flowrl.files.names import named, public
 from flowrl.spec import Spec, parameters
 
 
@@ -84,6 +85,8 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
             for k, v in parameters(value).items()
         }
         return {**_type(value, where, portable), **fields}
+    if isinstance(value, HeldRows):
+        return _rows(value, where, portable)
     if isinstance(value, NotImported):
         return {value.key: value.path, "source": value.source}
     if isinstance(value, type):
@@ -96,6 +99,19 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
         where=where,
         found=value,
     )
+
+
+def _rows(rows: HeldRows, where: str, portable: bool) -> dict[str, Any]:
+    """The digest of rows in memory, which cannot be read back."""
+    if portable:
+        raise GraphError(
+            f"{where} is {len(rows)} rows in memory, which a file cannot hold. Write them to a file, "
+            f"{rows.how_to_write}, and pass that: path='rows.parquet'.",
+            code="file.rows-in-memory",
+            where=where,
+            found=len(rows),
+        )
+    return {"$rows": rows.digest, "count": len(rows)}
 
 
 def _type(spec: Spec, where: str, portable: bool) -> dict[str, str]:

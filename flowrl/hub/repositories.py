@@ -70,6 +70,25 @@ def download(repository: str, commit: str, files: Sequence[str], kind: Kind = "m
         return Path(get(library_name="flowrl"))
 
 
+def cached(repository: str, revision: str | None, files: Sequence[str], kind: Kind = "model") -> Path | None:
+    """The folder with the files of a revision, if the cache of this machine has all that match; asks no network.
+
+    Without a list of the files of that commit, which `download` writes, what is there counts as all in an offline run.
+    """
+    from huggingface_hub import is_offline_mode, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = Path(
+            snapshot_download(
+                repository, repo_type=kind, revision=revision, allow_patterns=list(files), local_files_only=True
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return found if is_offline_mode() or files_of(repository, found.name, kind) is not None else None
+
+
 def files_of(repository: str, commit: str, kind: Kind = "model") -> frozenset[str] | None:
     """All files of a commit by path, as `download` has listed them; None if this machine has no list."""
     from huggingface_hub import get_cached_repo_tree

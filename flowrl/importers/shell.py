@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from flowrl.errors import BindError, ImporterError
 from flowrl.importers.words import UNSET, Scope, Word, expand, line_of, source, unknown, value
 
-
 if TYPE_CHECKING:
     from tree_sitter import Node
 

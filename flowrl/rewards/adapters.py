@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from flowrl.core.operators.references import check, resolve
 from flowrl.errors import RewardError
+from flowrl.references import check, resolve
 from flowrl.rewards.reward_function import RewardFunction
 
 Messages = Sequence[Mapping[str, Any]]

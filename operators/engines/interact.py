@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, field_validator
 
 from flowrl import columns as c
-from flowrl.core.operators import references
+from flowrl import references
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role, RoleRef

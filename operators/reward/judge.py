@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from flowrl import references
 from flowrl.columns import Conversation, GroundTruth, PromptMask, Prompts, RawPrompt, RowId, TokenLevelScores, parse
-from flowrl.core.operators import references
 from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.keys import Key

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from flowrl import references as functions
 from flowrl.columns import (
     DataSource,
     ExtraInfo,
@@ -24,7 +25,6 @@ from flowrl.columns import (
     RowId,
     TokenLevelScores,
 )
-from flowrl.core.operators import references as functions
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, Signature
 from flowrl.data.metrics import Metrics

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from flowrl.core.operators.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.sources import FunctionSource
 from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored
+from flowrl.references import parse_reference
 from flowrl.workers import supervisor
 from flowrl.workers.fork_server import ForkServer, NotReadyError
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from flowrl.core.operators import references as functions
+from flowrl import references as functions
 from flowrl.operators.reward.worker import SOURCE, digest
 from flowrl.rewards.reward_function import RewardFunction
 from flowrl.spec import Spec, parameters

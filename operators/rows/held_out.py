@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
+from flowrl import references
 from flowrl.columns import ResponseMask, ResponseText, TokenLevelScores, Uid
-from flowrl.core.operators import references
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED

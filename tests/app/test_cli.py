@@ -16,9 +16,9 @@ import flowrl
 from flowrl import Costs, Graph, When, load
 from flowrl.app.cli import main
 from flowrl.core.graphs.plan import Plan
-from flowrl.core.operators.references import load_object
 from flowrl.errors import DefinitionError
 from flowrl.graphs import grpo
+from flowrl.references import load_object
 from tests.support.command_line import Command, is_paragraph, write
 from tests.support.errors import raises
 

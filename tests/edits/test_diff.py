@@ -10,12 +10,12 @@ import pytest
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.references import load_object
 from flowrl.draw.svg import svg
 from flowrl.files.graph_io import save
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Interact, Reward
+from flowrl.references import load_object
 from tests.support.errors import raises
 from tests.support.kernel import BINDINGS, PPO, FakeRollout, LengthPenalty, Waits, exact, scored
 

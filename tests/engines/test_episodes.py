@@ -15,9 +15,9 @@ import torch
 
 from flowrl import PromptData, Training
 from flowrl.backends import TorchRollout
-from flowrl.core.operators.references import load_object
 from flowrl.data.metrics import Metrics
 from flowrl.operators import Interact
+from flowrl.references import load_object
 from flowrl.run.engine.build import EngineBuilder
 from tests import ROOT
 from tests.episodes.exact import KEY, Recorded, assert_exact, failures

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from flowrl.backends import TorchRollout
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.operators.references import load_object
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
+from flowrl.references import load_object
 from flowrl.run.training.loop import Run
 from flowrl.run.training.training import Training
 from tests import ROOT

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.operators import references
+from flowrl import references
 from flowrl.episodes import Environment, Toolbox
 from flowrl.episodes.play import EpisodeResult
 from flowrl.episodes.processes import Process, call_tool, close_environment_servers, environment_server, reference_of

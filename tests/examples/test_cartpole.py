@@ -18,9 +18,9 @@ import torch
 from flowrl import Graph, Key
 from flowrl.app.cli import main
 from flowrl.backends.torch.score.rows import take
-from flowrl.core.operators.references import load_object
 from flowrl.graphs import grpo
 from flowrl.operators import Value
+from flowrl.references import load_object
 from tests import ROOT
 from tests.support.errors import raises
 from tests.support.runs import TIMES

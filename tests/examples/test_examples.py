@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from flowrl.app.cli import main
-from flowrl.core.operators.references import load_object
 from flowrl.data.metrics import Metrics
 from flowrl.graphs import grpo
 from flowrl.operators import Reward
+from flowrl.references import load_object
 from tests import ROOT
 from tests.support.jobs import column
 

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from flowrl.core.graphs.after import After
-from flowrl.core.operators.references import resolve
 from flowrl.core.operators.roles import Role
 from flowrl.errors import BindError, FlowrlError, GraphError, ParameterError, PortError, StorageError
 from flowrl.files.graph_io import save
 from flowrl.graph import Graph, load
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
+from flowrl.references import resolve
 from tests.support.errors import raises
 from tests.support.kernel import BINDINGS, PPO, LengthPenalty, exact, scored, two_rewards
 

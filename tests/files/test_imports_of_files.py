@@ -15,7 +15,6 @@ import yaml
 import flowrl
 from flowrl import Costs
 from flowrl.core.graphs.after import After
-from flowrl.core.operators.references import resolve, source_hash
 from flowrl.demo.verifier import compute_score
 from flowrl.errors import GraphError
 from flowrl.files.graph_io import not_imported, save
@@ -23,6 +22,7 @@ from flowrl.files.values import NotImported, decode
 from flowrl.graph import Graph, load
 from flowrl.graphs import ppo
 from flowrl.operators import Reward
+from flowrl.references import resolve, source_hash
 from tests.support.command_line import Command
 from tests.support.errors import raises
 from tests.support.jobs import job_of

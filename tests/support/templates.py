@@ -91,10 +91,49 @@ TEMPLATES = {
 """By name: the template, the token that ends a turn, and further tokens of its own."""
 
 
+# Calls of tools are JSON in the assistant's turn.
+_TOOL_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}\n<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MARK, _END = "{% generation %}", "{% endgeneration %}"
+
+
+def _marked(name: str) -> str:
+    """A template with marks around the assistant's text and the token that ends its turn."""
+    if name == "tools":
+        head, _, rest = _TOOL_CALLS.partition("{{ m['content'] }}")
+        body, _, tail = rest.partition("\n{% endfor %}{% if add")
+        return _only_for_the_assistant(head, "{{ m['content'] }}" + body, "\n{% endfor %}{% if add" + tail)
+    template, end, _ = TEMPLATES[name]
+    if name == "mistral":
+        return template.replace(
+            "{{ m['content'] }}{{ eos_token }}", f"{_MARK}{{{{ m['content'] }}}}{{{{ eos_token }}}}{_END}"
+        )
+    content = "{{ m['content'] | trim }}" if "| trim" in template else "{{ m['content'] }}"
+    head, _, tail = template.rpartition(content + end)
+    return _only_for_the_assistant(head, content + end, tail)
+
+
+def _only_for_the_assistant(head: str, text: str, tail: str) -> str:
+    kept = "{{ '' }}"  # jinja would drop a line end after a tag
+    return f"{head}{{% if m['role'] == 'assistant' %}}{_MARK}{text}{_END}{{% else %}}{text}{{% endif %}}{kept}{tail}"
+
+
+def marked_tokenizer_of(name: str) -> tuple[ChatTokenizer, ChatTokenizer]:
+    """A tokenizer whose template marks the turns of the assistant by ``{% generation %}``, and the same without."""
+    plain = (_TOOL_CALLS, "<|im_end|>", ["<|im_start|>"]) if name == "tools" else TEMPLATES[name]
+    return _made(_marked(name), *plain[1:], name), _made(*plain, name)
+
+
 @cache
 def tokenizer_of(name: str) -> ChatTokenizer:
     """A tokenizer with one of `TEMPLATES`; its EOS differs from the end-of-turn token, except for mistral."""
-    template, end, others = TEMPLATES[name]
+    return _made(*TEMPLATES[name], name)
+
+
+def _made(template: str, end: str, others: list[str], name: str) -> ChatTokenizer:
     eos = "</s>" if name == "mistral" else "<eos>"
     specials = list(dict.fromkeys(["<pad>", "<bos>", eos, end, *others]))
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]

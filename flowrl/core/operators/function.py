@@ -25,9 +25,9 @@ from weakref import WeakValueDictionary
 
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import is_injected, refuse_no_function
-from flowrl.core.operators.references import reference, resolve
 from flowrl.errors import DefinitionError, ParameterError, PortError, offer
 from flowrl.record_types import hints_of, located
+from flowrl.references import reference, resolve
 from flowrl.spec import non_default
 
 Parameters = Mapping[str, inspect.Parameter]

@@ -1,40 +1,37 @@
-"""The rows of prompt files: JSONL and parquet in verl's format.
+"""The rows of prompts, in verl's format and in TRL's.
 
 A row has these columns; others (such as verl's ``ability``) are ignored:
 
-- ``prompt``: a list of messages, each ``{"role": str, "content": str}``; a user message must not be empty;
-- ``data_source``: str, by which a reward function may choose its rule;
+- ``prompt``: a list of messages, each ``{"role": str, "content": str}``, or the text of one user message; a user
+  message must not be empty; a content may be a list of text parts, ``[{"type": "text", "text": str}]``;
 - ``reward_model``: a dict with ``ground_truth``, neither null nor NaN (``style`` is ignored: the graph defines the
-  reward);
+  reward); or, in its place, a column ``ground_truth`` or ``solution`` with the same;
+- ``data_source``: str, by which a reward function may choose its rule; a row without ``reward_model`` may lack it, and
+  then has the name of its data set on the Hub, or ``""``;
 - ``extra_info``: a dict, optional (``{}`` if missing or null);
 - ``chat_template_kwargs``: a dict, optional: arguments of the chat template for this row, such as its ``tools``.
-
-Errors name the file and the line (JSONL, counted from 1) or the row (parquet, counted from 0).
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from flowrl.data.files import parse_json, reading
 from flowrl.data.proto.column_math import short
+from flowrl.data.sources.mapping import how_to_map
 from flowrl.errors import DataError, type_of
 
 if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
 
 _REQUIRED = ("prompt", "data_source", "reward_model")
+_TRUTHS = ("ground_truth", "solution")
+"""Columns that have the ground truth of a row without ``reward_model``."""
 _MEDIA = ("images", "videos")  # verl's names; ignoring them would train on a prompt whose image is missing
-READ = (*_REQUIRED, "extra_info", "chat_template_kwargs", *_MEDIA)
+READ = (*_REQUIRED, *_TRUTHS, "extra_info", "chat_template_kwargs", *_MEDIA)
 """The columns to read."""
-_LINE = 1 << 28
-"""Maximum bytes of a line of JSONL."""
 _ROLE = 100
 """Maximum characters of a role."""
 _DEPTH = 100
@@ -90,6 +87,25 @@ class Row:
         return replace(self, ids=ids)
 
 
+class Provenance(NamedTuple):
+    """Where rows come from.
+
+    Args:
+        kind: the class of the source.
+        data_source: of rows that have none.
+        example: returns the first row with all its columns.
+    """
+
+    kind: str
+    data_source: str
+    example: Callable[[], Any]
+
+    def how_to_map(self, missing: Sequence[str]) -> str:
+        """What to pass for columns that a row lacks."""
+        row = self.example()
+        return how_to_map(self.kind, row if isinstance(row, Mapping) else {}, missing)
+
+
 class Length(NamedTuple):
     """Length of a text in ``"tokens"``, or in ``"characters"`` if it is too long to tokenize."""
 
@@ -100,77 +116,13 @@ class Length(NamedTuple):
         return f"{self.number} {self.unit}"
 
 
-def read(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The records of a file, each with its place for errors; `columns` are read from parquet."""
-    empty = True
-    with reading(path):
-        for pair in READERS[path.suffix.lower()](path, columns):
-            empty = False
-            yield pair
-    if empty:
-        raise DataError(
-            f"{path} has no rows. Expected at least one; remove the file from path=.", code="prompts.no-rows", path=path
-        )
+def checked(index: int, where: str, record: Any, mapped: Collection[str], source: Provenance) -> Row:
+    """A record as a row without ids.
 
-
-def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:  # bytes: U+2028 in a text must not end a line
-        for number in itertools.count(1):
-            where = f"{path}:{number}"
-            if not (line := lines.readline(_LINE + 1)):
-                return
-            if len(line) > _LINE:
-                raise DataError(
-                    f"{where}: the line has more than {_LINE} bytes. Expected one JSON object per line; split or "
-                    f"delete it.",
-                    code="prompts.broken-file",
-                    path=path,
-                    line=number,
-                )
-            try:
-                record = parse_json(line)
-                if b"\\ud" in line.lower():  # half a surrogate pair is valid JSON but not valid text
-                    json.dumps(record, ensure_ascii=False).encode()
-                yield where, record
-            except ValueError as error:  # broken JSON, or bytes that are not UTF-8
-                what = "the line is blank" if not line.strip() else f"the line is not JSON ({error})"
-                raise DataError(
-                    f"{where}: {what}. Expected one JSON object per line; fix or delete it.",
-                    code="prompts.broken-file",
-                    path=path,
-                    line=number,
-                ) from error
-
-
-def _read_parquet(path: Path, selected: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa  # here: slow to import, and only parquet needs it
-    import pyarrow.parquet as pq
-
-    row = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = [name for name in selected if name in names]
-            if twice := [name for name in columns if names.count(name) > 1]:
-                raise ValueError(f"there are {names.count(twice[0])} columns {twice[0]!r}")
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for record in batch.to_pylist():
-                    yield f"{path} row {row}", record
-                    row += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # such as text that is not UTF-8
-        raise DataError(
-            f"Cannot read {path} as parquet after {row} rows ({error}). Write the file again.",
-            code="prompts.broken-file",
-            path=path,
-            row=row,
-        ) from error
-
-
-READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-def checked(index: int, where: str, record: Any) -> Row:
-    """A record in verl's format as a row without ids."""
+    Args:
+        mapped: the columns that the user's mapping has set; among them, a ``ground_truth`` may be null.
+        source: of the row.
+    """
     if not isinstance(record, dict):
         raise DataError(
             f"{where}: the row is {type_of(record)}. Expected an object with the keys {', '.join(_REQUIRED)}.",
@@ -179,50 +131,72 @@ def checked(index: int, where: str, record: Any) -> Row:
             found=type(record).__name__,
         )
     refuse_nested(where, record, READ)
-    if missing := [key for key in _REQUIRED if record.get(key) is None]:
+    _refuse_missing(where, record, mapped, source)
+    if media := [key for key in _MEDIA if record.get(key)]:
+        refuse_media(where, media[0])
+    data_source, extra = record.get("data_source"), record.get("extra_info")
+    data_source = source.data_source if data_source is None else data_source
+    if not isinstance(data_source, str):
+        _refuse_type(where, "data_source", data_source, "a str, such as the name of the dataset")
+    truth = _ground_truth(where, record, mapped)
+    if not isinstance(extra, dict | None):
+        _refuse_type(where, "extra_info", extra, "an object; correct or remove it")
+    arguments, messages = template_arguments(where, record), messages_of(where, as_messages(record["prompt"]))
+    refuse_answered(where, messages)
+    return Row(index, [], data_source, truth, extra or {}, messages, arguments)
+
+
+def _refuse_missing(where: str, record: Mapping[str, Any], mapped: Collection[str], source: Provenance) -> None:
+    """Refuse a record without a prompt or a ground truth; with ``reward_model`` also one without ``data_source``."""
+    verl = record.get("reward_model") is not None and "ground_truth" not in mapped
+    missing = [key for key in (_REQUIRED if verl else ("prompt",)) if record.get(key) is None]
+    if not verl and not any(key in record for key in _TRUTHS):
+        missing.append("ground_truth")
+    if missing:
         raise DataError(
-            f"{where}: the row has no {' and no '.join(missing)} (missing or null). Expected prompt (a list of "
-            f'messages), data_source (a str) and reward_model ({{"ground_truth": ...}}).',
+            f"{where}: the row has no {' and no '.join(missing)} (missing or null). "
+            f"{source.how_to_map(missing)}; None is no ground truth.",
             code="prompts.missing-key",
             where=where,
             missing=missing,
         )
-    if media := [key for key in _MEDIA if record.get(key)]:
-        raise DataError(
-            f"{where}: the row has {media[0]}, but flowrl supports text only. Remove rows with images or videos.",
-            code="prompts.media",
-            where=where,
-            key=media[0],
-        )
-    source, reward, extra = record["data_source"], record["reward_model"], record.get("extra_info")
-    if not isinstance(source, str):
-        _refuse_type(where, "data_source", source, "a str, such as the name of the dataset")
-    _check_reward(where, reward)
-    if not isinstance(extra, dict | None):
-        _refuse_type(where, "extra_info", extra, "an object; correct or remove it")
-    arguments, messages = template_arguments(where, record), messages_of(where, record["prompt"])
-    refuse_answered(where, messages)
-    return Row(index, [], source, reward["ground_truth"], extra or {}, messages, arguments)
 
 
-def _check_reward(where: str, reward: Any) -> None:
-    """Refuse a ``reward_model`` without a ground truth."""
-    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+def _ground_truth(where: str, record: Mapping[str, Any], mapped: Collection[str]) -> Any:
+    """The ground truth of a record, which is null only if the user's mapping says so."""
+    reward = record.get("reward_model")
+    if reward is None or "ground_truth" in mapped:
+        key = next(key for key in _TRUTHS if key in record)
+        truth, what = record[key], f"{key} is {short(record[key], 200)}"
+    else:
+        key, truth = "reward_model", reward.get("ground_truth") if isinstance(reward, dict) else None
+        what = f"reward_model is {short(reward, 200)}, which has no ground truth"
+    if truth is None and "ground_truth" not in mapped:
         raise DataError(
-            f"{where}: reward_model is {short(reward, 200)}, which has no ground truth. Expected "
-            f'{{"ground_truth": ...}}; use "" if the reward needs none.',
+            f"{where}: {what}. Expected a value; pass columns={{'ground_truth': None}} if the reward needs none.",
             code="prompts.no-ground-truth",
             where=where,
-            found=short(reward, 200),
+            found=short(record[key], 200),
         )
-    if _holds_nan(reward["ground_truth"]):
+    if _holds_nan(truth):
         raise DataError(
-            f"{where}: the ground truth is {short(reward['ground_truth'], 80)}, but NaN equals no response. Expected a "
-            f'value; use "" if the reward needs none.',
+            f"{where}: the ground truth is {short(truth, 80)}, but NaN equals no response. Expected a value; pass "
+            f"columns={{'ground_truth': None}} if the reward needs none.",
             code="prompts.no-ground-truth",
             where=where,
-            found=short(reward["ground_truth"], 80),
+            found=short(truth, 80),
         )
+    return truth
+
+
+def refuse_media(where: str, key: str) -> NoReturn:
+    raise DataError(
+        f"{where}: the row has {key}, but flowrl supports text only. Remove rows with images, videos or audio, or "
+        f"leave them out: map='file.py:function', which returns None for them.",
+        code="prompts.media",
+        where=where,
+        key=key,
+    )
 
 
 def _refuse_type(where: str, key: str, found: Any, expected: str) -> NoReturn:
@@ -276,8 +250,14 @@ def _holds_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def messages_of(where: str, prompt: Any) -> list[dict[str, Any]]:
-    """The messages of a prompt; keys with null are dropped, since parquet does not distinguish null from missing."""
+def as_messages(prompt: Any) -> Any:
+    """A prompt that is text as one user message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def messages_of(where: str, prompt: Any, part: str = "prompt") -> list[dict[str, Any]]:
+    """The messages of a prompt or another part; keys with null are dropped, since parquet does not distinguish null
+    from missing."""
 
     def refuse(what: str, more: str = "", **facts: Any) -> NoReturn:
         raise DataError(
@@ -285,22 +265,38 @@ def messages_of(where: str, prompt: Any) -> list[dict[str, Any]]:
         )
 
     if not isinstance(prompt, list) or not prompt:
-        refuse(f"prompt is {short(prompt, 200)}", found=short(prompt, 200))
+        refuse(f"{part} is {short(prompt, 200)}", found=short(prompt, 200))
     messages = []
     for i, message in enumerate(prompt):
         given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        # A template would print any other content, such as a list of parts, as its Python repr.
+        if "content" in given:
+            given["content"] = _text_of(where, given["content"])
+        if "tool_calls" in given:
+            given["tool_calls"] = _without_nulls(given["tool_calls"])
+        # A template would print any other content as its Python repr.
         text = isinstance(given.get("content"), str) or ("content" not in given and "tool_calls" in given)
         role = given.get("role")
         if not isinstance(role, str) or not 0 < len(role) <= _ROLE or not text:
             found = short(message, 200)
-            refuse(f"message {i} of prompt is {found}", ", both values text", index=i, found=found)
+            refuse(f"message {i} of {part} is {found}", ", both values text", index=i, found=found)
         if role == "user" and not given.get("content", "").strip():
-            refuse(f"message {i} of prompt is an empty user message", index=i)
+            refuse(f"message {i} of {part} is an empty user message", index=i)
         messages.append(given)
     if not any(message.get("content", "").strip() or "tool_calls" in message for message in messages):
-        refuse("all messages of prompt are empty")
+        refuse(f"all messages of {part} are empty")
     return messages
+
+
+def _text_of(where: str, content: Any) -> Any:
+    """The text of a content that is a list of text parts, joined as chat templates join them; another as it is."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    kinds = [str(part.get("type")) for part in content]
+    if media := [kind for kind in kinds if kind.removeprefix("input_").startswith(("image", "video", "audio"))]:
+        refuse_media(where, media[0])
+    texts = [part.get("text") for part in content]
+    whole = set(kinds) == {"text"} and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if whole else content
 
 
 def refuse_answered(where: str, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts from files: JSONL and parquet in verl's format, tokenized once and sampled in a resumable order.
+"""Prompts from files, the Hub or memory, tokenized once and sampled in a resumable order.
 
 `flowrl.data.sources.prompt_rows` defines the columns of a row.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class PromptData(FileSource):
-    """Prompts from files in verl's format; see `FileSource` for the parameters."""
+    """Prompts in verl's format or TRL's; see `flowrl.data.sources.prompt_rows`, and `FileSource` for the parameters."""
 
     record: ClassVar[type] = PromptBatch
-    columns: ClassVar[Sequence[str]] = READ
+    reads: ClassVar[Sequence[str]] = READ
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
         """Read and tokenize all prompts.

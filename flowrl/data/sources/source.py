@@ -122,6 +122,10 @@ class Source(Spec):
             DataError: something is missing.
         """
 
+    def missing_here(self) -> list[str]:
+        """What would be downloaded to read it, so that `flowrl check` does not."""
+        return []
+
     def identity(self) -> dict[str, Any]:
         """Its parameters that must not change when a run is resumed."""
         return dict(parameters(self))

@@ -343,6 +343,12 @@ class ChatTokenizer:
         """The ids of a demonstrated response; control tokens in it are text, except those that models write."""
         return self.encode(self.control_tokens.quote(text, written=True) if self.split_special_tokens else text)
 
+    def document_ids(self, text: str) -> list[int]:
+        """The ids of a document without turns: BOS, if the tokenizer writes one, its text, and EOS."""
+        begin = [i for i in self._tokenizer.encode("") if i == self._tokenizer.bos_token_id]
+        ids = [*begin, *self.encode(self.control_tokens.quote(text) if self.split_special_tokens else text)]
+        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
+
     def decode(self, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
         """The text of a response, as a reward function reads it.
 

@@ -16,6 +16,7 @@ from flowrl.edits.edit import edit
 from flowrl.errors import BindError
 from flowrl.files.graph_io import fingerprint
 from flowrl.files.values import encode
+from flowrl.references import named_source_hash, source_hash
 from flowrl.run.training.sources import identities
 from flowrl.spec import Spec
 
@@ -39,10 +40,16 @@ def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts:
 
 def _parameters(source: Source) -> dict[str, Any]:
     """The identity of a source as JSON-able data, with its class unless it is `PromptData`."""
-    identity = source.identity()
-    written = {k: encode(v, f"data.{k}", portable=False) if isinstance(v, Spec) else v for k, v in identity.items()}
+    written = {name: _written(source, name, value) for name, value in source.identity().items()}
     kind = type(source)
     return written if kind is PromptData else {**written, "$type": f"{kind.__module__}:{kind.__qualname__}"}
+
+
+def _written(source: Source, name: str, value: Any) -> Any:
+    """A parameter of a source; a function by its source, so that its file may be moved."""
+    if value is not None and name in source.references:
+        return {"source": named_source_hash(value) if isinstance(value, str) else source_hash(value)}
+    return encode(value, f"data.{name}", portable=False) if isinstance(value, Spec) else value
 
 
 def _weights(graph: Graph) -> dict[str, str | None]:

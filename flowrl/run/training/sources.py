@@ -349,7 +349,9 @@ class Sources:
 
 
 def sources_here(graph: Graph, sources: Mapping[str, Source], seed: int) -> Sources | None:
-    """The data of a graph, read and tokenized; None if its model is not on this machine."""
+    """The data of a graph, read and tokenized; None if its model or data is not on this machine."""
+    if any(source.missing_here() for source in sources.values()):
+        return None
     found = (tokenizer_of(graph, role) for role in graph.generators)
     if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
         return Sources(sources, tokenizer, seed, graph, ())

@@ -250,6 +250,11 @@ class Training(Spec):
             validation=validations[0] if isinstance(self.validation, Validation) else validations,
         )
 
+    def missing_here(self) -> list[str]:
+        """The data sets on the Hub that are not on this machine; `flowrl check` does not download them."""
+        data = [self.sources, *(one.sources for one in held_out(self.job.graph, self.validations))]
+        return list(dict.fromkeys(name for each in data for source in each.values() for name in source.missing_here()))
+
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
 

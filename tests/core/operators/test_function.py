@@ -22,7 +22,6 @@ from flowrl import INJECTED, After, Key, Metrics, Reads, Role
 from flowrl import columns as c
 from flowrl.core.operators.function import function_of, operator
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.references import source_hash
 from flowrl.core.operators.session import Session
 from flowrl.errors import DefinitionError, GraphError
 from flowrl.graph import Graph, algorithm
@@ -30,6 +29,7 @@ from flowrl.graphs import grpo, ppo
 from flowrl.operators import Whiten
 from flowrl.protocols.protocols import Scorer
 from flowrl.records import Sequences
+from flowrl.references import source_hash
 from tests import ROOT
 from tests.support.errors import raises
 from tests.support.kernel import answers, exact

@@ -69,11 +69,11 @@ def test_the_last_message_of_a_conversation_is_the_response(tmp_path: Path, toke
     turns = [*ASK, {"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
     conversation = [*turns, {"role": "assistant", "content": "yes"}]
     separate, joined = [{"prompt": turns, "response": "yes"}], [{"messages": conversation}]
-    first, second = (load(tmp_path, rows, tokenizer).next(1) for rows in (separate, joined))
+    first, second = (load(tmp_path, rows, tokenizer, turns="last").next(1) for rows in (separate, joined))
     assert torch.equal(first["input_ids"], second["input_ids"])
     assert second["raw_prompt"][0] == turns
     pq.write_table(pa.Table.from_pylist(joined), tmp_path / "rows.parquet")
-    again = DemoData(tmp_path / "rows.parquet").load(tokenizer, 0).next(1)
+    again = DemoData(tmp_path / "rows.parquet", turns="last").load(tokenizer, 0).next(1)
     assert torch.equal(first["input_ids"], again["input_ids"])
 
 

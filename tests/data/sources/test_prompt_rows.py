@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flowrl import PromptData
-from flowrl.data.sources import file_source, prompt_rows
+from flowrl.data.sources import file_source, readers
 from flowrl.data.text.tokenizer import ChatTokenizer
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
@@ -173,7 +173,7 @@ def test_characters_are_limited_without_a_token_limit(tmp_path: Path, monkeypatc
 
 
 def test_an_overlong_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_rows, "_LINE", 300)
+    monkeypatch.setattr(readers, "_LINE", 300)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 300)])
     with raises("prompts.broken-file", path=path, line=2) as caught:
         load(path)

@@ -16,11 +16,11 @@ import flowrl
 from flowrl import After, RecordedRun
 from flowrl.backends import TorchRollout
 from flowrl.columns import ColumnType
-from flowrl.core.operators.references import load_object
 from flowrl.core.operators.symbols import Edge
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import AdaptiveKL, Collect, Interact, RolloutCorrection, Spread
+from flowrl.references import load_object
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Typed, read_columns, write_columns
 from flowrl.schedules import Linear

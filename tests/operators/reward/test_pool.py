@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.core.operators import references as functions
+from flowrl import references as functions
 from flowrl.data.metrics import Metrics
 from flowrl.operators.reward import pool as reward_pool
 from flowrl.operators.reward.operator import Reward

@@ -18,6 +18,7 @@ from flowrl import (
     PromptBatch,
     PromptData,
     ReplaySampler,
+    Source,
     Training,
     Validation,
     algorithm,
@@ -29,10 +30,12 @@ from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError
+from flowrl.files.values import decode, encode, refuse_foreign
 from flowrl.graph import Graph
 from flowrl.operators import Collect, Feedback, Interact, Spread
 from flowrl.operators.rows.held_out import pass_at_k
 from flowrl.run.training.checkpoint import Checkpoints
+from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.sources import Sources, by_input, refuse_no_feedback
 from tests.nightly import nightly
@@ -358,3 +361,43 @@ def test_a_row_with_template_arguments_unlike_its_episodes_is_refused(
     Sources(sources, loaded, 0, plain, ())  # `Generate` uses the token ids of the rows
     with raises("run.chat-template", node="interact", row=1) if refused else nullcontext():
         Sources(sources, loaded, 0, episodes, ())
+
+
+class TestIdentity:
+    """Functions and rows in memory are in the identity of a run by content."""
+
+    def identity(self, source: Source) -> Any:
+        graph = job_of("grpo", "model").graph
+        return {key: identity_of(graph, {"batch": source}, 0, 2)[key] for key in ("data", "content of the data")}
+
+    def test_a_mapping_counts_by_its_source(self, tmp_path: Path) -> None:
+        files = [tmp_path / "a.py", tmp_path / "b.py", tmp_path / "c.py"]
+        for file, answer in zip(files, ("1", "1", "2"), strict=True):
+            file.write_text(f"def row(r):\n    return {{'prompt': r['prompt'], 'ground_truth': '{answer}'}}\n")
+        rows = [{"prompt": "a"}]
+        a, b, c = (self.identity(PromptData(rows, map=f"{file}:row")) for file in files)
+        assert a == b != c
+        assert self.identity(PromptData(rows)) == self.identity(PromptData(list(rows)))
+        assert self.identity(PromptData(rows)) != self.identity(PromptData([{"prompt": "b"}]))
+
+    def test_identities_of_earlier_runs_stay(self, tmp_path: Path) -> None:
+        found = self.identity(PromptData(write_prompts(tmp_path / "a.jsonl")))["data"]
+        assert found == {"max_prompt_length": None, "overlong": "error", "shuffle": True, "chat_template_kwargs": {}}
+
+    def test_rows_in_memory_are_described_but_not_saved(self) -> None:
+        data = PromptData([{"prompt": "a"}])
+        described = encode(data, "data", portable=False)["path"]
+        assert described == {"$rows": data.digests()[0], "count": 1}
+        with raises("file.rows-in-memory", where="data.path", found=1):
+            encode(data, "data")
+
+    def test_a_mapping_of_a_file_is_not_imported_unasked(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.py").write_text("def row(r):\n    return r\n")
+        saved = encode(PromptData("a.jsonl", map=f"{tmp_path}/rows.py:row"), "data")
+        assert set(saved["map"]) == {"$named", "source"}
+        with raises("file.not-imported"):
+            refuse_foreign(saved, "run.yaml", "load(..., imports=True)")
+        assert decode(saved, "data", True) == PromptData("a.jsonl", map=f"{tmp_path}/rows.py:row")
+        (tmp_path / "rows.py").write_text("def row(r):\n    return None\n")
+        with raises("file.source-changed"):
+            decode(saved, "data", True)

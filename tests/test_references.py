@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.core.operators import references as functions
+from flowrl import references as functions
 from tests.support.errors import raises
 from tests.support.rows.reward_rows import SCORES
 
