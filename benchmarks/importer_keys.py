@@ -29,7 +29,11 @@ _TRL = {
     "kto": "trainer/kto_config.py:KTOConfig",
     "reward": "trainer/reward_config.py:RewardConfig",
 }
-_SHARED = ("trainer/model_config.py:ModelConfig", "scripts/utils.py:ScriptArguments", "scripts/utils.py:DatasetMixtureConfig")
+_SHARED = (
+    "trainer/model_config.py:ModelConfig",
+    "scripts/utils.py:ScriptArguments",
+    "scripts/utils.py:DatasetMixtureConfig",
+)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -48,7 +52,11 @@ def verl(folder: Path) -> dict[str, dict[str, Any]]:
     configs = next(folder.rglob("trainer/config/ppo_trainer.yaml")).parent
     load = lambda name: yaml.safe_load((configs / name).read_text(encoding="utf-8"))  # noqa: E731
     sft = dict(leaves(load("sft_trainer_engine.yaml")))
-    for part, file in {"model": "model/hf_model.yaml", "engine": "engine/fsdp.yaml", "optim": "optim/fsdp.yaml"}.items():
+    for part, file in {
+        "model": "model/hf_model.yaml",
+        "engine": "engine/fsdp.yaml",
+        "optim": "optim/fsdp.yaml",
+    }.items():
         sft |= leaves(load(file), f"{part}.")
     return {"main_ppo": dict(leaves(load("_generated_ppo_trainer.yaml"))), "sft": sft}
 
@@ -58,7 +66,9 @@ def trl(folder: Path) -> dict[str, dict[str, Any]]:
     from transformers import TrainingArguments
 
     root = next(folder.rglob("trainer/grpo_config.py")).parents[1]
-    inherited = {f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(TrainingArguments)}
+    inherited = {
+        f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(TrainingArguments)
+    }
     base = fields(root, "trainer/base_config.py:_BaseConfig")
     shared = {key: value for name in _SHARED for key, value in fields(root, name).items()}
     return {part: {**inherited, **base, **shared, **fields(root, name)} for part, name in _TRL.items()}
@@ -140,7 +150,9 @@ def _formatted(node: ast.AST, names: Mapping[str, Any]) -> Iterator[tuple[str, A
             for name in one.args[:1]:
                 if isinstance(name, ast.JoinedStr):
                     parts = [
-                        str(part.value) if isinstance(part, ast.Constant) else str(names.get(ast.unparse(part.value), ""))  # type: ignore[attr-defined]
+                        str(part.value)
+                        if isinstance(part, ast.Constant)
+                        else str(names.get(ast.unparse(part.value), ""))  # type: ignore[attr-defined]
                         for part in name.values
                     ]
                     yield re.sub(r"^\.", "", "".join(parts).lstrip("-")), _default(one, names)

@@ -20,7 +20,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*([eE][-+]?\d+)|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.inf|\.nan)$"),
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?[\d_]*([eE][-+]?\d+)|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.inf|\.nan)$"
+    ),
     list("-+.0123456789"),
 )
 

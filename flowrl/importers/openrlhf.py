@@ -19,7 +19,9 @@ _COMMANDS = ("train_ppo_ray", "train_sft", "train_dpo")
 
 def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[str, str]] | None:
     """The command of OpenRLHF that a command line starts, and its flags; None for other command lines."""
-    names = [Path(word.text).stem.rpartition(".")[2] if "/" in word.text else word.text.rpartition(".")[2] for word in words]
+    names = [
+        Path(word.text).stem.rpartition(".")[2] if "/" in word.text else word.text.rpartition(".")[2] for word in words
+    ]
     at = next((index for index, name in enumerate(names) if name in _COMMANDS), None)
     if at is None:
         return None
@@ -78,14 +80,20 @@ def _ppo(settings: Settings, title: str) -> Imported:
     roles = graph.edited().roles()
     if "ref" in roles:
         offload = bool(get("ref.offload"))
-        bind["ref"] = call("TorchScorer") if lora else call("TorchScorer", model, dtype=_dtype(settings), **ranks, offload=offload)
+        bind["ref"] = (
+            call("TorchScorer")
+            if lora
+            else call("TorchScorer", model, dtype=_dtype(settings), **ranks, offload=offload)
+        )
     if "critic" in roles:
         reward = None if graph.reward else settings.name("reward.model_name_or_path")
         critic = settings.name("critic.model_name_or_path") or reward or model
         bind["critic"] = _trainer(settings, "TorchCritic", critic, "critic.", ranks, None)
     if "reward_model" in roles:
         reward = settings.name("reward.model_name_or_path")
-        bind["reward_model"] = call("TorchRewardModel", reward, dtype=_dtype(settings), **ranks, offload=bool(get("reward.offload")))
+        bind["reward_model"] = call(
+            "TorchRewardModel", reward, dtype=_dtype(settings), **ranks, offload=bool(get("reward.offload"))
+        )
     if gpus > 1:
         bind["place"] = call("Colocate", gpus=gpus)
     columns = {"prompt": get("data.input_key"), "ground_truth": get("data.label_key")}

@@ -105,9 +105,12 @@ def _add_filter(settings: Settings, plan: GraphPlan) -> None:
         if [float(bound) for bound in get("algo.dynamic_filtering_range")] != [0.0, 1.0]:
             settings.refuse("algo.dynamic_filtering_range", "`Spread` drops groups of equal scores")
         settings.differ(
-            "algo.dynamic_filtering_enable", "groups of equal scores are replaced, which are those of 0 or 1 for such rewards"
+            "algo.dynamic_filtering_enable",
+            "groups of equal scores are replaced, which are those of 0 or 1 for such rewards",
         )
-        plan.insert["collect"] = call("After", "reward", call("Collect", call("Spread"), groups=get("rollout.batch_size")))
+        plan.insert["collect"] = call(
+            "After", "reward", call("Collect", call("Spread"), groups=get("rollout.batch_size"))
+        )
     if buffer := get("reward.overlong_buffer_len"):
         weight = float(get("reward.overlong_penalty_factor"))
         penalty = call("OverlongPenalty", plan.settings["max_new_tokens"], int(buffer), weight=weight)
@@ -120,8 +123,12 @@ def _add_correction(settings: Settings, plan: GraphPlan) -> None:
     level, mode = get(f"{CORRECTION}level"), get(f"{CORRECTION}mode")
     if get(f"{CORRECTION}enable"):  # flags of other versions
         kind = get(f"{CORRECTION}type", "tis")
-        level, mode = ("token", {"icepop": "mask", "tis": "clip"}[kind]) if kind in ("icepop", "tis") else ("seq", "mask")
-        settings.differ(f"{CORRECTION}enable", f"a flag of another version than {settings.table.version}, read as {kind}")
+        level, mode = (
+            ("token", {"icepop": "mask", "tis": "clip"}[kind]) if kind in ("icepop", "tis") else ("seq", "mask")
+        )
+        settings.differ(
+            f"{CORRECTION}enable", f"a flag of another version than {settings.table.version}, read as {kind}"
+        )
     if level in ("off", None):
         return
     low, high = [None, *map(float, get(f"{CORRECTION}threshold"))][-2:]
@@ -131,6 +138,8 @@ def _add_correction(settings: Settings, plan: GraphPlan) -> None:
     if mode == "clip" and low:
         settings.differ(f"{CORRECTION}threshold", f"weights are bounded from above, and not raised to {low}")
     way = {"low": low, "high": high} if mode == "mask" else {"high": high}
-    after = {"ppo": "whiten", "reinforce_plus_plus": "whiten", "rloo": "rloo_advantage"}.get(plan.algorithm, "group_advantage")
+    after = {"ppo": "whiten", "reinforce_plus_plus": "whiten", "rloo": "rloo_advantage"}.get(
+        plan.algorithm, "group_advantage"
+    )
     weights = call("RolloutCorrection", "token", "mask" if mode == "mask" else "truncate", **way)
     plan.insert["correction"] = call("After", after, weights)

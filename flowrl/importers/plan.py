@@ -85,9 +85,7 @@ class Imported:
     def program(self, reward: bool = True) -> Program:
         """The file; without its reward function, the graph can be checked where that does not exist."""
         head = self.graph.head(self.graph.reward if reward else None)
-        return Program(
-            self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports
-        )
+        return Program(self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports)
 
 
 __all__ = ["Call", "GraphPlan", "Imported", "Name", "call", "value_of"]

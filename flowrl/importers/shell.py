@@ -17,7 +17,9 @@ from flowrl.importers.words import UNSET, Scope, Word, expand, line_of, source, 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-_QUIET = frozenset({"echo", "printf", "set", "ulimit", "cd", "mkdir", "sleep", "true", ":", "unset", "source", ".", "trap"})
+_QUIET = frozenset(
+    {"echo", "printf", "set", "ulimit", "cd", "mkdir", "sleep", "true", ":", "unset", "source", ".", "trap"}
+)
 _MOST_ROUNDS = 1000
 
 
@@ -113,7 +115,9 @@ class _Reader:
         words: list[Word] = []
         for child in rest:
             if child.type == "array":
-                words = [word for item in child.named_children if item.type != "comment" for word in expand(item, self.scope)]
+                words = [
+                    word for item in child.named_children if item.type != "comment" for word in expand(item, self.scope)
+                ]
             else:
                 words = [value(child, self.scope)._replace(line=line_of(child))]
         if name.type != "variable_name":  # an element of an array
@@ -217,7 +221,9 @@ class _Reader:
         subject, *items = node.named_children
         word = value(subject, self.scope)
         if word.unknown:
-            self.note(f"line {line_of(node)}: `case {_short(subject)}` depends on what is not known; no branch is taken")
+            self.note(
+                f"line {line_of(node)}: `case {_short(subject)}` depends on what is not known; no branch is taken"
+            )
             return True
         for item in items:
             if item.type != "case_item":

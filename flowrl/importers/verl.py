@@ -24,7 +24,14 @@ _REWARDS = {"openai/gsm8k": Name("gsm8k"), "*MATH*": Name("math"), "math_dapo*":
 
 def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[str, str]] | None:
     """The part of verl that a command starts, its settings, and options of the launcher; None for other commands."""
-    at = next((i for i, word in enumerate(words) if word.text.rpartition(".")[2].removesuffix(".py") in _DRIVERS or Path(word.text).stem in _DRIVERS), None)
+    at = next(
+        (
+            i
+            for i, word in enumerate(words)
+            if word.text.rpartition(".")[2].removesuffix(".py") in _DRIVERS or Path(word.text).stem in _DRIVERS
+        ),
+        None,
+    )
     if at is None:
         return None
     launcher = {w.text.partition("=")[0].lstrip("-"): w.text.partition("=")[2] for w in words[:at] if "=" in w.text}
@@ -57,7 +64,11 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
 def _refuse_other_configs(settings: Settings) -> None:
     """Other trainers of verl, and images."""
     for key in ("--config-name", "-cn"):
-        if key in settings and Path(str(settings.get(key))).stem not in ("ppo_trainer", "sft_trainer_engine", "sft_trainer"):
+        if key in settings and Path(str(settings.get(key))).stem not in (
+            "ppo_trainer",
+            "sft_trainer_engine",
+            "sft_trainer",
+        ):
             settings.refuse(key, "flowrl trains by FSDP2 only; Megatron, VeOmni and other engines are not read")
     for key in ("data.image_key", "data.video_key"):
         if key in settings:
@@ -130,7 +141,13 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     offload = bool(get("actor_rollout_ref.ref.fsdp_config.param_offload"))
     roles = graph.edited().roles()
     if "ref" in roles:
-        bind["ref"] = call("TorchScorer", *([] if lora else [model]), dtype="bfloat16", **({} if lora else ranks), offload=offload and not lora)
+        bind["ref"] = call(
+            "TorchScorer",
+            *([] if lora else [model]),
+            dtype="bfloat16",
+            **({} if lora else ranks),
+            offload=offload and not lora,
+        )
         if lora:
             bind["ref"] = call("TorchScorer")
     if "critic" in roles:
@@ -185,17 +202,25 @@ def _schedule(settings: Settings, prefix: str) -> Any:
     """The schedule of the learning rate; shares of the steps need their number."""
     get = settings.get
     kind = get(f"{prefix}warmup_style") or get(f"{prefix}lr_scheduler_type")
-    total, warmup, share = get("trainer.total_training_steps"), get(f"{prefix}lr_warmup_steps"), get(f"{prefix}lr_warmup_steps_ratio")
+    total, warmup, share = (
+        get("trainer.total_training_steps"),
+        get(f"{prefix}lr_warmup_steps"),
+        get(f"{prefix}lr_warmup_steps_ratio"),
+    )
     warmup = max(0, warmup or 0)
     if share and not warmup:
         if total:
             warmup = int(share * total)
         else:
-            settings.refuse(f"{prefix}lr_warmup_steps_ratio", "flowrl counts steps: pass lr_warmup_steps, or total_training_steps")
+            settings.refuse(
+                f"{prefix}lr_warmup_steps_ratio", "flowrl counts steps: pass lr_warmup_steps, or total_training_steps"
+            )
     if kind == "cosine" and total:
         return call("Cosine", 1.0, float(get(f"{prefix}min_lr_ratio") or 0.0), steps=total, warmup=warmup)
     if kind != "constant":
-        settings.refuse(f"{prefix}lr_scheduler_type", "a schedule needs the number of steps: set trainer.total_training_steps")
+        settings.refuse(
+            f"{prefix}lr_scheduler_type", "a schedule needs the number of steps: set trainer.total_training_steps"
+        )
     return call("Constant", 1.0, warmup=warmup)
 
 
@@ -250,7 +275,9 @@ def _prompts(settings: Settings, key: str) -> Any:
     for name, column in {"prompt_key": "prompt", "reward_fn_key": "data_source"}.items():
         if (given := get(f"data.{name}")) != column:
             columns[column] = given
-    template = {k.rpartition(".")[2]: get(k) for k in settings.given if k.startswith("data.apply_chat_template_kwargs.")}
+    template = {
+        k.rpartition(".")[2]: get(k) for k in settings.given if k.startswith("data.apply_chat_template_kwargs.")
+    }
     return call(
         "PromptData",
         _paths(settings, key),
@@ -278,7 +305,10 @@ def _validation(settings: Settings) -> Any:
     changes: dict[str, Any] = {}
     if get(f"{prefix}do_sample"):
         changes["generate.temperature"] = float(get(f"{prefix}temperature"))
-        changes["generate.top_p"], changes["generate.top_k"] = float(get(f"{prefix}top_p")), max(0, get(f"{prefix}top_k"))
+        changes["generate.top_p"], changes["generate.top_k"] = (
+            float(get(f"{prefix}top_p")),
+            max(0, get(f"{prefix}top_k")),
+        )
     else:
         for name in ("temperature", "top_p", "top_k"):
             if f"{prefix}{name}" in settings:
@@ -289,7 +319,9 @@ def _validation(settings: Settings) -> Any:
         settings.differ("trainer.val_before_train", "flowrl always validates before the first step")
     more = {"changes": changes} if changes else {}
     batch = get("data.val_batch_size")
-    return call("Validation", _prompts(settings, "data.val_files"), every=every, **more, **({"batch": batch} if batch else {}))
+    return call(
+        "Validation", _prompts(settings, "data.val_files"), every=every, **more, **({"batch": batch} if batch else {})
+    )
 
 
 def _training(settings: Settings, part: str) -> dict[str, Any]:

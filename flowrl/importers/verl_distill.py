@@ -23,7 +23,13 @@ def distillation_of(settings: Settings) -> tuple[GraphPlan, list[str], dict[str,
     mode, gradient, clamp = get(f"{LOSS}loss_mode"), get(f"{LOSS}use_policy_gradient"), get(f"{LOSS}loss_max_clamp")
     names = ("n", "temperature", "max_new_tokens", "mini_batch")
     plan = GraphPlan("distill", {name: rest.settings[name] for name in names}, has_reward=False)
-    keys = ("generate.top_p", "generate.top_k", "generate.ignore_eos", "update_actor.aggregation", "update_actor.entropy")
+    keys = (
+        "generate.top_p",
+        "generate.top_k",
+        "generate.ignore_eos",
+        "update_actor.aggregation",
+        "update_actor.entropy",
+    )
     plan.wanted = {key: rest.wanted[key] for key in keys}
     if get(f"{LOSS}use_task_rewards"):
         settings.refuse(f"{LOSS}use_task_rewards", "distillation has no reward; add one by an edit of the graph")

@@ -26,13 +26,26 @@ _ALGORITHMS = {
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
 }
-_OF_LOSS = {"cispo": "cispo", "clip_cov": "clip_cov", "geo_mean": "gmpo", "gspo": "gspo", "kl_cov": "kl_cov", "sapo": "sapo"}
+_OF_LOSS = {
+    "cispo": "cispo",
+    "clip_cov": "clip_cov",
+    "geo_mean": "gmpo",
+    "gspo": "gspo",
+    "kl_cov": "kl_cov",
+    "sapo": "sapo",
+}
 """Algorithms of flowrl that are GRPO with another loss."""
 
 _ESTIMATORS = {"abs": "abs", "k1": "k1", "k2": "k2", "k3": "k3", "kl": "k1", "low_var_kl": "k3", "mse": "k2"}
 _KL_IN_REWARD = frozenset({"ppo", "reinforce_plus_plus", "remax", "rloo"})
 _ADVANTAGES = {"ppo": "whiten", "reinforce_plus_plus": "whiten", "remax": "subtract_baseline", "rloo": "rloo_advantage"}
-_LEVELS = {"seq_mean_k1": "geometric", "seq_mean_k2": "k2", "seq_mean_k3": "k3", "seq_sum_k1": "sequence", "token_k1": "token"}
+_LEVELS = {
+    "seq_mean_k1": "geometric",
+    "seq_mean_k2": "k2",
+    "seq_mean_k3": "k3",
+    "seq_sum_k1": "sequence",
+    "token_k1": "token",
+}
 
 
 def graph_of(settings: Settings, reward: Any) -> GraphPlan:
@@ -219,7 +232,9 @@ def _add_filter(settings: Settings, plan: GraphPlan) -> None:
     if get("algorithm.filter_groups.enable"):
         metric, rounds = get("algorithm.filter_groups.metric"), get("algorithm.filter_groups.max_num_gen_batches")
         if metric not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
-            settings.refuse("algorithm.filter_groups.metric", "`Spread` reads scores; write a predicate for another metric")
+            settings.refuse(
+                "algorithm.filter_groups.metric", "`Spread` reads scores; write a predicate for another metric"
+            )
         collect = call("Collect", call("Spread"), groups=get("data.train_batch_size"), rounds=rounds or 8)
         plan.insert["collect"] = call("After", "reward", collect)
     for prefix in ("reward_model.", "reward.reward_kwargs.", "reward_model.reward_kwargs."):
@@ -241,7 +256,8 @@ def _add_correction(settings: Settings, plan: GraphPlan) -> None:
     if bypass and kind == "reinforce":
         plan.wanted["update_actor.loss"] = call("Reinforce")
         settings.differ(
-            f"{CORRECTION}bypass_mode", "flowrl weighs by the policy at the start of the step, which it scores once more"
+            f"{CORRECTION}bypass_mode",
+            "flowrl weighs by the policy at the start of the step, which it scores once more",
         )
     elif bypass:
         loss = plan.wanted["update_actor.loss"]

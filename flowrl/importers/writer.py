@@ -27,7 +27,9 @@ class Call:
     def arguments(self) -> list[tuple[str | None, Any]]:
         """Arguments with their names; None for positional ones."""
         known = _defaults(self.target) if is_public(self.name) else {}
-        kept = [(name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value_of(value)]
+        kept = [
+            (name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value_of(value)
+        ]
         return [*((None, value) for value in self.args), *kept]
 
 
@@ -100,7 +102,9 @@ class Program:
         names: dict[str, set[str]] = {module: set(found) for module, found in self.imports.items()}
         for name in ["Training", *_named(self.graph), *_named(self.edit), *_named(self.bind), *_named(self.training)]:
             names.setdefault(module_of(name), set()).add(name)
-        heads = [f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())]
+        heads = [
+            f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())
+        ]
         return "\n".join([f'"""{self.title}"""', "", *heads, "", *self.functions, *lines]) + "\n"
 
 

@@ -26,21 +26,36 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
     @app.command("from-verl")
     def from_verl(
-        file: File, arguments: Arguments = None, to: To = None, allow: Allow = None, env: Env = None, check: Check = False
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
     ) -> None:
         """Write a training of verl (a script or its configuration) as a Python file of flowrl, and check it."""
         _run("verl", out, file, arguments, to, allow, env, check)
 
     @app.command("from-trl")
     def from_trl(
-        file: File, arguments: Arguments = None, to: To = None, allow: Allow = None, env: Env = None, check: Check = False
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
     ) -> None:
         """Write a training of TRL (a script or its configuration) as a Python file of flowrl, and check it."""
         _run("trl", out, file, arguments, to, allow, env, check)
 
     @app.command("from-openrlhf")
     def from_openrlhf(
-        file: File, arguments: Arguments = None, to: To = None, allow: Allow = None, env: Env = None, check: Check = False
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
     ) -> None:
         """Write a training of OpenRLHF (a script) as a Python file of flowrl, and check it."""
         _run("openrlhf", out, file, arguments, to, allow, env, check)
@@ -83,7 +98,10 @@ def _run(
     target = to or Path(file.with_suffix(".py").name)
     if target.exists():
         raise ParameterError(
-            f"{target} exists. Pass another file to write: --to FILE.py.", code="cli.bad-option", option="--to", found=target
+            f"{target} exists. Pass another file to write: --to FILE.py.",
+            code="cli.bad-option",
+            option="--to",
+            found=target,
         )
     target.write_text(found.program().source(), encoding="utf-8")
     out.print(f"Written to {target}. Run it: flowrl run {target}:training", markup=False)
