@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.errors import FlowrlError, HubError
+from flowrl.errors import FlowrlError
 from flowrl.graph import Graph
 from flowrl.importers.plan import Imported
 

@@ -148,7 +148,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
     if scheduler != "constant":
         settings.differ(
             f"{prefix}lr_scheduler",
-            f"{scheduler} needs the number of steps, which depends on the data: the learning rate is constant until you "
+            f"{scheduler} needs the number of steps, which the data decides: the learning rate is constant until you "
             f"pass schedule=Cosine(1.0, {get(f'{prefix}min_lr_ratio')}, steps=..., warmup=...)",
         )
     get(f"{prefix}lr_warmup_ratio"), get(f"{prefix}min_lr_ratio")

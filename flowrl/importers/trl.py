@@ -29,7 +29,7 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
         (
             i
             for i, name in enumerate(names)
-            if name in _PARTS and (i and names[i - 1] == "trl" or words[i].text.endswith(".py"))
+            if name in _PARTS and ((i and names[i - 1] == "trl") or words[i].text.endswith(".py"))
         ),
         None,
     )

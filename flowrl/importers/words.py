@@ -1,4 +1,4 @@
-"""Values of shell words: quotes, parameters, arrays, arithmetic. No command runs; what only a command knows is named."""
+"""Values of shell words: quotes, parameters, arrays, arithmetic. No command runs; what it would tell is named."""
 
 from __future__ import annotations
 
