@@ -47,18 +47,21 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
+def _yaml(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
 def verl(folder: Path) -> dict[str, dict[str, Any]]:
     """Of `main_ppo`, whose composed configuration verl ships, and of the SFT trainer with FSDP."""
     configs = next(folder.rglob("trainer/config/ppo_trainer.yaml")).parent
-    load = lambda name: yaml.safe_load((configs / name).read_text(encoding="utf-8"))  # noqa: E731
-    sft = dict(leaves(load("sft_trainer_engine.yaml")))
+    sft = dict(leaves(_yaml(configs / "sft_trainer_engine.yaml")))
     for part, file in {
         "model": "model/hf_model.yaml",
         "engine": "engine/fsdp.yaml",
         "optim": "optim/fsdp.yaml",
     }.items():
-        sft |= leaves(load(file), f"{part}.")
-    return {"main_ppo": dict(leaves(load("_generated_ppo_trainer.yaml"))), "sft": sft}
+        sft |= leaves(_yaml(configs / file), f"{part}.")
+    return {"main_ppo": dict(leaves(_yaml(configs / "_generated_ppo_trainer.yaml"))), "sft": sft}
 
 
 def trl(folder: Path) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
     """The safe loader; ``1e-6`` is a number, as in OmegaConf, and keys keep their lines."""
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
         r"^[-+]?(\d[\d_]*\.?[\d_]*([eE][-+]?\d+)|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.inf|\.nan)$"

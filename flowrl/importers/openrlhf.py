@@ -10,7 +10,7 @@ from flowrl.errors import ImporterError
 from flowrl.importers.hydra import parsed
 from flowrl.importers.openrlhf_graph import graph_of
 from flowrl.importers.plan import GraphPlan, Imported, call
-from flowrl.importers.settings import Setting, Settings, Table
+from flowrl.importers.settings import Setting, Settings, Table, is_file
 from flowrl.importers.words import Word
 
 STARTS = "openrlhf.cli.train_ppo_ray, train_sft or train_dpo"
@@ -184,13 +184,12 @@ def _data(settings: Settings, source: str, kind: str, columns: Mapping[str, Any]
     template = get("data.apply_chat_template")
     if not template and "data.apply_chat_template" in settings.table.defaults:
         settings.differ("data.apply_chat_template", "flowrl always applies the chat template of the model")
-    is_file = name.endswith((".jsonl", ".parquet", ".json", ".csv")) or name.startswith((".", "/", "~"))
     return call(
         source,
         name,
         max_prompt_length=longest,
         overlong="drop",
-        **({} if is_file else {"split": split}),
+        **({} if is_file(name) else {"split": split}),
         **({"columns": named} if named else {}),
     )
 

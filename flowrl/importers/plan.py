@@ -58,7 +58,7 @@ class GraphPlan:
         """The arguments of the edit; what the algorithm has already is left out."""
         graph: Graph = value_of(self.head(None))
         drop = [name for name in self.drop if name in graph.nodes]
-        changed = {}
+        changed: dict[str, Any] = {}
         for path, value in self.wanted.items():
             node, _, rest = path.partition(".")
             if node in graph.nodes and node not in (*drop, *self.replace):

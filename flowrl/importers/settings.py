@@ -85,6 +85,11 @@ def groups_of(framework: str) -> Sequence[Mapping[str, Any]]:
     return tuple(tomllib.loads(text)["group"])
 
 
+def is_file(name: str) -> bool:
+    """Whether the name of a data set is a path of a file."""
+    return name.endswith((".csv", ".json", ".jsonl", ".parquet")) or name.startswith((".", "/", "~"))
+
+
 def _near(key: str, known: Iterable[str]) -> list[str]:
     import difflib
 

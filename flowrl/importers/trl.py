@@ -15,7 +15,7 @@ from typing import Any
 from flowrl.errors import ImporterError
 from flowrl.importers import hydra
 from flowrl.importers.plan import GraphPlan, Imported, call
-from flowrl.importers.settings import Setting, Settings, Table
+from flowrl.importers.settings import Setting, Settings, Table, is_file
 from flowrl.importers.words import Word
 
 STARTS = "trl sft, trl dpo, or a script sft.py or dpo.py"
@@ -141,7 +141,7 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
         max_prompt_length=length,
         max_response_length=length,
         overlong="drop",
-        split=get("dataset_train_split"),
+        **({} if is_file(data) else {"split": get("dataset_train_split")}),
         **({"name": name} if name else {}),
     )
     return Imported(title, graph, bind, training, settings)

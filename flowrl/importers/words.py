@@ -21,7 +21,7 @@ class Word(NamedTuple):
     unknown: tuple[str, ...] = ()
     line: int = 0
 
-    def __add__(self, other: object) -> Word:  # type: ignore[override]
+    def __add__(self, other: object) -> Word:
         assert isinstance(other, Word)
         return Word(self.text + other.text, self.unknown + other.unknown, self.line or other.line)
 
@@ -196,7 +196,8 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
 
 def _arithmetic(node: Node, scope: Scope) -> Word:
     """``$((1024 * n))`` with the four operations and parentheses."""
-    text, reasons = source(node)[3:-2].strip(), []
+    text = source(node)[3:-2].strip()
+    reasons: list[str] = []
 
     def number(match: re.Match[str]) -> str:
         word = _joined(scope.get(match[1] or match[2], node))

@@ -9,8 +9,6 @@ import pytest
 from tests.importers.scripts import VERL
 from tests.support.command_line import Command
 
-pytest_plugins = ["tests.support.command_line"]
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:

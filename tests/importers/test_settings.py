@@ -23,7 +23,9 @@ def test_what_is_read_is_taken_and_the_rest_is_refused_unless_it_changes_nothing
     settings = _settings(lr=0.2, warmup=5, workers=4, other=0.2, unknown=1)
     assert (settings.get("lr"), settings.get("workers")) == (0.2, 4)
     report = settings.report(["unk*"])
-    names = {name: [remark.key for remark in getattr(report, name)] for name in ("taken", "pointless", "refused", "allowed")}
+    names = {
+        name: [remark.key for remark in getattr(report, name)] for name in ("taken", "pointless", "refused", "allowed")
+    }
     assert names == {"taken": ["lr", "workers"], "pointless": ["other"], "refused": ["warmup"], "allowed": ["unknown"]}
     assert _settings(warmup=0).report(()).pointless  # the default
 

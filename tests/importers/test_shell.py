@@ -59,7 +59,8 @@ def test_commands_are_those_that_bash_starts(environment: dict[str, str], tmp_pa
 
 def test_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "a=$(touch one)\nb=`touch two`\ncat <(touch three)\nif touch four; then :; fi\ntrain x=$a y=$b z=$(touch five)\n"
+    text = "a=$(touch one)\nb=`touch two`\ncat <(touch three)\nif touch four; then :; fi\n"
+    text += "train x=$a y=$b z=$(touch five)\n"
     (tmp_path / "run.sh").write_text(text)
     script = shell.read(text, "run.sh", {})
     assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]

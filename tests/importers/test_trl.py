@@ -13,7 +13,9 @@ from flowrl.schedules import Linear
 from tests.importers.scripts import imported, refused
 from tests.support.errors import raises
 
-FLAGS = "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --max_steps 100 --beta 0.2 --learning_rate 5e-7"
+FLAGS = (
+    "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --max_steps 100 --beta 0.2 --learning_rate 5e-7"
+)
 PYTHON = '''"""
 python dpo.py \\
     {flags}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.operators import CISPO, GSPO, SAPO, AdaptiveKL, KLLoss, PPOClip, Reinforce, ValueClip
 from flowrl.importers.writer import value_of
+from flowrl.operators import CISPO, GSPO, SAPO, AdaptiveKL, KLLoss, PPOClip, Reinforce, ValueClip
 from tests.importers.scripts import refused, verl
 
 ACTOR = "actor_rollout_ref.actor."
@@ -89,7 +89,11 @@ def test_what_flowrl_cannot_say_is_refused(tmp_path: Path) -> None:
     expected = [f"{ACTOR}strategy", "data.image_key", "trainer.no_such_key", "data.max_response_length"]
     assert sorted(refused(found)) == sorted([*expected, f"{ACTOR}optim.lr_warmup_steps_ratio"])
     report = found.settings.report(["trainer.*", "data.*"])
-    assert [remark.key for remark in report.allowed] == ["data.image_key", "trainer.no_such_key", "data.max_response_length"]
+    assert [remark.key for remark in report.allowed] == [
+        "data.image_key",
+        "trainer.no_such_key",
+        "data.max_response_length",
+    ]
     unresolved = next(remark for remark in report.allowed if remark.key.endswith("length"))
     assert "line 6: `$(cat length)`" in unresolved.text
 
