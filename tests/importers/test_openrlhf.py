@@ -17,7 +17,8 @@ deepspeed --module openrlhf.cli.train_ppo_ray --actor.model_name_or_path Qwen/Qw
 
 def test_dapo(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0]}\n")
-    flags = f"--algo.advantage.estimator group_norm --actor.eps_clip_low_high 0.2 0.27 --reward.remote_url {tmp_path}/reward.py"
+    flags = "--algo.advantage.estimator group_norm --actor.eps_clip_low_high 0.2 0.27"
+    flags += f" --reward.remote_url {tmp_path}/reward.py"
     kl = "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 1e-3 --algo.dynamic_filtering_enable"
     found, findings = imported(tmp_path, "openrlhf", PPO % f"{flags} {kl}")
     assert not refused(found) and not findings.problems

@@ -18,8 +18,8 @@ graph = grpo(
     by_data_source({"openai/gsm8k": gsm8k, "*MATH*": math, "math_dapo*": math, "aime*": math}),
     n=4,
     max_new_tokens=512,
-    kl_coef=0.0,
     mini_batch=64,
+    kl_coef=0.0,
 )
 graph = graph.edit(set={"update_actor.loss.dual_clip": 3.0})
 '''
