@@ -1,4 +1,4 @@
-"""``flowrl from-verl`` writes a file, refuses what cannot be said, and checks without an engine (`app.importing`)."""
+"""``flowrl from-verl`` writes a file, refuses what cannot be said, and checks without an engine (`flowrl.app.importing.command`)."""
 
 from __future__ import annotations
 

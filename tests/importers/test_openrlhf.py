@@ -1,4 +1,4 @@
-"""Scripts of OpenRLHF become trainings (`openrlhf`, `openrlhf_graph`)."""
+"""Scripts of OpenRLHF become trainings (`flowrl.importers.openrlhf`, `flowrl.importers.openrlhf_graph`)."""
 
 from __future__ import annotations
 

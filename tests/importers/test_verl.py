@@ -1,4 +1,7 @@
-"""Configurations of verl become graphs with the same loss, advantages and KL (`verl`, `verl_graph`, `verl_distill`)."""
+"""Configurations of verl become graphs with the same loss, advantages and KL.
+
+Tests `flowrl.importers.verl`, `flowrl.importers.verl_graph` and `flowrl.importers.verl_distill`.
+"""
 
 from __future__ import annotations
 
