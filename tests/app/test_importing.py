@@ -1,4 +1,4 @@
-"""``flowrl from-verl`` writes a file, refuses what cannot be said, and checks without an engine (`flowrl.app.importing.command`)."""
+"""``flowrl from-verl`` writes, refuses and checks; tests flowrl/app/importing/command.py."""
 
 from __future__ import annotations
 

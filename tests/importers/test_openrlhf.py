@@ -1,4 +1,4 @@
-"""Scripts of OpenRLHF become trainings (`flowrl.importers.openrlhf`, `flowrl.importers.openrlhf_graph`)."""
+"""Scripts of OpenRLHF become trainings; tests openrlhf.py and openrlhf_graph.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each key is taken, pointless here, or refused (`flowrl.importers.settings`); the tables cover the keys of the pinned versions."""
+"""Each key is taken, pointless here, or refused; the tables are those of the pinned versions."""
 
 from __future__ import annotations
 

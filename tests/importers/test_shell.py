@@ -1,4 +1,4 @@
-"""Scripts are read as bash would run them, and nothing of them runs (`flowrl.importers.shell`, `flowrl.importers.words`)."""
+"""Scripts are read as bash would run them, and nothing of them runs; tests shell.py and words.py."""
 
 from __future__ import annotations
 

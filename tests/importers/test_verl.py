@@ -1,7 +1,4 @@
-"""Configurations of verl become graphs with the same loss, advantages and KL.
-
-Tests `flowrl.importers.verl`, `flowrl.importers.verl_graph` and `flowrl.importers.verl_distill`.
-"""
+"""Configurations of verl keep their loss, advantages and KL; tests verl.py, verl_graph.py and verl_distill.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files read as a person would write them, and define the training that they stand for (`flowrl.importers.writer`, `flowrl.importers.plan`)."""
+"""Files read as a person would write them, and set only what differs; tests writer.py and plan.py."""
 
 from __future__ import annotations
 
