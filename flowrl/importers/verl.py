@@ -94,7 +94,11 @@ def _ppo(settings: Settings, title: str) -> Imported:
     training = _training(settings, "main_ppo")
     training["data"] = _prompts(settings, "data.train_files")
     validation = _validation(settings)
-    if validation is not None:
+    if validation is not None and not graph.has_reward:
+        settings.differ("trainer.test_freq", "distillation has no reward to validate: no validation is written")
+    elif validation is not None:
+        if "reward" in graph.replace:
+            validation.kwargs["until"] = "text_model_reward"
         training["validation"] = validation
     training["prompts"] = get("data.gen_batch_size") or get("data.train_batch_size")
     get("data.train_batch_size")
