@@ -5,6 +5,7 @@ Each table follows ``<!-- its name -->`` in its page; pyproject.toml lists every
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import flowrl.rewards
 from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
+from flowrl.importers.settings import groups_of
 from flowrl.rewards import RewardFunction, Sandbox
 from flowrl.rules.check import RULES
 from flowrl.rules.rule import RETIRED
@@ -93,6 +95,15 @@ def rules() -> list[str]:
     return rows + [f"| {id} | *Retired.* {reason} | |" for id, reason in RETIRED.items()]
 
 
+def keys_of(framework: str) -> list[str]:
+    """The keys of another framework, by what flowrl has in their place."""
+    rows = ["| | flowrl | keys |", "|---|---|---|"]
+    for group in groups_of(framework):
+        here = group["here"].replace("|", "\\|")
+        rows.append(f"| {group['status']} | {here} | {_code(key.replace('|', '') for key in group['keys'])} |")
+    return rows
+
+
 def entry_points() -> list[str]:
     return [f'{name} = "flowrl.operators:{name}"' for name, _ in sorted(_classes(Operator))]
 
@@ -104,6 +115,10 @@ FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
     "docs/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
+    **{
+        f"docs/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}
+        for name in ("openrlhf", "trl", "verl")
+    },
 }
 """By file and marker line: the function that generates the lines after it; an empty line ends them."""
 

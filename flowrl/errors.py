@@ -124,6 +124,10 @@ class ColumnNotFoundError(DataError, KeyError, AttributeError):
     """A requested column (by index, or as an attribute of a record) does not exist."""
 
 
+class ImporterError(FlowrlError, ValueError):
+    """A configuration of another framework cannot be read, or says what flowrl cannot do."""
+
+
 class MethodError(FlowrlError, AttributeError):
     """A method of another library does not exist here under this name; the message names its replacement."""
 

@@ -27,6 +27,7 @@ from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
 from flowrl.app.changes.changes import Set, load_changed
+from flowrl.app.importing import command as importing_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
 from flowrl.app.sweep import command as sweep_command
@@ -253,6 +254,7 @@ def diff(
 
 run_command.add_to(app, out)
 sweep_command.add_to(app, out)
+importing_command.add_to(app, out)
 
 
 @app.command("list")

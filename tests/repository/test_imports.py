@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "operators", "run"},
     "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
+    "importers": {"ground", "top"},
     "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "rewards", "episodes"},

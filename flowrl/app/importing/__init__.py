@@ -1,0 +1,1 @@
+"""``flowrl from-verl``, ``from-trl`` and ``from-openrlhf``."""

@@ -1,0 +1,127 @@
+"""``flowrl from-verl``, ``from-trl`` and ``from-openrlhf``: write a training of another framework as one of flowrl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flowrl.app.printing import printable
+from flowrl.errors import ParameterError
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A script or a .yaml configuration.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script.", show_default=False)
+]
+To = Annotated[Path | None, typer.Option(help="Python file to write. [default: FILE with the suffix .py, here]")]
+Allow = Annotated[list[str] | None, typer.Option(help="Leave out this key, or keys such as 'a.*'. Repeatable.")]
+Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE of an environment variable. Repeatable.")]
+Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are problems.")]
+
+
+def add_to(app: typer.Typer, out: Console) -> None:
+    """Add the commands to a command line that prints to `out`."""
+
+    @app.command("from-verl")
+    def from_verl(
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
+    ) -> None:
+        """Write a training of verl (a script or its configuration) as a Python file of flowrl, and check it."""
+        _run("verl", out, file, arguments, to, allow, env, check)
+
+    @app.command("from-trl")
+    def from_trl(
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
+    ) -> None:
+        """Write a training of TRL (a script or its configuration) as a Python file of flowrl, and check it."""
+        _run("trl", out, file, arguments, to, allow, env, check)
+
+    @app.command("from-openrlhf")
+    def from_openrlhf(
+        file: File,
+        arguments: Arguments = None,
+        to: To = None,
+        allow: Allow = None,
+        env: Env = None,
+        check: Check = False,
+    ) -> None:
+        """Write a training of OpenRLHF (a script) as a Python file of flowrl, and check it."""
+        _run("openrlhf", out, file, arguments, to, allow, env, check)
+
+
+def _run(
+    framework: str,
+    out: Console,
+    file: Path,
+    arguments: list[str] | None,
+    to: Path | None,
+    allow: list[str] | None,
+    env: list[str] | None,
+    only_check: bool,
+) -> None:
+    from flowrl.importers.checking import check as check_imported
+    from flowrl.importers.importing import Source, import_file
+
+    found, notes = import_file(framework, Source(file, dict(map(_variable, env or ())), arguments or ()))
+    report = found.settings.report(allow or ())
+    for title, remarks in {
+        "taken": report.taken,
+        "pointless here": report.pointless,
+        "left out, as --allow says": report.allowed,
+        "cannot be said": report.refused,
+    }.items():
+        _print(out, f"{title} ({len(remarks)})", remarks)
+    _print(out, "decided without a run", notes)
+    findings = check_imported(found)
+    _print(out, "not on this machine, so not checked", findings.absent)
+    _print(out, "problems", findings.problems)
+    if report.refused:
+        out.print("Nothing is written. Leave settings out by --allow KEY.", markup=False)
+        raise typer.Exit(1)
+    if only_check:
+        if findings.problems:
+            raise typer.Exit(1)
+        out.print(f"{found.graph.algorithm}: no rule is violated.", markup=False)
+        return
+    target = to or Path(file.with_suffix(".py").name)
+    if target.exists():
+        raise ParameterError(
+            f"{target} exists. Pass another file to write: --to FILE.py.",
+            code="cli.bad-option",
+            option="--to",
+            found=target,
+        )
+    target.write_text(found.program().source(), encoding="utf-8")
+    out.print(f"Written to {target}. Run it: flowrl run {target}:training", markup=False)
+
+
+def _print(out: Console, title: str, lines: Any) -> None:
+    if lines:
+        out.print(f"{title}:", markup=False)
+        for line in lines:
+            out.print(f"  {printable(str(line))}", markup=False)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ParameterError(
+            f"--env {text} sets no variable; expected such as --env DEVICE=gpu.",
+            code="cli.bad-option",
+            option="--env",
+            found=text,
+        )
+    return name, value

@@ -1,0 +1,83 @@
+"""Overrides of Hydra and configurations in YAML, as settings by dotted key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.errors import ImporterError
+from flowrl.importers.settings import Setting
+from flowrl.importers.words import Word
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader; ``1e-6`` is a number, as in OmegaConf, and keys keep their lines."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?[\d_]*([eE][-+]?\d+)|\.\d[\d_]*([eE][-+]?\d+)?|\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.inf|\.nan)$"
+    ),
+    list("-+.0123456789"),
+)
+
+_OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w\-]*(?:[./@][\w\-@]+)*)(?:=(.*))?$", re.DOTALL)
+
+
+def override(word: Word) -> Setting | None:
+    """The setting of a word such as ``+actor.lr=1e-6``; None if it is none. ``~key`` is None as a value."""
+    found = _OVERRIDE.match(word.text)
+    if found is None or (found[3] is None and found[1] != "~"):
+        return None
+    return Setting(found[2], None if found[1] == "~" else parsed(found[3]), word.line, word.unknown)
+
+
+def parsed(text: str) -> Any:
+    """The value of an override: numbers, booleans, quoted text, lists and dicts; else the text itself."""
+    try:
+        value = yaml.load(re.sub(r"^\\|(?<=[\[,{])\s*\\(?=[\"'])", "", text), _Loader)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, str) and not text.startswith(("'", '"')) else value
+
+
+def of_file(path: Path) -> list[Setting]:
+    """The settings of a YAML file, without the references of its ``defaults`` list.
+
+    Raises:
+        ImporterError: the file cannot be read, or is not a mapping in YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        node, value = yaml.compose(text, _Loader), yaml.load(text, _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
+        raise ImporterError(
+            f"{path} cannot be read as YAML: {reason}. Pass a configuration file.",
+            code="import.unreadable-file",
+            file=path,
+        ) from error
+    if not isinstance(value, dict):
+        raise ImporterError(
+            f"{path} is not a mapping of keys to values. Pass a configuration file.",
+            code="import.unreadable-file",
+            file=path,
+        )
+    return list(_leaves(value, node, ""))
+
+
+def _leaves(value: Mapping[str, Any], node: Any, prefix: str) -> Iterator[Setting]:
+    nodes = {key.value: (key, child) for key, child in node.value}
+    for name, item in value.items():
+        key, child = nodes.get(str(name), (node, None))
+        if not prefix and name in ("defaults", "hydra"):
+            continue
+        if isinstance(item, dict) and item and child is not None:
+            yield from _leaves(item, child, f"{prefix}{name}.")
+        else:
+            yield Setting(f"{prefix}{name}", item, key.start_mark.line + 1)

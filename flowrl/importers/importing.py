@@ -1,0 +1,75 @@
+"""Files of verl, TRL and OpenRLHF as trainings of flowrl."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ImporterError
+from flowrl.importers import shell
+from flowrl.importers.plan import Imported
+from flowrl.importers.settings import Table
+
+FRAMEWORKS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+
+
+@dataclass
+class Source:
+    """A file that is imported."""
+
+    path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+
+    def text(self) -> str:
+        """Its text.
+
+        Raises:
+            ImporterError: it cannot be read.
+        """
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ImporterError(
+                f"{self.path} cannot be read: {getattr(error, 'strerror', None) or error}. Pass a file.",
+                code="import.unreadable-file",
+                file=self.path,
+            ) from error
+
+
+def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
+    """The training of a file, and notes on what a script decides only when it runs.
+
+    Raises:
+        ImporterError: the file cannot be read, or starts no training of this framework.
+    """
+    module: Any = importlib.import_module(f"flowrl.importers.{framework}")
+    version = Table.version_of(framework)
+    title = f"From {source.path.name}, a configuration of {FRAMEWORKS[framework]} {version}."
+    if source.path.suffix in (".yaml", ".yml"):
+        part, settings = module.of_file(source.path)
+        return module.imported(part, settings, title, {}), []
+    if source.path.suffix == ".py":
+        return module.of_python(source.text(), source.path, title, source.arguments), []
+    script = shell.read(source.text(), str(source.path), source.environment, source.arguments)
+    found = [one for one in map(module.from_words, script.commands) if one is not None]
+    if not found:
+        raise ImporterError(
+            f"{source.path} starts no training of {FRAMEWORKS[framework]}: {_commands(script)}. Pass a script that "
+            f"starts {module.STARTS}.",
+            code="import.no-training",
+            file=source.path,
+        )
+    notes = [*script.notes]
+    if len(found) > 1:
+        notes.append(f"{len(found)} trainings are started; the last one is imported")
+    part, settings, launcher = found[-1]
+    return module.imported(part, settings, title, launcher), notes
+
+
+def _commands(script: shell.Script) -> str:
+    names = list(dict.fromkeys(words[0].text for words in script.commands))
+    return f"its commands are {', '.join(names[:5])}" if names else "it has no commands"

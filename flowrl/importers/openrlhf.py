@@ -1,0 +1,214 @@
+"""Scripts of OpenRLHF: ``train_ppo_ray``, ``train_sft`` and ``train_dpo``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ImporterError
+from flowrl.importers.hydra import parsed
+from flowrl.importers.openrlhf_graph import graph_of
+from flowrl.importers.plan import GraphPlan, Imported, call
+from flowrl.importers.settings import Setting, Settings, Table, is_file
+from flowrl.importers.words import Word
+
+STARTS = "openrlhf.cli.train_ppo_ray, train_sft or train_dpo"
+_COMMANDS = ("train_ppo_ray", "train_sft", "train_dpo")
+
+
+def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[str, str]] | None:
+    """The command of OpenRLHF that a command line starts, and its flags; None for other command lines."""
+    names = [
+        Path(word.text).stem.rpartition(".")[2] if "/" in word.text else word.text.rpartition(".")[2] for word in words
+    ]
+    at = next((index for index, name in enumerate(names) if name in _COMMANDS), None)
+    if at is None:
+        return None
+    settings: dict[str, Setting] = {}
+    values: dict[str, list[Word]] = {}
+    key = ""
+    for word in words[at + 1 :]:
+        if word.text.startswith("--"):
+            key, equals, text = word.text[2:].partition("=")
+            values[key] = [word._replace(text=text)] if equals else []
+            settings[key] = Setting(key, None, word.line)
+        elif key:
+            values[key].append(word)
+    for key, given in values.items():
+        parts = [parsed(word.text) for word in given]
+        value = True if not parts else parts[0] if len(parts) == 1 else parts
+        settings[key] = settings[key]._replace(value=value, unknown=tuple(u for w in given for u in w.unknown))
+    return names[at], settings, {}
+
+
+def of_file(path: Path) -> tuple[str, dict[str, Setting]]:
+    """Refuse a YAML file: OpenRLHF reads flags only."""
+    raise ImporterError(
+        f"{path} is no script: OpenRLHF is configured by flags. Pass the script that starts it.",
+        code="import.no-training",
+        file=path,
+    )
+
+
+def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:
+    """A command as a training of flowrl."""
+    settings = Settings(given, Table.of("openrlhf", part))
+    return _ppo(settings, title) if part == "train_ppo_ray" else _supervised(settings, part, title)
+
+
+def _ppo(settings: Settings, title: str) -> Imported:
+    get = settings.get
+    graph = graph_of(settings)
+    model = settings.name("actor.model_name_or_path")
+    gpus = int(get("actor.num_nodes")) * int(get("actor.num_gpus_per_node"))
+    tensor = int(get("vllm.tensor_parallel_size"))
+    ranks = {"ranks": gpus} if gpus > 1 else {}
+    lora = _lora(settings)
+    bind = {
+        "actor": _trainer(settings, "TorchTrainer", model, "actor.", ranks, lora),
+        "rollout": call(
+            "VLLM",
+            model,
+            tensor_parallel=tensor,
+            ranks=int(get("vllm.num_engines") or max(1, gpus // tensor)),
+            memory_fraction=float(get("vllm.gpu_memory_utilization")),
+            prefix_caching=bool(get("vllm.enable_prefix_caching")),
+            **({"engine_args": {"enforce_eager": True}} if get("vllm.enforce_eager") else {}),
+        ),
+    }
+    roles = graph.edited().roles()
+    if "ref" in roles:
+        offload = bool(get("ref.offload"))
+        bind["ref"] = (
+            call("TorchScorer")
+            if lora
+            else call("TorchScorer", model, dtype=_dtype(settings), **ranks, offload=offload)
+        )
+    if "critic" in roles:
+        reward = None if graph.reward else settings.name("reward.model_name_or_path")
+        critic = settings.name("critic.model_name_or_path") or reward or model
+        bind["critic"] = _trainer(settings, "TorchCritic", critic, "critic.", ranks, None)
+    if "reward_model" in roles:
+        reward = settings.name("reward.model_name_or_path")
+        bind["reward_model"] = call(
+            "TorchRewardModel", reward, dtype=_dtype(settings), **ranks, offload=bool(get("reward.offload"))
+        )
+    if gpus > 1:
+        bind["place"] = call("Colocate", gpus=gpus)
+    columns = {"prompt": get("data.input_key"), "ground_truth": get("data.label_key")}
+    training = _training(settings)
+    training["epochs"] = get("train.num_episodes")
+    training["prompts"] = get("rollout.batch_size")
+    training["data"] = _data(settings, "PromptData", "prompt_", columns)
+    return Imported(title, graph, bind, training, settings)
+
+
+def _supervised(settings: Settings, part: str, title: str) -> Imported:
+    """SFT and DPO."""
+    get = settings.get
+    model = settings.name("model.model_name_or_path")
+    lora = _lora(settings)
+    bind = {"actor": _trainer(settings, "TorchTrainer", model, "", {}, lora)}
+    training = _training(settings)
+    training["epochs"], training["prompts"] = get("train.max_epochs"), get("train.batch_size")
+    if part == "train_sft":
+        graph = GraphPlan("sft", has_reward=False)
+        columns = {"prompt": get("data.input_key"), "response": get("data.output_key")}
+        if get("data.multiturn") or not columns["response"]:
+            columns = {"messages": columns["prompt"]}
+        training["data"] = _data(settings, "DemoData", "", columns)
+    else:
+        beta, smoothing = float(get("model.beta")), float(get("model.label_smoothing"))
+        graph = GraphPlan("dpo", {"beta": beta, "label_smoothing": smoothing}, has_reward=False)
+        ref = settings.name("ref.model_name_or_path") or model
+        bind["ref"] = call("TorchScorer", ref, dtype=_dtype(settings), offload=bool(get("ref.offload")))
+        columns = {name: get(f"data.{name}_key") for name in ("prompt", "chosen", "rejected")}
+        training["data"] = _data(settings, "PreferenceData", "", {k: v for k, v in columns.items() if v})
+    return Imported(title, graph, bind, training, settings)
+
+
+def _dtype(settings: Settings) -> str:
+    name = settings.get("ds.param_dtype")
+    if name not in ("bf16", "fp32"):
+        settings.refuse("ds.param_dtype", "flowrl trains in bfloat16 over float32 weights, or in float32")
+    return "float32" if name == "fp32" else "bfloat16"
+
+
+def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapping[str, int], lora: Any) -> Any:
+    """A trained model with its optimizer and the schedule of its learning rate."""
+    get = settings.get
+    if get(f"{prefix}optim") != "adam":
+        settings.refuse(f"{prefix}optim", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+    adam = f"{prefix}adam."
+    betas = tuple(float(beta) for beta in get(f"{adam}betas"))
+    optimizer = {"lr": float(get(f"{adam}lr")), "betas": betas, "eps": float(get(f"{adam}eps"))}
+    key = "actor.gradient_checkpointing_enable" if prefix else "model.gradient_checkpointing_enable"
+    scheduler = get(f"{prefix}lr_scheduler")
+    if scheduler != "constant":
+        settings.differ(
+            f"{prefix}lr_scheduler",
+            f"{scheduler} needs the number of steps, which the data decides: the learning rate is constant until you "
+            f"pass schedule=Cosine(1.0, {get(f'{prefix}min_lr_ratio')}, steps=..., warmup=...)",
+        )
+    get(f"{prefix}lr_warmup_ratio"), get(f"{prefix}min_lr_ratio")
+    return call(
+        name,
+        model,
+        optimizer=call("AdamW", **optimizer, weight_decay=float(get(f"{adam}weight_decay"))),
+        grad_clip=float(get(f"{prefix}max_norm")),
+        dtype=_dtype(settings),
+        gradient_checkpointing=bool(get(key)),
+        **ranks,
+        **({"lora": lora} if lora else {}),
+    )
+
+
+def _lora(settings: Settings) -> Any:
+    get = settings.get
+    if not (rank := get("ds.lora.rank")):
+        return None
+    targets = get("ds.lora.target_modules")
+    targets = tuple(targets) if isinstance(targets, list) else targets
+    return call("LoRA", r=rank, alpha=float(get("ds.lora.alpha")), targets=targets)
+
+
+def _data(settings: Settings, source: str, kind: str, columns: Mapping[str, Any]) -> Any:
+    """A source of rows: a file, or a data set on the Hub with its split."""
+    get = settings.get
+    name, split = str(settings.name(f"data.{kind}dataset")), get(f"data.{kind}split")
+    longest = get("data.max_len")
+    if get("data.max_samples") is not None and "data.max_samples" in settings:
+        split = f"{split}[:{get('data.max_samples')}]"
+    named = {own: other for own, other in columns.items() if own != other}
+    template = get("data.apply_chat_template")
+    if not template and "data.apply_chat_template" in settings.table.defaults:
+        settings.differ("data.apply_chat_template", "flowrl always applies the chat template of the model")
+    return call(
+        source,
+        name,
+        max_prompt_length=longest,
+        overlong="drop",
+        **({} if is_file(name) else {"split": split}),
+        **({"columns": named} if named else {}),
+    )
+
+
+def _training(settings: Settings) -> dict[str, Any]:
+    get = settings.get
+    saved, folder = get("ckpt.save_steps"), settings.name("ckpt.output_dir") or "runs"
+    for key in ("ckpt.path", "ckpt.save_hf"):
+        if key in settings:
+            settings.differ(key, "checkpoints and the trained model are in the folder of the run")
+    if get("eval.steps") not in (-1, None) and get("eval.dataset"):
+        settings.refuse("eval.dataset", "pass validation=Validation(...) to `Training`")
+    return {
+        "data": None,
+        "epochs": None,
+        "prompts": None,
+        "seed": get("train.seed"),
+        "folder": folder,
+        "checkpoint_every": saved if saved and saved > 0 else None,
+        "max_checkpoints": get("ckpt.max_num"),
+        **({"resume": "or-start"} if get("ckpt.load_enable") else {}),
+    }

@@ -1,0 +1,91 @@
+"""A graph as a call of an algorithm and one edit, which sets only what differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.graph import Graph
+from flowrl.importers.settings import Settings
+from flowrl.importers.writer import Call, Name, Program, call, is_public, value_of
+from flowrl.spec import Spec, parameters
+
+
+def _changes(path: str, now: Any, wanted: Any) -> dict[str, Any]:
+    """What to set so that the value at a path is the wanted one: single parameters, if its class is the same."""
+    value = value_of(wanted)
+    if now == value:
+        return {}
+    if not isinstance(value, Spec) or type(now) is not type(value):
+        return {path: wanted}
+    parts = [(f"{path}.{name}", part, getattr(now, name)) for name, part in parameters(value).items()]
+    return {name: part for name, part, before in parts if part != before}
+
+
+def _is_public(after: Call) -> bool:
+    return not any(isinstance(item, Name) and not is_public(item.text) for item in after.args)
+
+
+@dataclass
+class GraphPlan:
+    """An algorithm, and what its graph must have."""
+
+    algorithm: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    reward: Any = None
+    """The reward function, as it is written; `has_reward` says whether the algorithm takes one."""
+    has_reward: bool = True
+    wanted: dict[str, Any] = field(default_factory=dict)
+    """By path, such as ``"update_actor.loss"``, the value that the graph must have."""
+    replace: dict[str, Any] = field(default_factory=dict)
+    insert: dict[str, Any] = field(default_factory=dict)
+    drop: list[str] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    """Backends of roles that the graph adds."""
+
+    def edited(self) -> Graph:
+        """The graph, with None as its reward function, and without operators that the file defines."""
+        graph: Graph = value_of(self.head(None))
+        edit = self.edit()
+        edit["insert"] = {name: after for name, after in self.insert.items() if _is_public(after)}
+        return graph.edit(**value_of({name: part for name, part in edit.items() if part}))
+
+    def head(self, reward: Any) -> Call:
+        """The call of the algorithm."""
+        return call(self.algorithm, *[reward] * self.has_reward, **self.settings)
+
+    def edit(self) -> dict[str, Any]:
+        """The arguments of the edit; what the algorithm has already is left out."""
+        graph: Graph = value_of(self.head(None))
+        drop = [name for name in self.drop if name in graph.nodes]
+        changed: dict[str, Any] = {}
+        for path, value in self.wanted.items():
+            node, _, rest = path.partition(".")
+            if node in graph.nodes and node not in (*drop, *self.replace):
+                now: Any = graph.nodes[node].operator
+                for name in rest.split("."):
+                    now = getattr(now, name)
+                changed |= _changes(path, now, value)
+        parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "set": changed}
+        return {name: part for name, part in parts.items() if part}
+
+
+@dataclass
+class Imported:
+    """A configuration as a training of flowrl."""
+
+    title: str
+    graph: GraphPlan
+    bind: dict[str, Any]
+    training: dict[str, Any]
+    settings: Settings
+    functions: list[str] = field(default_factory=list)
+    imports: dict[str, set[str]] = field(default_factory=dict)
+
+    def program(self, reward: bool = True) -> Program:
+        """The file; without its reward function, the graph can be checked where that does not exist."""
+        head = self.graph.head(self.graph.reward if reward else None)
+        return Program(self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports)
+
+
+__all__ = ["Call", "GraphPlan", "Imported", "Name", "call", "value_of"]

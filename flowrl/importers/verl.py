@@ -1,0 +1,401 @@
+"""Configurations of verl: ``main_ppo`` and the SFT trainer, with FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ImporterError
+from flowrl.importers import hydra
+from flowrl.importers.plan import GraphPlan, Imported, Name, call
+from flowrl.importers.settings import Setting, Settings, Table
+from flowrl.importers.verl_distill import distillation_of
+from flowrl.importers.verl_graph import ACTOR, ROLLOUT, graph_of
+from flowrl.importers.words import Word
+
+STARTS = "verl.trainer.main_ppo or verl.trainer.sft_trainer"
+MODEL = "actor_rollout_ref.model."
+_SFT = ("sft_trainer", "fsdp_sft_trainer")
+_DRIVERS = ("main_ppo", "main_dapo", *_SFT)
+_REWARDS = {"openai/gsm8k": Name("gsm8k"), "*MATH*": Name("math"), "math_dapo*": Name("math"), "aime*": Name("math")}
+"""Of verl's ``default_compute_score``, those that flowrl has for the data of its examples."""
+
+
+def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[str, str]] | None:
+    """The part of verl that a command starts, its settings, and options of the launcher; None for other commands."""
+    at = next(
+        (
+            i
+            for i, word in enumerate(words)
+            if word.text.rpartition(".")[2].removesuffix(".py") in _DRIVERS or Path(word.text).stem in _DRIVERS
+        ),
+        None,
+    )
+    if at is None:
+        return None
+    launcher = {w.text.partition("=")[0].lstrip("-"): w.text.partition("=")[2] for w in words[:at] if "=" in w.text}
+    settings: dict[str, Setting] = {}
+    rest = list(words[at + 1 :])
+    for index, word in enumerate(rest):
+        name, _, value = word.text.partition("=")
+        if name in ("--config-name", "--config-path", "-cn", "-cp"):
+            text = value or (rest[index + 1].text if index + 1 < len(rest) else "")
+            settings[name] = Setting(name, text, word.line)
+        elif (setting := hydra.override(word)) is not None:
+            settings[setting.key] = setting
+    driver = words[at].text
+    return "sft" if any(name in driver for name in _SFT) else "main_ppo", settings, launcher
+
+
+def of_file(path: Path) -> tuple[str, dict[str, Setting]]:
+    """The settings of a YAML file."""
+    settings = {setting.key: setting for setting in hydra.of_file(path)}
+    return "main_ppo" if any(key.startswith("actor_rollout_ref.") for key in settings) else "sft", settings
+
+
+def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:
+    """A configuration as a training of flowrl."""
+    settings = Settings(given, Table.of("verl", part))
+    _refuse_other_configs(settings)
+    return _sft(settings, title, launcher) if part == "sft" else _ppo(settings, title)
+
+
+def _refuse_other_configs(settings: Settings) -> None:
+    """Other trainers of verl, and images."""
+    for key in ("--config-name", "-cn"):
+        if key in settings and Path(str(settings.get(key))).stem not in (
+            "ppo_trainer",
+            "sft_trainer_engine",
+            "sft_trainer",
+        ):
+            settings.refuse(key, "flowrl trains by FSDP2 only; Megatron, VeOmni and other engines are not read")
+    for key in ("data.image_key", "data.video_key"):
+        if key in settings:
+            settings.refuse(key, "flowrl trains on text only")
+    for key in ("engine", "model_engine", "optim"):
+        if key in settings and settings.get(key) not in ("fsdp", "fsdp2", "dp"):
+            settings.refuse(key, "flowrl trains by FSDP2 only")
+    for key in (f"{ACTOR}strategy", "actor_rollout_ref.ref.strategy", "critic.strategy", "engine.strategy"):
+        if key in settings and settings.get(key) not in ("fsdp", "fsdp2"):
+            settings.refuse(key, "flowrl trains by FSDP2 only")
+
+
+def _ppo(settings: Settings, title: str) -> Imported:
+    get = settings.get
+    functions: list[str] = []
+    imports: dict[str, set[str]] = {}
+    if get("distillation.enabled"):
+        graph, functions, imports = distillation_of(settings)
+    else:
+        graph = graph_of(settings, _reward(settings))
+        _add_reward_model(settings, graph)
+    bind = _bindings(settings, graph)
+    training = _training(settings, "main_ppo")
+    training["data"] = _prompts(settings, "data.train_files")
+    validation = _validation(settings)
+    if validation is not None and not graph.has_reward:
+        settings.differ("trainer.test_freq", "distillation has no reward to validate: no validation is written")
+    elif validation is not None:
+        if "reward" in graph.replace:
+            validation.kwargs["until"] = "text_model_reward"
+        training["validation"] = validation
+    training["prompts"] = get("data.gen_batch_size") or get("data.train_batch_size")
+    get("data.train_batch_size")
+    return Imported(title, graph, bind, training, settings, functions, imports)
+
+
+def _reward(settings: Settings) -> Any:
+    """The reward function: a file of the user's, or those of verl by data source."""
+    get, name = settings.get, "custom_reward_function."
+    for prefix in (f"reward.{name}", name):
+        if path := settings.name(f"{prefix}path"):
+            function = f"{path}:{get(f'{prefix}name') or 'compute_score'}"
+            kwargs = {
+                key.rpartition(".")[2]: get(key) for key in settings.given if key.startswith(f"{prefix}reward_kwargs.")
+            }
+            return call("from_verl", function, reward_kwargs=kwargs) if kwargs else function
+    for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
+        if get(key, "naive") not in (None, "naive", "dapo", "prime"):
+            settings.refuse(key, "write a reward function in its place")
+    return call("by_data_source", _REWARDS)
+
+
+def _add_reward_model(settings: Settings, graph: GraphPlan) -> None:
+    """A classifier that scores responses, in place of the reward function."""
+    for prefix, path in (("reward.reward_model.", "model_path"), ("reward_model.", "model.path")):
+        if settings.get(f"{prefix}enable") and (model := settings.name(f"{prefix}{path}")):
+            if graph.reward is not None and not isinstance(graph.reward, str):
+                graph.reward = None
+                graph.replace["reward"] = call("TextModelReward")
+            else:
+                settings.refuse(f"{prefix}enable", "combine a model and a function by `WeighRewards`")
+            graph.bound["reward_model"] = call("TorchRewardModel", model, dtype="bfloat16")
+
+
+def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
+    """Backends by role, and the place."""
+    get = settings.get
+    model = settings.name(f"{MODEL}path")
+    gpus = int(get("trainer.n_gpus_per_node")) * int(get("trainer.nnodes"))
+    ranks = {"ranks": gpus} if gpus > 1 else {}
+    lora = _lora(settings, MODEL)
+    bind: dict[str, Any] = {"actor": _trainer(settings, "TorchTrainer", model, f"{ACTOR}", ranks, lora)}
+    bind["rollout"] = _engine(settings, model, gpus, lora)
+    offload = bool(get("actor_rollout_ref.ref.fsdp_config.param_offload"))
+    roles = graph.edited().roles()
+    if "ref" in roles:
+        bind["ref"] = call(
+            "TorchScorer",
+            *([] if lora else [model]),
+            dtype="bfloat16",
+            **({} if lora else ranks),
+            offload=offload and not lora,
+        )
+        if lora:
+            bind["ref"] = call("TorchScorer")
+    if "critic" in roles:
+        critic = settings.name("critic.model.path")
+        bind["critic"] = _trainer(settings, "TorchCritic", critic, "critic.", ranks, None)
+    if "teacher" in roles:
+        teacher = settings.name("distillation.teacher_models.teacher_model.model_path")
+        bind["teacher"] = call("TorchScorer", teacher, dtype="bfloat16", **ranks)
+    bind |= graph.bound
+    if "reward_model" in graph.bound:
+        bind["reward_model"].kwargs |= ranks
+    if gpus > 1:
+        bind["place"] = call("Colocate", gpus=gpus)
+    return bind
+
+
+def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapping[str, int], lora: Any) -> Any:
+    """A trained model with its optimizer."""
+    get = settings.get
+    fsdp = f"{prefix}fsdp_config." if prefix == ACTOR else f"{prefix}fsdp."
+    checkpointing = f"{MODEL if prefix == ACTOR else 'critic.model.'}enable_gradient_checkpointing"
+    dtype = get(f"{fsdp}dtype", "bfloat16")
+    if get(f"{fsdp}model_dtype", "fp32") not in ("fp32", "float32"):
+        settings.differ(f"{fsdp}model_dtype", "flowrl keeps float32 weights and computes in bfloat16")
+    offload = [bool(get(f"{fsdp}{kind}_offload")) for kind in ("param", "optimizer")]
+    tokens = get(f"{prefix}ppo_max_token_len_per_gpu") if get(f"{prefix}use_dynamic_bsz") else None
+    return call(
+        name,
+        model,
+        optimizer=_optimizer(settings, f"{prefix}optim."),
+        schedule=_schedule(settings, f"{prefix}optim."),
+        grad_clip=get(f"{prefix}grad_clip") if f"{prefix}grad_clip" in settings else get(f"{prefix}optim.clip_grad"),
+        dtype=dtype,
+        gradient_checkpointing=bool(get(checkpointing)),
+        max_tokens=tokens,
+        **ranks,
+        offload=any(offload) and name == "TorchTrainer",
+        **({"lora": lora} if lora else {}),
+    )
+
+
+def _optimizer(settings: Settings, prefix: str) -> Any:
+    get = settings.get
+    if get(f"{prefix}optimizer") not in ("AdamW", None):
+        settings.refuse(f"{prefix}optimizer", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+    betas = tuple(float(beta) for beta in get(f"{prefix}betas"))
+    decay = float(get(f"{prefix}weight_decay"))
+    return call("AdamW", lr=float(get(f"{prefix}lr")), betas=betas, weight_decay=decay)
+
+
+def _schedule(settings: Settings, prefix: str) -> Any:
+    """The schedule of the learning rate; shares of the steps need their number."""
+    get = settings.get
+    kind = get(f"{prefix}warmup_style") or get(f"{prefix}lr_scheduler_type")
+    total, warmup, share = (
+        get("trainer.total_training_steps"),
+        get(f"{prefix}lr_warmup_steps"),
+        get(f"{prefix}lr_warmup_steps_ratio"),
+    )
+    warmup = max(0, warmup or 0)
+    if share and not warmup:
+        if total:
+            warmup = int(share * total)
+        else:
+            settings.refuse(
+                f"{prefix}lr_warmup_steps_ratio", "flowrl counts steps: pass lr_warmup_steps, or total_training_steps"
+            )
+    if kind == "cosine" and total:
+        return call("Cosine", 1.0, float(get(f"{prefix}min_lr_ratio") or 0.0), steps=total, warmup=warmup)
+    if kind != "constant":
+        settings.refuse(
+            f"{prefix}lr_scheduler_type", "a schedule needs the number of steps: set trainer.total_training_steps"
+        )
+    return call("Constant", 1.0, warmup=warmup)
+
+
+def _lora(settings: Settings, prefix: str) -> Any:
+    get = settings.get
+    rank = get(f"{prefix}lora_rank")
+    if not rank:
+        return None
+    targets = get(f"{prefix}target_modules")
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    return call("LoRA", r=rank, alpha=float(get(f"{prefix}lora_alpha")), targets=targets)
+
+
+def _engine(settings: Settings, model: Any, gpus: int, lora: Any) -> Any:
+    """The rollout engine."""
+    get = settings.get
+    name = get(f"{ROLLOUT}name")
+    engines = {"sglang": "SGLang", "vllm": "VLLM"}
+    if name not in engines:
+        settings.refuse(f"{ROLLOUT}name", "flowrl samples by vLLM, SGLang, or its own `TorchRollout`")
+    engine = engines.get(name, "VLLM")
+    tensor = min(int(get(f"{ROLLOUT}tensor_model_parallel_size")), gpus)
+    args = {}
+    if get(f"{ROLLOUT}enforce_eager"):
+        args["enforce_eager" if engine == "VLLM" else "disable_cuda_graph"] = True
+    prefix = f"{ROLLOUT}engine_kwargs.{name}."
+    args |= {key.removeprefix(prefix): get(key) for key in settings.given if key.startswith(prefix)}
+    return call(
+        engine,
+        model,
+        tensor_parallel=tensor,
+        ranks=max(1, gpus // tensor),
+        dtype=get(f"{ROLLOUT}dtype"),
+        memory_fraction=float(get(f"{ROLLOUT}gpu_memory_utilization")),
+        max_model_len=get(f"{ROLLOUT}max_model_len"),
+        max_num_seqs=get(f"{ROLLOUT}max_num_seqs"),
+        prefix_caching=get(f"{ROLLOUT}enable_prefix_caching"),
+        **({"lora": lora} if lora else {}),
+        **({"engine_args": args} if args else {}),
+    )
+
+
+def _prompts(settings: Settings, key: str) -> Any:
+    """A source of prompts."""
+    get = settings.get
+    drop = bool(get("data.filter_overlong_prompts"))
+    if get("data.truncation") not in ("error", None) and not drop:
+        settings.differ("data.truncation", "flowrl cuts no prompt: a longer one is an error")
+    elif drop:
+        get("data.truncation")
+    columns = {}
+    for name, column in {"prompt_key": "prompt", "reward_fn_key": "data_source"}.items():
+        if (given := get(f"data.{name}")) != column:
+            columns[column] = given
+    template = {
+        k.rpartition(".")[2]: get(k) for k in settings.given if k.startswith("data.apply_chat_template_kwargs.")
+    }
+    return call(
+        "PromptData",
+        _paths(settings, key),
+        max_prompt_length=get("data.max_prompt_length"),
+        overlong="drop" if drop else "error",
+        shuffle=bool(get("data.shuffle" if key == "data.train_files" else "data.validation_shuffle")),
+        **({"chat_template_kwargs": template} if template else {}),
+        **({"columns": columns} if columns else {}),
+    )
+
+
+def _paths(settings: Settings, key: str) -> Any:
+    value = settings.get(key)
+    paths = tuple(map(str, value)) if isinstance(value, list) else str(value)
+    return paths[0] if isinstance(paths, tuple) and len(paths) == 1 else paths
+
+
+def _validation(settings: Settings) -> Any:
+    """Validation every so many steps; none without a period."""
+    get, prefix = settings.get, f"{ROLLOUT}val_kwargs."
+    every = get("trainer.test_freq")
+    if not get("data.val_files") or every is None or every <= 0:
+        get("data.val_files")
+        return None
+    changes: dict[str, Any] = {}
+    if get(f"{prefix}do_sample"):
+        changes["generate.temperature"] = float(get(f"{prefix}temperature"))
+        changes["generate.top_p"], changes["generate.top_k"] = (
+            float(get(f"{prefix}top_p")),
+            max(0, get(f"{prefix}top_k")),
+        )
+    else:
+        for name in ("temperature", "top_p", "top_k"):
+            if f"{prefix}{name}" in settings:
+                settings.differ(f"{prefix}{name}", "without effect, because do_sample is False")
+    if (count := get(f"{prefix}n")) != 1:
+        changes["repeat.n"] = count
+    if "trainer.val_before_train" in settings and not get("trainer.val_before_train"):
+        settings.differ("trainer.val_before_train", "flowrl always validates before the first step")
+    more = {"changes": changes} if changes else {}
+    batch = get("data.val_batch_size")
+    return call(
+        "Validation", _prompts(settings, "data.val_files"), every=every, **more, **({"batch": batch} if batch else {})
+    )
+
+
+def _training(settings: Settings, part: str) -> dict[str, Any]:
+    """Length, folder and checkpoints."""
+    get = settings.get
+    steps = get("trainer.total_training_steps")
+    kept, saved = get("trainer.max_actor_ckpt_to_keep"), get("trainer.save_freq")
+    get("trainer.max_critic_ckpt_to_keep"), get("trainer.max_ckpt_to_keep"), get("trainer.resume_from_path")
+    names = [settings.name(f"trainer.{name}") for name in ("project_name", "experiment_name")]
+    folder = settings.name("trainer.default_local_dir") if "trainer.default_local_dir" in settings else None
+    seed = get("data.seed") if part == "main_ppo" else get("trainer.seed")
+    if "trainer.logger" in settings:
+        trackers = [name for name in _listed(get("trainer.logger")) if name != "console"]
+        if trackers:
+            settings.differ("trainer.logger", f"pass --report {' --report '.join(trackers)} to `flowrl run`")
+    if get("trainer.resume_mode") == "auto" and "trainer.resume_mode" in settings:
+        settings.differ("trainer.resume_mode", 'resume="or-start"')
+    return {
+        "data": None,
+        "steps": steps,
+        "epochs": None if steps else get("trainer.total_epochs"),
+        "prompts": None,
+        **({"seed": seed} if seed else {}),
+        "folder": folder or "/".join(["runs", *(name for name in names if name)]),
+        "checkpoint_every": saved if saved and saved > 0 else None,
+        **({"max_checkpoints": kept} if kept else {}),
+        **({"resume": "or-start"} if get("trainer.resume_mode") == "auto" else {}),
+        **({"rollouts_every": 1} if settings.name("trainer.rollout_data_dir") else {}),
+    }
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Imported:
+    get = settings.get
+    nodes, each = launcher.get("nnodes", "1"), launcher.get("nproc_per_node", "1")
+    gpus = (int(nodes) if nodes.isdigit() else 1) * (int(each) if each.isdigit() else 1)
+    graph = GraphPlan("sft", has_reward=False)
+    lora = _lora(settings, "model.")
+    offload = any([get("engine.param_offload"), get("engine.optimizer_offload")])
+    actor = call(
+        "TorchTrainer",
+        settings.name("model.path"),
+        optimizer=_optimizer(settings, "optim."),
+        schedule=_schedule(settings, "optim."),
+        grad_clip=get("optim.clip_grad"),
+        dtype=get("engine.dtype", "bfloat16"),
+        gradient_checkpointing=bool(get("model.enable_gradient_checkpointing")),
+        max_tokens=get("data.max_token_len_per_gpu") if get("data.use_dynamic_bsz") else None,
+        **({"ranks": gpus} if gpus > 1 else {}),
+        offload=offload,
+        **({"lora": lora} if lora else {}),
+    )
+    if get("data.truncation") not in ("error", None):
+        settings.differ("data.truncation", "flowrl cuts no row: a longer one is an error")
+    if get("data.max_length"):
+        settings.differ("data.max_length", "the limit of prompt and response together; each has it in flowrl")
+    length = {"max_prompt_length": get("data.max_length"), "max_response_length": get("data.max_length")}
+    training = _training(settings, "sft")
+    training["data"] = call("DemoData", _paths(settings, "data.train_files"), **length)
+    training["prompts"] = get("data.train_batch_size")
+    if get("trainer.test_freq", -1) > 0 and get("data.val_files"):
+        settings.refuse("trainer.test_freq", "a loss on held-out demonstrations is not a validation of flowrl")
+    elif "data.val_files" in settings:
+        get("data.val_files")
+        settings.differ("data.val_files", "not read, because trainer.test_freq is -1")
+    bind = {"actor": actor, **({"place": call("Colocate", gpus=gpus)} if gpus > 1 else {})}
+    return Imported(title, graph, bind, training, settings)
+
+
+__all__ = ["ImporterError", "from_words", "imported", "of_file"]

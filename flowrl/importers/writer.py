@@ -1,0 +1,163 @@
+"""Python source of a training, as a person would write it: imports, a graph, a `Training` with its bindings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_MODULES = ("flowrl", "flowrl.backends", "flowrl.graphs", "flowrl.operators", "flowrl.schedules", "flowrl.rewards")
+_WIDTH = 120
+
+
+@dataclass
+class Call:
+    """A call of a public name of flowrl; arguments that equal the defaults are left out."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Any:
+        return getattr(importlib.import_module(module_of(self.name)), self.name)
+
+    def arguments(self) -> list[tuple[str | None, Any]]:
+        """Arguments with their names; None for positional ones."""
+        known = _defaults(self.target) if is_public(self.name) else {}
+        kept = [
+            (name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value_of(value)
+        ]
+        return [*((None, value) for value in self.args), *kept]
+
+
+@dataclass
+class Name:
+    """A name of flowrl that is not called, or any expression."""
+
+    text: str
+
+
+def value_of(expression: Any) -> Any:
+    """The object that an expression stands for."""
+    if isinstance(expression, Call):
+        kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
+        return expression.target(*map(value_of, expression.args), **kwargs)
+    if isinstance(expression, Name):
+        return getattr(importlib.import_module(module_of(expression.text)), expression.text)
+    if isinstance(expression, Mapping):
+        return {key: value_of(item) for key, item in expression.items()}
+    if isinstance(expression, list | tuple):
+        return type(expression)(map(value_of, expression))
+    return expression
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Call:
+    """A call of `name`."""
+    return Call(name, args, kwargs)
+
+
+def module_of(name: str) -> str:
+    """The module that a public name is imported from."""
+    for module in _MODULES:
+        if name in getattr(importlib.import_module(module), "__all__", ()):
+            return module
+    raise LookupError(name)
+
+
+def _defaults(target: Any) -> Mapping[str, Any]:
+    parameters = getattr(target, "parameters", None) or inspect.signature(target)
+    return {name: one.default for name, one in parameters.parameters.items()}
+
+
+@dataclass
+class Program:
+    """The parts of a file."""
+
+    title: str
+    graph: Call
+    edit: dict[str, Any]
+    """Arguments of `Graph.edit`, if any."""
+    bind: dict[str, Any]
+    training: dict[str, Any]
+    """Arguments of `Training`, without the job."""
+    functions: list[str] = field(default_factory=list)
+    """Sources of operators that the graph inserts."""
+    imports: dict[str, set[str]] = field(default_factory=dict)
+    """Further imports, by module."""
+
+    def source(self) -> str:
+        """The file."""
+        job = _laid_out("graph.bind", [(name, value) for name, value in self.bind.items()], 4)
+        training = [(None, Name(job)), *self.training.items()]
+        defaults = _defaults(call("Training").target)
+        kept = [(n, v) for n, v in training if n is None or n in ("data", "prompts") or defaults[n] != value_of(v)]
+        kept = [(None if n == "data" else n, v) for n, v in kept]
+        lines = [f"graph = {written(self.graph)}"]
+        if self.edit:
+            lines.append(f"graph = {_laid_out('graph.edit', list(self.edit.items()), 0)}")
+        lines.append(f"training = {_laid_out('Training', kept, 0, broken=True)}")
+        names: dict[str, set[str]] = {module: set(found) for module, found in self.imports.items()}
+        for name in ["Training", *_named(self.graph), *_named(self.edit), *_named(self.bind), *_named(self.training)]:
+            names.setdefault(module_of(name), set()).add(name)
+        heads = [
+            f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())
+        ]
+        return "\n".join([f'"""{self.title}"""', "", *heads, "", *self.functions, *lines]) + "\n"
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, as import sorters do."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def _named(value: Any) -> list[str]:
+    if isinstance(value, Call):
+        return [*([value.name] * is_public(value.name)), *(n for _, item in value.arguments() for n in _named(item))]
+    if isinstance(value, Mapping):
+        return [name for item in value.values() for name in _named(item)]
+    if isinstance(value, list | tuple):
+        return [name for item in value for name in _named(item)]
+    return [value.text] if isinstance(value, Name) and is_public(value.text) else []
+
+
+def is_public(text: str) -> bool:
+    """Whether flowrl has this public name."""
+    try:
+        return text.isidentifier() and bool(module_of(text))
+    except LookupError:
+        return False
+
+
+def written(value: Any, indent: int = 0) -> str:
+    """An expression; long ones are broken over lines that start at `indent`."""
+    if isinstance(value, Name):
+        return value.text
+    if isinstance(value, Call):
+        return _laid_out(value.name, value.arguments(), indent)
+    if isinstance(value, Mapping):
+        items = [f"{written(k)}: {written(v, indent)}" for k, v in value.items()]
+        return _wrapped("{", items, "}", indent)
+    if isinstance(value, list | tuple):
+        items = [written(item, indent) for item in value]
+        ends = "[]" if isinstance(value, list) else "()"
+        comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
+        return _wrapped(ends[0], items, comma + ends[1], indent)
+    if isinstance(value, str):
+        return '"' + repr(value)[1:-1].replace('"', '\\"').replace("\\'", "'") + '"'
+    return repr(value)
+
+
+def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> str:
+    items = [f"{key}={written(item, indent + 4)}" if key else written(item, indent + 4) for key, item in arguments]
+    return _wrapped(f"{name}(", items, ")", indent, broken)
+
+
+def _wrapped(start: str, items: list[str], end: str, indent: int, broken: bool = False) -> str:
+    line = f"{start}{', '.join(items)}{end}"
+    if not broken and "\n" not in line and len(line) + indent <= _WIDTH - 8:
+        return line
+    inner = " " * (indent + 4)
+    return start + "\n" + "".join(f"{inner}{item},\n" for item in items) + " " * indent + end.lstrip(",")

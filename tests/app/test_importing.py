@@ -1,0 +1,38 @@
+"""``flowrl from-verl`` writes, refuses and checks; tests flowrl/app/importing/command.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.importers.scripts import VERL
+from tests.support.command_line import Command
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "run.sh").write_text(VERL % ("grpo", "trainer.val_only=True"))
+    return tmp_path / "run.sh"
+
+
+def test_a_file_is_written_that_checks(command: Command, script: Path) -> None:
+    refused = command("from-verl", script)
+    assert refused.code == 1 and "trainer.val_only=true" in refused.out.partition("cannot be said")[2]
+    assert not script.with_suffix(".py").exists()
+    done = command("from-verl", script, "--allow", "trainer.val_only")
+    assert done.code == 0 and "left out, as --allow says" in done.out
+    assert command("from-verl", script, "--allow", "trainer.val_only").code == 2  # run.py exists
+
+
+def test_check_writes_nothing(command: Command, script: Path) -> None:
+    assert command("from-verl", script, "--check", "--allow", "trainer.*").code == 0
+    script.write_text(VERL % ("gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"))
+    found = command("from-verl", script, "--check")
+    assert found.code == 1 and "FR020" in found.out
+    assert not script.with_suffix(".py").exists()
+
+
+def test_variables(command: Command, script: Path) -> None:
+    assert "rollout.n=2" in command("from-verl", script, "--env", "N=2", "--check", "--allow", "*").out
+    assert command("from-verl", script, "--env", "N").code == 2

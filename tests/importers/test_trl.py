@@ -1,0 +1,55 @@
+"""Command lines, scripts and YAML files of TRL become trainings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.backends import AdamW
+from flowrl.importers.writer import value_of
+from flowrl.operators import DPO
+from flowrl.schedules import Linear
+from tests.importers.scripts import imported, refused
+from tests.support.errors import raises
+
+FLAGS = (
+    "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --max_steps 100 --beta 0.2 --learning_rate 5e-7"
+)
+PYTHON = '''"""
+python dpo.py \\
+    {flags}
+"""
+import shutil
+shutil.rmtree("kept")
+trainer = DPOTrainer(model=args.model_name_or_path, args=args)
+'''
+YAML = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: pairs.jsonl
+max_steps: 100
+beta: 0.2
+learning_rate: 5e-7
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.sh", f"trl dpo {FLAGS}\n"), ("run.py", PYTHON.format(flags=FLAGS)), ("run.yaml", YAML)],
+    ids=["shell", "python", "yaml"],
+)
+def test_dpo(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    found, findings = imported(tmp_path, "trl", text, name)
+    assert not refused(found) and not findings.problems and (tmp_path / "kept").exists()
+    assert found.graph.edited().nodes["update_actor"].operator.loss == DPO(0.2)
+    actor = value_of(found.bind["actor"])
+    assert actor.optimizer == AdamW(5e-7, weight_decay=0.0)  # the default of transformers
+    assert actor.schedule == Linear(1.0, 0.0, steps=100)
+
+
+def test_other_losses_and_trainers_are_refused(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --loss_type ipo --f_divergence_type js_divergence\n")
+    assert refused(found) == ["loss_type", "f_divergence_type"]
+    with raises("import.no-training"):
+        imported(tmp_path, "trl", "trainer = KTOTrainer()\n", "run.py")
