@@ -60,6 +60,8 @@ def test_each_session_prints_what_the_page_shows(
 
 
 def test_the_page_has_25_entries_of_different_threads() -> None:
-    link = r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github.com/\1/(?:issues|pull)/\2\): "
-    threads = [match[1] for entry in ENTRIES if (match := re.match(rf".*\n\n({link})", entry))]
+    name = r"([\w.-]+/[\w.-]+)"
+    link = re.compile(rf".*\n\n\[{name}#(\d+)\]\(https://github.com/{name}/(?:issues|pull)/(\d+)\): ")
+    threads = [match.groups() for match in map(link.match, ENTRIES) if match]
+    assert all(thread[:2] == thread[2:] for thread in threads)
     assert len(ENTRIES) == len(set(threads)) == 25
