@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from flowrl import PromptData, Training, Validation
 from flowrl.hub.repositories import Commits
 from tests.support.command_line import Command
 from tests.support.errors import raises
+from tests.support.hub import Hub
+from tests.support.hub import hub as stand_in  # a fixture
 from tests.support.jobs import job_of
-from tests.support.rows.hub import Hub
 from tests.support.rows.prompt_files import Characters, truths
 
 COLUMNS = {"prompt": "question", "ground_truth": "answer"}
@@ -51,19 +51,23 @@ def gsm8k(split: str = "train", **settings: Any) -> PromptData:
     return PromptData("openai/gsm8k", name="main", split=split, columns=COLUMNS, shuffle=False, **settings)
 
 
+__all__ = ["stand_in"]
+
+
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub with a data set of one commit, a gated one, and a script; with an empty cache."""
-    data = {"openai/gsm8k": [files()], "a/gated": [files()], "a/script": [{"script.py": b"1/0", "a.csv": b"a\n1\n"}]}
-    with Hub(data, gated=("a/gated",)).serving() as served:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "ENDPOINT", served.url)
-        address = f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-        monkeypatch.chdir(tmp_path)
-        yield served
+def hub(stand_in: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A Hub with a data set of one commit, a gated one, and a script."""
+    stand_in.add("openai/gsm8k", files(), "dataset")
+    stand_in.add("a/gated", files(), "dataset", gated=True)
+    stand_in.add("a/script", {"script.py": b"1/0", "a.csv": b"a\n1\n"}, "dataset")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    monkeypatch.chdir(tmp_path)
+    return stand_in
+
+
+def commit(hub: Hub, number: int) -> str:
+    """A commit of the first data set, counted from 0."""
+    return list(hub.repositories["datasets/openai/gsm8k"].commits)[number]
 
 
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,29 +77,31 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_files_of_the_split_are_downloaded_and_once(hub: Hub) -> None:
     data = gsm8k()
     data.refuse_missing()
-    assert hub.downloads == ["README.md"] and data.missing_here() == ["openai/gsm8k"]
+    assert hub.downloads() == ["README.md"] and data.missing_here() == ["openai/gsm8k"]
     for _ in range(2):
         batch = data.load(Characters(), 0).all()  # type: ignore[arg-type]
         assert truths(batch) == ["1", "2", "3", "4"]
         assert batch["data_source"].tolist() == ["openai/gsm8k"] * 4
     shards = [f"main/train-0000{i}-of-00002.parquet" for i in range(2)]
-    assert sorted(hub.downloads) == ["README.md", *shards] and data.missing_here() == []
-    assert data.digests() == [f"openai/gsm8k@{hub.commit(0)}/{name}" for name in shards]
+    assert (
+        sorted(hub.downloads()) == ["README.md", *(Path(shard).name for shard in shards)] and data.missing_here() == []
+    )
+    assert data.digests() == [f"openai/gsm8k@{commit(hub, 0)}/{name}" for name in shards]
 
 
 def test_a_pinned_data_set_stays_at_its_commit(hub: Hub) -> None:
     commits = Commits()
     pinned = gsm8k().pinned(commits)
-    assert pinned.path == f"openai/gsm8k@{hub.commit(0)}"
+    assert pinned.path == f"openai/gsm8k@{commit(hub, 0)}"
     [recorded] = commits.record()
-    assert (recorded["kind"], recorded["repository"], recorded["commit"]) == ("dataset", "openai/gsm8k", hub.commit(0))
-    hub.datasets["openai/gsm8k"].append(files(5))
+    assert (recorded["kind"], recorded["repository"], recorded["commit"]) == ("dataset", "openai/gsm8k", commit(hub, 0))
+    hub.add("openai/gsm8k", files(5), "dataset")
     assert truths(pinned.load(Characters(), 0).all()) == ["1", "2", "3", "4"]  # type: ignore[arg-type]
     assert gsm8k().pinned(commits) == pinned and gsm8k().pinned(Commits()) != pinned
     assert pinned.pinned(Commits()) == pinned
     assert pinned.identity() == gsm8k().identity()
     assert truths(gsm8k().load(Characters(), 0).all()) == ["6", "7", "8", "9"]  # type: ignore[arg-type]
-    old = gsm8k(revision=hub.commit(0)).pinned(Commits())
+    old = gsm8k(revision=commit(hub, 0)).pinned(Commits())
     assert old == pinned and old.digests() == pinned.digests() != gsm8k().digests()
 
 
@@ -130,7 +136,7 @@ def test_a_filled_cache_is_enough_offline(hub: Hub, monkeypatch: pytest.MonkeyPa
 def test_what_is_missing_is_found_without_downloading_rows(hub: Hub, path: str, settings: Any, code: str) -> None:
     with raises(code):
         PromptData(path, **settings).refuse_missing()
-    assert set(hub.downloads) <= {"README.md"}
+    assert set(hub.downloads()) <= {"README.md"}
 
 
 def training(tiny: str, folder: Path, steps: int, **settings: Any) -> Training:
@@ -152,16 +158,16 @@ def test_a_resumed_run_reads_the_recorded_commit(hub: Hub, tiny: str, tmp_path: 
     """The data set gets another commit between the two runs."""
     whole = training(tiny, tmp_path / "whole", 2).run()
     training(tiny, tmp_path / "run", 1).run()
-    hub.datasets["openai/gsm8k"].append(files(5))
+    hub.add("openai/gsm8k", files(5), "dataset")
     resumed = training(tiny, tmp_path / "run", 2, resume=True).run()
     described = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert [one["commit"] for one in described["commits"]] == [hub.commit(0)]
-    assert described["identity"]["content of the data"][0].startswith(f"openai/gsm8k@{hub.commit(0)}/")
+    assert [one["commit"] for one in described["commits"]] == [commit(hub, 0)]
+    assert described["identity"]["content of the data"][0].startswith(f"openai/gsm8k@{commit(hub, 0)}/")
     keys = [key for key in whole.metrics[-1] if key.startswith(("actor/", "reward/", "val/"))]
     assert [resumed.metrics[-1][key] for key in keys] == [whole.metrics[-1][key] for key in keys]
     later = training(tiny, tmp_path / "run", 3, resume=True)
     with raises("resume.other-run", changed="content of the data"):
-        dataclasses.replace(later, data=gsm8k(revision=hub.commit(1))).run()
+        dataclasses.replace(later, data=gsm8k(revision=commit(hub, 1))).run()
 
 
 PLAN = """
@@ -181,7 +187,7 @@ def test_check_names_what_it_does_not_verify(
     Path("plan.py").write_text(PLAN.format(tiny=tiny))
     absent = "Not verified: the rows of openai/gsm8k, "
     checked = command("check", "plan.py:training")
-    assert checked.code == 0 and absent in checked.out and hub.downloads == ["README.md"]
+    assert checked.code == 0 and absent in checked.out and hub.downloads() == ["README.md"]
     offline(monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "elsewhere")
     assert absent in command("check", "plan.py:training").out
