@@ -94,10 +94,19 @@ class Metrics(Mapping[str, Metric]):
         self._parts: dict[str, Metric] = dict(parts or {})
         of_rows = rows if rows is not None else metrics.rows if isinstance(metrics, Metrics) else {}
         self._rows: dict[str, dict[str, float]] = {key: dict(values) for key, values in of_rows.items()}
+        self.of_tokens: dict[str, tuple[Tensor, Tensor]] = {}
 
     def mean(self, key: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Report ``numerator / denominator``; parts merge as sum of numerators over sum of denominators."""
         _add(self._metrics, key, Metric("mean", float(numerator), float(denominator)))
+
+    def tokens(self, key: str, values: Tensor, mask: Tensor) -> None:
+        """Report the mean of `values` ``[rows response]``, which are 0 off `mask`, over the tokens on `mask`.
+
+        The sums and counts of the rows of the newest report are in `of_tokens`.
+        """
+        self.mean(key, values.sum(), mask.sum())
+        self.of_tokens[key] = values.sum(-1), mask.sum(-1)
 
     def sum(self, key: str, value: Number) -> None:
         """Report a number whose parts add up."""

@@ -23,6 +23,7 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.operators.advantages.per_token import MAX_EXPONENT, Estimator, kl_penalty, select
+from flowrl.operators.losses.row_means import ROW, RowMeans
 from flowrl.operators.updates.mini_batches import record
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.spec import Spec
@@ -121,6 +122,7 @@ class TokenObjective:
         kl: a KL term, or None.
         entropy: coefficient of the entropy bonus.
         key: random key of a loss that samples.
+        rows: collects what is reported of tokens by row, and needs the column `ROW`; None does not.
     """
 
     loss: Loss
@@ -129,6 +131,7 @@ class TokenObjective:
     kl: KLLoss | None = None
     entropy: float = 0.0
     key: Key | None = None
+    rows: RowMeans | None = None
 
     @property
     def wants_entropy(self) -> bool:
@@ -168,17 +171,20 @@ class TokenObjective:
             weights: float32 ``[rows response]``, from `weights`; tokens with weight 0 are ignored.
             metrics: the collector.
         """
+        metrics.of_tokens.clear()
         on = weights != 0
         new = select(output, on)
         per_token = new if self.of_distribution else self._per_token(new, entropy, batch, on, metrics)
-        loss, share, tokens = (weights * per_token).sum(), self._share(weights), on.sum()
+        loss, share = (weights * per_token).sum(), self._share(weights)
         metrics.mean(
             next(_REPORTED[quantity] for quantity in self.loss.model_ports if quantity in _REPORTED),
             loss.detach(),
             share,
         )
         if entropy is not None and "values" not in self.loss.model_ports:
-            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
+            metrics.tokens("actor/entropy", select(entropy.detach(), on), on)
+        if self.rows is not None:
+            self.rows.add(getattr(batch, ROW), metrics.of_tokens)
         if self.entropy > 0:
             bonus = select(_needed(entropy, "entropy", "an entropy bonus"), on)
             loss = loss - self.entropy * (weights * bonus).sum()
@@ -242,10 +248,6 @@ class TokenObjective:
             return weights.sum()  # sums to 1 over the mini-batch, or to its tokens
         per_row = weights.sum(-1) / (weights != 0).sum(-1).clamp(min=1)  # 1 / (S * norm) in each row with tokens
         return per_row.sum() * (1.0 if self.norm is None else self.norm)
-
-
-ROW = "row_of_first_pass"
-"""The column with the row numbers of a micro-batch in its update, for `FirstPass`."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _clipped_surrogate(
 ) -> Tensor:
     """``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` of each token; reports ``actor/pg_clipfrac``."""
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    metrics.mean("actor/pg_clipfrac", (clipped > plain).sum(), response_mask.sum())
+    metrics.tokens("actor/pg_clipfrac", clipped > plain, response_mask)
     return torch.maximum(plain, clipped)
 
 
@@ -103,7 +103,7 @@ class PPOClip(Loss):
             bound = -advantages * self.dual_clip
             at_bound = (advantages < 0) & (per_token > bound)
             per_token = torch.where(at_bound, bound, per_token)
-            metrics.mean("actor/pg_clipfrac_lower", at_bound.sum(), response_mask.sum())
+            metrics.tokens("actor/pg_clipfrac_lower", at_bound, response_mask)
         return per_token
 
 
@@ -171,7 +171,7 @@ class CISPO(Loss):
     ) -> Tensor:
         ratio = _exp(log_ratio_of(log_probs, old_log_probs, response_mask, metrics).detach())
         weight = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        metrics.mean("actor/pg_clipfrac", (weight != ratio).sum(), response_mask.sum())
+        metrics.tokens("actor/pg_clipfrac", weight != ratio, response_mask)
         return -weight * advantages * log_probs
 
 
@@ -206,7 +206,7 @@ class GMPO(Loss):
         log_ratio = log_ratio_of(log_probs, old_log_probs, response_mask, metrics)
         clipped = log_ratio.clamp(-self.clip, self.clip)
         counts = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-        metrics.mean("actor/pg_clipfrac", (counts != log_ratio).sum(), response_mask.sum())
+        metrics.tokens("actor/pg_clipfrac", counts != log_ratio, response_mask)
         return -_row_mean(advantages, response_mask) * _exp(_row_mean(counts, response_mask))
 
 
@@ -325,7 +325,7 @@ class ClipCov(Loss):
         band = ((covariance >= self.low) & (covariance <= self.high)).flatten().nonzero().flatten()
         order = torch.randperm(len(band), generator=key.generator())[: max(1, int(self.share * tokens))]
         sample = _at(band[order.to(band.device)], response_mask)
-        metrics.mean("actor/pg_clipfrac", sample.sum(), tokens)
+        metrics.tokens("actor/pg_clipfrac", sample, response_mask)
         return -advantages * ratio * ~sample
 
 
@@ -378,7 +378,7 @@ class DPPO(Loss):
         away = torch.where(advantages > 0, p > old, p < old)
         high = self.within if self.within_high is None else self.within_high
         counts = ~(away & torch.where(advantages > 0, distance > high, distance > self.within))
-        metrics.mean("actor/pg_clipfrac", (~counts & response_mask).sum(), response_mask.sum())
+        metrics.tokens("actor/pg_clipfrac", ~counts & response_mask, response_mask)
         return -_exp(log_ratio).clamp(max=self.max_ratio) * advantages * log_probs * counts
 
 

@@ -27,7 +27,6 @@ from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.operators.losses.objective import (
-    ROW,
     Aggregation,
     FirstPass,
     KLLoss,
@@ -36,6 +35,7 @@ from flowrl.operators.losses.objective import (
     token_weights,
 )
 from flowrl.operators.losses.policy_losses import PPOClip
+from flowrl.operators.losses.row_means import ROW, RowMeans
 from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.protocols.protocols import Caches, Critic, LiveWeightUpdate, RemoteWeights, Synced, Trainer
@@ -162,6 +162,8 @@ class UpdateActor(_Update, ModelInputs, Operator):
     granularity: ClassVar[Granularity] = "batch"
     replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # for weights, and to refuse
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"log-probs", "distributions"})
+    row_columns: ClassVar[Mapping[str, str]] = {"entropy": "actor/entropy", "clipped": "actor/pg_clipfrac"}
+    """By column of row summaries, the metric of tokens whose mean over each row it is."""
     scores: ClassVar[bool] = False
     """Whether the update also writes the `old_log_probs` of its first pass; see `ScoringUpdate`."""
     loss: Loss = PPOClip()
@@ -216,14 +218,17 @@ class UpdateActor(_Update, ModelInputs, Operator):
     ) -> Updated:
         self._refuse_stale(rollout, token_version, now.lag, metrics)
         mask = own_rows(rollout.response_mask, now.shard)
-        settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
+        means = RowMeans()
+        settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key, means
         objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}
+        read[ROW] = torch.arange(len(rollout.response_mask if self._beyond_rows else mask))
         if self.scores:
             old = torch.zeros(mask.shape, device=mask.device)  # stays 0 in empty rows, which are not computed
-            objective, read[ROW] = FirstPass(*settings, old_log_probs=old), torch.arange(len(old))
+            objective = FirstPass(*settings, old_log_probs=old)
         else:
             old = self._of_rank("old_log_probs", columns.get("old_log_probs"), now.shard)
         metrics.merge(self._train(self.actor, rollout, read, objective, key, now.shard))
+        self._report_rows(means, now.shard, metrics)
         if ref_log_prob is not None and old is not None:
             ref = self._of_rank("ref_log_prob", ref_log_prob, now.shard)
             metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
@@ -251,6 +256,13 @@ class UpdateActor(_Update, ModelInputs, Operator):
             if scorer.reads == self.reads
             else "reads another record"
         )
+
+    def _report_rows(self, means: RowMeans, shard: Shard | None, metrics: Metrics) -> None:
+        """Report what `row_columns` names, by the number of the row in the step."""
+        own = None if shard is None or shard.rows is None or self._beyond_rows else shard.rows.tolist()
+        for what, key in self.row_columns.items():
+            for row, value in means.of(key).items():
+                metrics.row(f"{self.name}/{what}", str(row if own is None else own[row]), value)
 
     def _refuse_stale(
         self, rollout: VersionedSequences, token_version: Tensor | None, ahead: int, metrics: Metrics

@@ -286,7 +286,7 @@ def _of_formula(step: StepReader, node: Node, axis: str | None, rows: _Rows) -> 
 
 def _summary(run: Recorded, step: int, row_id: str) -> dict[str, Any]:
     """What the row's summary says of it."""
-    names = ("score", "fate", "optimizer_step", "loss_weight", "version_min", "version_max")
+    names = ("score", "fate", "optimizer_step", "loss_weight", "entropy", "clipped", "version_min", "version_max")
     found: Mapping[str, Any] = next((row for row in run.rows(step).to_pylist() if row["row_id"] == row_id), {})
     return {name: found[name] for name in names if found.get(name) not in (None, "")}
 

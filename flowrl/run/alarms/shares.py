@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 HALF = 0.5
 _TOKENS = "tokens"
 _ROWS = "rows"
+_MEANS = "means"
 
 _COLUMNS = {
     "kl/ref": ("kl", _TOKENS),
@@ -22,11 +23,13 @@ _COLUMNS = {
     "rollout/logp_diff_max": ("mismatch", _ROWS),
     "rollout/logp_diff_mean": ("mismatch", _ROWS),
     "advantage/mean": ("advantage", _ROWS),
+    "actor/entropy": ("entropy", _MEANS),
+    "actor/pg_clipfrac": ("clipped", _MEANS),
 }
-"""By metric, the column of the row summaries whose sum it is, over tokens or rows."""
+"""By metric, the column of the row summaries whose mean it is: over tokens, of sums or means of a row, or over rows."""
 
 _BY_SIZE = ("grad_norm", "actor/entropy", "actor/approx_kl", "actor/pg_loss", "actor/pg_clipfrac")
-"""Metrics that no column holds: their rows are ordered by the weight in the loss times the size of the advantage."""
+"""Metrics that no column may hold: their rows are ordered by the weight in the loss times the size of the advantage."""
 
 BASIS_OF_SIZE = "loss weight times the size of the advantage, since no column of the rows holds this metric"
 
@@ -93,7 +96,7 @@ def _values(table: pa.Table, metric: str) -> tuple[Any, Any, str] | None:
         if unit == _ROWS:
             basis = f"the mean of {column} over {live.sum()} rows"
             return np.where(live, values, 0.0), live / max(1, live.sum()), basis
-        per_token = np.where(live, values, 0.0) / np.maximum(tokens, 1)
+        per_token = np.where(live, values, 0.0) / (1 if unit == _MEANS else np.maximum(tokens, 1))
         count = tokens[live].sum()
         basis = f"the mean of {column} over the {count:.0f} tokens of {live.sum()} rows"
         return per_token, np.where(live, tokens, 0) / max(1, count), basis

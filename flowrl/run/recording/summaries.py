@@ -6,7 +6,7 @@ Columns of the graph are found by kind and axes, so those of a user's operators 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -45,6 +45,8 @@ SCHEMA = {
     "mismatch": pa.float64(),
     "optimizer_step": pa.int64(),
     "loss_weight": pa.float64(),
+    "entropy": pa.float64(),
+    "clipped": pa.float64(),
     "group_size": pa.int64(),
     "group_spread": pa.float64(),
     "fate": pa.string(),
@@ -64,7 +66,16 @@ _KINDS = {
 
 @runtime_checkable
 class UpdatesByRows(Protocol):
-    """An operator whose optimizer steps are over mini-batches of rows."""
+    """An operator whose optimizer steps are over mini-batches of rows.
+
+    It may report numbers of its rows: ``metrics.row(f"{name}/{column}", number, value)`` for each of `row_columns`,
+    with the number of the row in the step.
+    """
+
+    @property
+    def row_columns(self) -> Collection[str]:
+        """The columns of a summary that it reports."""
+        ...
 
     def row_weights(self, response_mask: Tensor, key: Key, uid: np.ndarray | None) -> tuple[Tensor, Tensor]:
         """The first optimizer step of each row, counted from 0, int64 ``[rows]``, and the sum of its token weights over
@@ -129,7 +140,7 @@ class RowSummaries:
         Args:
             step: counted from 0.
             columns: the columns of the step, at least `needed`.
-            reported: reported numbers of rows, by key and `row_id`.
+            reported: reported numbers of rows, by key and `row_id`; those of updates by number, see `UpdatesByRows`.
             round_sizes: the rows of each round, by node.
         """
         mask = columns.get(self.edges.get("response_mask", Edge("", "")))
@@ -137,11 +148,14 @@ class RowSummaries:
             return None
         view = _View(self, step, columns, len(mask))
         found: dict[str, Any] = {"step": np.full(len(mask), step + 1), "row": np.arange(len(mask))}
-        found |= view.names() | view.lengths(self._limit) | view.of_tokens() | view.of_groups() | view.of_update()
+        found |= view.names() | view.lengths(self._limit) | view.of_tokens() | view.of_groups()
+        found |= view.of_update(reported)
         sizes = round_sizes.get(self.edges["response_mask"].node)
         found["round"] = None if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
         ids = found.get("row_id")
-        further = {key: [values.get(row) for row in ids] for key, values in reported.items()} if ids is not None else {}
+        of_updates = {f"{update.name}/{name}" for update in self._updates for name in _columns_of(update)}
+        named = {key: values for key, values in reported.items() if ids is not None and key not in of_updates}
+        further = {key: [values.get(row) for row in ids or ()] for key, values in named.items()}
         arrays = {name: _array(found.get(name), kind, len(mask)) for name, kind in SCHEMA.items()}
         return pa.table(arrays | {key: pa.array(values, pa.float64()) for key, values in further.items()})
 
@@ -303,7 +317,7 @@ class _View:
             found["group_spread"] = spread[group]
         return found
 
-    def of_update(self) -> dict[str, Any]:
+    def of_update(self, reported: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         """What the policy's first update does with each row, and which gate dropped the others."""
         fate = np.full(self.rows, "trained" if self.updates else "", dtype=object)
         trained: Rows | None = np.arange(self.rows)
@@ -325,7 +339,17 @@ class _View:
             steps, weights = operator.row_weights(mask, node_key(self.seed, self.step, update.name), uid)
             found["optimizer_step"] = _scattered(steps.numpy(), trained, self.rows)
             found["loss_weight"] = _scattered(weights.double().numpy(), trained, self.rows)
+            for name in operator.row_columns:
+                column = np.full(len(mask), np.nan)
+                for number, value in reported.get(f"{update.name}/{name}", {}).items():
+                    column[int(number)] = value
+                found[name] = _scattered(column, trained, self.rows)
         return found
+
+
+def _columns_of(update: Node) -> Collection[str]:
+    operator = update.initial_operator
+    return operator.row_columns if isinstance(operator, UpdatesByRows) else ()
 
 
 def _over(mask: Any, values: Any, how: str) -> Any:

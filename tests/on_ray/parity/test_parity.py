@@ -219,6 +219,9 @@ def test_two_fsdp_ranks_agree_with_one_process(
     for key in without_placement(here):
         assert here[key].reduction == there[key].reduction
         assert math.isclose(here[key].compute(), there[key].compute(), rel_tol=2e-5, abs_tol=1e-6), key
+    assert "update_actor/entropy" in here.rows and here.rows.keys() == there.rows.keys()
+    for key, values in here.rows.items():
+        assert there.rows[key] == pytest.approx(values, rel=2e-5, abs=1e-6), key
     started, one, two = saved(tiny), saved(tmp_path / "local"), saved(tmp_path / "ray")
     for name in one:
         assert relative(one[name] - started[name], two[name] - started[name]) < 1e-3, name

@@ -92,6 +92,23 @@ class TestSummaries:
             assert sorted(row["optimizer_step"] for row in rows) == [0, 0, 1, 1]
             assert sum(row["loss_weight"] for row in rows) == pytest.approx(2.0)  # each mini-batch weighs 1
 
+    @pytest.mark.parametrize("name", ["grpo", "ppo"])
+    def test_means_of_the_update_by_tokens_are_its_metrics(
+        self, name: str, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        """In one pass over each row, fused or after `OldLogProb`."""
+        train(job_of(name, tiny), prompts_file, tmp_path)
+        run = flowrl.open(tmp_path)
+        for step, metrics in enumerate(run.metrics.to_pylist(), 1):
+            rows = run.rows(step).to_pylist()
+            tokens = sum(row["response_tokens"] for row in rows)
+            for column, metric in (("entropy", "actor/entropy"), ("clipped", "actor/pg_clipfrac")):
+                total = sum(row[column] * row["response_tokens"] for row in rows if row["response_tokens"])
+                assert total / tokens == pytest.approx(metrics[metric], rel=1e-6)
+            assert not any("/" in name and name.startswith("update") for name in rows[0])
+            shares = run.blame("actor/entropy", step).rows.to_pylist()
+            assert sum(row["share"] for row in shares) == pytest.approx(1)
+
     @pytest.mark.parametrize("lag", [0, 1])
     def test_rows_that_a_gate_drops_are_there_with_their_fate_and_round(
         self, tiny: str, prompts_file: str, tmp_path: Path, lag: int
@@ -107,6 +124,7 @@ class TestSummaries:
             for uid, rows in groups.items():
                 assert {row["fate"] for row in rows} == {"trained" if uid in passed else "collect"}
                 assert all((row["advantage"] is None) == (uid not in passed) for row in rows)
+                assert all((row["entropy"] is None) == (uid not in passed) for row in rows if row["response_tokens"])
             trained = run.columns(step)[Edge("collect", "uid")]
             assert Counter(trained.tolist()) == dict.fromkeys(passed, 4)
             rounds = run.metrics["collect/rounds"][step - 1].as_py()

@@ -24,6 +24,8 @@ TABLE = (
     "response_tokens",
     "kl",
     "mismatch",
+    "entropy",
+    "clipped",
     "truncated",
     "group_spread",
     "fate",
