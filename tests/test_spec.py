@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import AfterValidator, Field
 
-from flowrl import PromptData
 from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.core.operators.roles import Role
 from flowrl.errors import DataError, DefinitionError, ParameterError
@@ -115,7 +114,6 @@ class Saveable:
         ),
         (lambda: TorchTrainer("m", optimizer="adamw"), "optimizer", "Pass optimizer=AdamW(lr=...)."),
         (lambda: UpdateActor("gspo"), "loss", "Pass loss=GSPO()."),
-        (lambda: PromptData([{"prompt": "1 + 1"}]), "path", "one json.dumps(row) per line, and pass its path."),
         (lambda: PPOClip(epsilon=0.2), "epsilon", "TRL's epsilon is clip_low here."),
     ],
 )

@@ -197,6 +197,6 @@ def test_check_reads_the_rows_of_a_filled_cache(hub: Hub, tiny: str, command: Co
     gsm8k().load(Characters(), 0)  # type: ignore[arg-type]
     Path("plan.py").write_text(PLAN.format(tiny=tiny))
     assert "Not verified" not in command("check", "plan.py:training").out
-    Path("plan.py").write_text(PLAN.format(tiny=tiny).replace('"train"', '"trian"'))
+    Path("plan.py").write_text(PLAN.format(tiny=tiny).replace('"train"', '"trainn"'))
     wrong = command("check", "plan.py:training")
     assert wrong.code == 1 and "did you mean 'train'" in wrong.out

@@ -70,7 +70,7 @@ def test_a_job_on_one_machine_uses_loopback_only(nodes: tuple[str, ...], monkeyp
     monkeypatch.setattr(Hosts, "_locate", lambda *_: [Location(*seat) for seat in zip(nodes, (0, 1, 0), strict=True)])
     stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
     monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda *host, **_: stub if host else lambda _: stub))
-    backend = SimpleNamespace(collective=True)
+    backend = SimpleNamespace(collective=True, commit=None)
     started: Any = object.__new__(Hosts)
     vars(started).update(
         actors={}, locations={}, seed=0, place=SimpleNamespace(deadline=9.0), _swapping=(), _turns=Turns(plans)

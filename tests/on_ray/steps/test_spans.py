@@ -23,7 +23,7 @@ from tests.on_ray.faults.test_faults import process_of
 from tests.on_ray.parity.test_episodes import Longer
 from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.steps.test_lag import overlap
-from tests.run.engine.test_in_flight import PROMPTS, TARGET, N, half, stream_of
+from tests.run.engine.collecting import PROMPTS, TARGET, N, half, stream_of
 from tests.run.engine.test_lag import log_probs
 from tests.support.jobs import job_of, write_prompts
 

@@ -153,7 +153,7 @@ def test_a_placeholder_without_a_function_is_refused_at_run() -> None:
         (awaited, "The reward function awaited is async and returns a coroutine"),
         (functools.partial(awaited, extra_info=None), "is async"),
         (Awaited(), "is async"),
-        (3, "should be callable"),
+        (3, "expected a function"),
         (float, "The reward function float is a class, which returns an object"),
         ("flowrl.errors:RewardError", "errors.py has a class under that name. Name a function, or a method"),
         ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),

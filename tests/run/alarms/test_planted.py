@@ -9,7 +9,7 @@ import pytest
 
 import flowrl
 from flowrl.backends import AdamW
-from flowrl.schedules import Constant, Schedule
+from flowrl.schedules import Schedule
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 from tests.support.runs import train
@@ -28,6 +28,17 @@ class TwentyFold(Schedule):
 
     def at(self, step: int) -> float:
         return 20.0 if step >= self.since else 1.0
+
+
+class Still(Schedule):
+    """The learning rate is 0 in the first thousand optimizer steps."""
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, 1000)
+
+    def at(self, step: int) -> float:
+        return float(step >= 1000)
 
 
 def constant(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -53,7 +64,7 @@ def run_of(tiny: str, data: str, folder: Path, reward: Any = digits, steps: int 
 
 
 def test_a_learning_rate_of_0_updates_nothing(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    run = run_of(tiny, prompts_file, tmp_path, trainer={"schedule": Constant(0.0)})
+    run = run_of(tiny, prompts_file, tmp_path, trainer={"schedule": Still()})
     assert alarmed(run)["NothingUpdated()"]["step"] == 3
 
 
