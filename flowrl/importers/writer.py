@@ -105,7 +105,13 @@ class Program:
         heads = [
             f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())
         ]
-        return "\n".join([f'"""{self.title}"""', "", *heads, "", *self.functions, *lines]) + "\n"
+        return "\n".join([_docstring(self.title), "", *heads, "", *self.functions, *lines]) + "\n"
+
+
+def _docstring(text: str) -> str:
+    """A docstring on one line, which holds any text: a name of a file may have quotes and line breaks."""
+    escaped = repr(text)[1:-1].replace('"', '\\"')
+    return f'"""{escaped}"""'
 
 
 def _order(name: str) -> tuple[int, str]:

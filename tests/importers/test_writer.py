@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.importers.scripts import verl
 
 EXPECTED = '''"""From run.sh, a configuration of verl 0.9.1."""
@@ -31,3 +33,12 @@ def test_only_what_differs_is_written(tmp_path: Path) -> None:
     assert source.startswith(EXPECTED)
     assert max(map(len, source.splitlines())) <= 120
     ast.parse(source)
+
+
+@pytest.mark.parametrize("name", ['a"""\nwritten = 1\n"""b.sh', "it's \\.sh", 'q".sh'])
+def test_a_title_stays_in_the_docstring(name: str, tmp_path: Path) -> None:
+    found, _ = verl(tmp_path)
+    found.title = f"From {name}."
+    tree = ast.parse(found.program().source())
+    assert ast.get_docstring(tree, clean=False) == found.title
+    assert not any(isinstance(node, ast.Name) and node.id == "written" for node in ast.walk(tree))
