@@ -148,19 +148,21 @@ class Settings:
         self.refused.setdefault(key, why)
 
     def differ(self, key: str, how: str) -> None:
-        """A setting that flowrl expresses in another way; shown with the taken ones."""
+        """A setting that flowrl expresses in another way; shown with the taken ones, or as a default that differs."""
         self.read.add(key)
         self.differs.setdefault(key, how)
 
     def report(self, allowed: Sequence[str]) -> Report:
-        """What became of each given setting."""
+        """What became of each given setting, and of each default that differs."""
         report = Report()
-        for key in dict.fromkeys([*self.given, *self.refused]):
+        for key in dict.fromkeys([*self.given, *self.refused, *self.differs]):
             setting = self.given.get(key) or Setting(key, self.table.defaults.get(key))
             status, here = self.table.here(key)
             default = self._resolved(self.table.defaults.get(key))
             if key in self.refused:
                 bucket, text = report.refused, self.refused[key]
+            elif key not in self.given:
+                bucket, text = report.differing, self.differs[key]
             elif key in self.read:
                 bucket, text = report.taken, self.differs.get(key, "")
             elif status == "0" or (key in self.table.defaults and self._resolved(setting.value) == default):
@@ -178,6 +180,8 @@ class Report:
     """Settings by what became of them."""
 
     taken: list[Remark] = field(default_factory=list)
+    differing: list[Remark] = field(default_factory=list)
+    """Defaults of the framework, for keys that were not given, which flowrl expresses in another way."""
     pointless: list[Remark] = field(default_factory=list)
     refused: list[Remark] = field(default_factory=list)
     allowed: list[Remark] = field(default_factory=list)

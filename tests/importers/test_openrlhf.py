@@ -37,6 +37,16 @@ def test_ppo_has_a_critic_of_the_reward_model(tmp_path: Path) -> None:
     assert found.graph.edited().nodes["update_critic"].operator.loss == ValueClip(0.5)
     more, _ = imported(tmp_path, "openrlhf", PPO % "--reward.model_name_or_path org/reward --reward.normalize_enable")
     assert refused(more) == ["reward.normalize_enable"]
+    assert "config.json" in more.settings.report(()).refused[0].text
+
+
+def test_a_default_that_differs_is_shown_though_no_flag_gives_it(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, "openrlhf", PPO % "--reward.model_name_or_path org/reward")
+    differing = {remark.key: remark.text for remark in found.settings.report(()).differing}
+    assert all("constant" in differing[f"{role}.lr_scheduler"] for role in ("actor", "critic"))
+    constant = "--reward.model_name_or_path org/reward --actor.lr_scheduler constant --critic.lr_scheduler constant"
+    given, _ = imported(tmp_path, "openrlhf", PPO % constant)
+    assert not {"actor.lr_scheduler", "critic.lr_scheduler"} & {r.key for r in given.settings.report(()).differing}
 
 
 def test_dpo_from_a_document(tmp_path: Path) -> None:

@@ -53,3 +53,8 @@ def test_other_losses_and_trainers_are_refused(tmp_path: Path) -> None:
     assert refused(found) == ["loss_type", "f_divergence_type"]
     with raises("import.no-training"):
         imported(tmp_path, "trl", "trainer = KTOTrainer()\n", "run.py")
+
+
+def test_a_schedule_without_a_number_of_steps_is_shown(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS.replace('--max_steps 100', '')}\n")
+    assert "lr_scheduler_type" in [remark.key for remark in found.settings.report(()).differing]

@@ -78,6 +78,7 @@ def _run(
     report = found.settings.report(allow or ())
     for title, remarks in {
         "taken": report.taken,
+        "defaults that differ": report.differing,
         "pointless here": report.pointless,
         "left out, as --allow says": report.allowed,
         "cannot be said": report.refused,
