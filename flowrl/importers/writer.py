@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,7 +153,7 @@ def written(value: Any, indent: int = 0) -> str:
         comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
         return _wrapped(ends[0], items, comma + ends[1], indent)
     if isinstance(value, str):
-        return '"' + repr(value)[1:-1].replace('"', '\\"').replace("\\'", "'") + '"'
+        return json.dumps(value, ensure_ascii=False)  # double quotes, and every escape is Python's, too
     return repr(value)
 
 

@@ -6,7 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from flowrl.importers.writer import written
 from tests.importers.scripts import verl
 
 EXPECTED = '''"""From run.sh, a configuration of verl 0.9.1."""
@@ -42,3 +45,9 @@ def test_a_title_stays_in_the_docstring(name: str, tmp_path: Path) -> None:
     tree = ast.parse(found.program().source())
     assert ast.get_docstring(tree, clean=False) == found.title
     assert not any(isinstance(node, ast.Name) and node.id == "written" for node in ast.walk(tree))
+
+
+@given(st.text(st.characters(codec="utf-8")))
+@example("\\'")
+def test_text_is_written_so_that_python_reads_it_back(text: str) -> None:
+    assert ast.literal_eval(written(text)) == text
