@@ -1,9 +1,9 @@
-"""Overrides of Hydra and configurations in YAML, as settings by dotted key."""
+"""Overrides of Hydra, flags and configurations in YAML, as settings by key."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,25 @@ def override(word: Word) -> Setting | None:
     if found is None or (found[3] is None and found[1] != "~"):
         return None
     return Setting(found[2], None if found[1] == "~" else parsed(found[3]), word.line, word.unknown)
+
+
+def flags(words: Sequence[Word]) -> dict[str, Setting]:
+    """The settings of flags such as ``--lr 1e-6``, ``--lr=1e-6`` and ``--fast``; several values are a list."""
+    values: dict[str, list[Word]] = {}
+    lines: dict[str, int] = {}
+    key = ""
+    for word in words:
+        if word.text.startswith("--"):
+            key, equals, text = word.text[2:].partition("=")
+            values[key], lines[key] = [word._replace(text=text)] if equals else [], word.line
+        elif key:
+            values[key].append(word)
+    found: dict[str, Setting] = {}
+    for key, given in values.items():
+        parts = [parsed(word.text) for word in given]
+        value = True if not parts else parts[0] if len(parts) == 1 else parts
+        found[key] = Setting(key, value, lines[key], tuple(unknown for word in given for unknown in word.unknown))
+    return found
 
 
 def parsed(text: str) -> Any:

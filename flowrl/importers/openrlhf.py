@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ImporterError
-from flowrl.importers.hydra import parsed
+from flowrl.importers.hydra import flags
 from flowrl.importers.openrlhf_graph import graph_of
 from flowrl.importers.plan import GraphPlan, Imported, call
 from flowrl.importers.settings import Setting, Settings, Table, is_file
@@ -25,21 +25,7 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     at = next((index for index, name in enumerate(names) if name in _COMMANDS), None)
     if at is None:
         return None
-    settings: dict[str, Setting] = {}
-    values: dict[str, list[Word]] = {}
-    key = ""
-    for word in words[at + 1 :]:
-        if word.text.startswith("--"):
-            key, equals, text = word.text[2:].partition("=")
-            values[key] = [word._replace(text=text)] if equals else []
-            settings[key] = Setting(key, None, word.line)
-        elif key:
-            values[key].append(word)
-    for key, given in values.items():
-        parts = [parsed(word.text) for word in given]
-        value = True if not parts else parts[0] if len(parts) == 1 else parts
-        settings[key] = settings[key]._replace(value=value, unknown=tuple(u for w in given for u in w.unknown))
-    return names[at], settings, {}
+    return names[at], flags(words[at + 1 :]), {}
 
 
 def of_file(path: Path) -> tuple[str, dict[str, Setting]]:

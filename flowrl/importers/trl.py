@@ -35,22 +35,14 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     )
     if at is None:
         return None
-    settings: dict[str, Setting] = {}
-    values: dict[str, list[Word]] = {}
-    key = ""
-    for word in words[at + 1 :]:
-        if word.text.startswith("--"):
-            key, equals, text = word.text[2:].partition("=")
-            key = key.replace("-", "_")
-            values[key] = [word._replace(text=text)] if equals else []
-            settings[key] = Setting(key, None, word.line)
-        elif key:
-            values[key].append(word)
-    for key, given in values.items():
-        parts = [hydra.parsed(word.text) for word in given]
-        value = True if not parts else parts[0] if len(parts) == 1 else parts
-        settings[key] = settings[key]._replace(value=value, unknown=tuple(u for w in given for u in w.unknown))
-    return names[at], settings, {}
+    words = [word._replace(text=_underscored(word.text)) for word in words[at + 1 :]]
+    return names[at], hydra.flags(words), {}
+
+
+def _underscored(text: str) -> str:
+    """A flag of ``HfArgumentParser``, which takes hyphens for underscores."""
+    flag, equals, value = text.partition("=")
+    return f"--{flag[2:].replace('-', '_')}{equals}{value}" if flag.startswith("--") else text
 
 
 def of_file(path: Path) -> tuple[str, dict[str, Setting]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from flowrl.app.printing import printable
 from flowrl.errors import ParameterError
+
+if TYPE_CHECKING:
+    from flowrl.importers.importing import Source
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A script or a .yaml configuration.", show_default=False)]
 Arguments = Annotated[
@@ -21,11 +25,23 @@ Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE of an environmen
 Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are problems.")]
 
 
+_FRAMEWORKS = {
+    "verl": "verl (a script or its configuration)",
+    "trl": "TRL (a script or its configuration)",
+    "openrlhf": "OpenRLHF (a script)",
+}
+"""By importer, what it reads."""
+
+
 def add_to(app: typer.Typer, out: Console) -> None:
     """Add the commands to a command line that prints to `out`."""
+    for framework, reads in _FRAMEWORKS.items():
+        summary = f"Write a training of {reads} as a Python file of flowrl, and check it."
+        app.command(f"from-{framework}", help=summary)(_command(framework, out))
 
-    @app.command("from-verl")
-    def from_verl(
+
+def _command(framework: str, out: Console) -> Callable[..., None]:
+    def run(
         file: File,
         arguments: Arguments = None,
         to: To = None,
@@ -33,49 +49,21 @@ def add_to(app: typer.Typer, out: Console) -> None:
         env: Env = None,
         check: Check = False,
     ) -> None:
-        """Write a training of verl (a script or its configuration) as a Python file of flowrl, and check it."""
-        _run("verl", out, file, arguments, to, allow, env, check)
+        from flowrl.importers.importing import Source
 
-    @app.command("from-trl")
-    def from_trl(
-        file: File,
-        arguments: Arguments = None,
-        to: To = None,
-        allow: Allow = None,
-        env: Env = None,
-        check: Check = False,
-    ) -> None:
-        """Write a training of TRL (a script or its configuration) as a Python file of flowrl, and check it."""
-        _run("trl", out, file, arguments, to, allow, env, check)
+        _import(framework, out, Source(file, dict(map(_variable, env or ())), arguments or ()), to, allow or (), check)
 
-    @app.command("from-openrlhf")
-    def from_openrlhf(
-        file: File,
-        arguments: Arguments = None,
-        to: To = None,
-        allow: Allow = None,
-        env: Env = None,
-        check: Check = False,
-    ) -> None:
-        """Write a training of OpenRLHF (a script) as a Python file of flowrl, and check it."""
-        _run("openrlhf", out, file, arguments, to, allow, env, check)
+    return run
 
 
-def _run(
-    framework: str,
-    out: Console,
-    file: Path,
-    arguments: list[str] | None,
-    to: Path | None,
-    allow: list[str] | None,
-    env: list[str] | None,
-    only_check: bool,
+def _import(
+    framework: str, out: Console, source: Source, to: Path | None, allow: Sequence[str], only_check: bool
 ) -> None:
     from flowrl.importers.checking import check as check_imported
-    from flowrl.importers.importing import Source, import_file
+    from flowrl.importers.importing import import_file
 
-    found, notes = import_file(framework, Source(file, dict(map(_variable, env or ())), arguments or ()))
-    report = found.settings.report(allow or ())
+    found, notes = import_file(framework, source)
+    report = found.settings.report(allow)
     for title, remarks in {
         "taken": report.taken,
         "defaults that differ": report.differing,
@@ -96,7 +84,7 @@ def _run(
             raise typer.Exit(1)
         out.print(f"{found.graph.algorithm}: no rule is violated.", markup=False)
         return
-    target = to or Path(file.with_suffix(".py").name)
+    target = to or Path(source.path.with_suffix(".py").name)
     if target.exists():
         raise ParameterError(
             f"{target} exists. Pass another file to write: --to FILE.py.",
