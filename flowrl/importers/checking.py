@@ -9,7 +9,7 @@ from flowrl.errors import FlowrlError
 from flowrl.graph import Graph
 from flowrl.importers.plan import Imported
 
-ABSENT = frozenset({"reference.missing-source", "prompts.missing-file", "data.missing-file", "backend.missing-folder"})
+ABSENT = frozenset({"reference.missing-source", "prompts.missing-file"})
 """Codes of what only this machine lacks."""
 
 

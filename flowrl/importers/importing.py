@@ -14,6 +14,8 @@ from flowrl.importers.plan import Imported
 from flowrl.importers.settings import Table
 
 FRAMEWORKS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+_READERS = {".yaml": "of_file", ".yml": "of_file", ".py": "of_python"}
+"""By suffix, the function of an importer that reads such files, if it does; other files are shell scripts."""
 
 
 @dataclass
@@ -49,10 +51,18 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
     module: Any = importlib.import_module(f"flowrl.importers.{framework}")
     version = Table.version_of(framework)
     title = f"From {source.path.name}, a configuration of {FRAMEWORKS[framework]} {version}."
-    if source.path.suffix in (".yaml", ".yml"):
+    reader = _READERS.get(source.path.suffix)
+    if reader is not None and not hasattr(module, reader):
+        raise ImporterError(
+            f"{source.path} is not a shell script, and flowrl reads no {source.path.suffix} file of "
+            f"{FRAMEWORKS[framework]}. Pass a script that starts {module.STARTS}.",
+            code="import.no-training",
+            file=source.path,
+        )
+    if reader == "of_file":
         part, settings = module.of_file(source.path)
         return module.imported(part, settings, title, {}), []
-    if source.path.suffix == ".py":
+    if reader == "of_python":
         return module.of_python(source.text(), source.path, title, source.arguments), []
     script = shell.read(source.text(), str(source.path), source.environment, source.arguments)
     found = [one for one in map(module.from_words, script.commands) if one is not None]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ImporterError
 from flowrl.importers.hydra import flags
 from flowrl.importers.openrlhf_graph import graph_of
 from flowrl.importers.plan import GraphPlan, Imported, call
@@ -26,15 +25,6 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     if at is None:
         return None
     return names[at], flags(words[at + 1 :]), {}
-
-
-def of_file(path: Path) -> tuple[str, dict[str, Setting]]:
-    """Refuse a YAML file: OpenRLHF reads flags only."""
-    raise ImporterError(
-        f"{path} is no script: OpenRLHF is configured by flags. Pass the script that starts it.",
-        code="import.no-training",
-        file=path,
-    )
 
 
 def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:

@@ -1,0 +1,19 @@
+"""Which files an importer reads; tests importing.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.importers.importing import Source, import_file
+from tests.support.errors import raises
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"), [("verl", "train.py"), ("openrlhf", "train.py"), ("openrlhf", "train.yaml")]
+)
+def test_files_that_an_importer_does_not_read_are_refused(framework: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("lr: 1\n")
+    with raises("import.no-training", file=str(tmp_path / name)):
+        import_file(framework, Source(tmp_path / name))
