@@ -29,7 +29,7 @@ class Execution(NamedTuple):
 
 
 class Sandbox(Spec):
-    """Runs Python programs that nobody has read. A subclass defines `run`.
+    """Runs untrusted Python programs. A subclass defines `run`.
 
     Args:
         timeout: seconds allowed for one program.

@@ -47,7 +47,7 @@ def serving(answer: Answer) -> Iterator[str]:
 
 
 def sandbox_fusion(method: str, path: str, request: Any) -> tuple[int, str]:
-    """A reply of SandboxFusion to ``/run_code``, in the form that its source defines."""
+    """A reply of SandboxFusion to ``/run_code``, in the form that the client of verl reads."""
     if (method, path) != ("POST", "/run_code") or request["language"] != "python":
         return 404, "{}"
     result: dict[str, Any] = {"status": "Finished", "execution_time": 0.1}
