@@ -35,7 +35,8 @@ async function get(view, asked = {}) {
   return answer;
 }
 
-/** The answer to a view, the previous one until it is here; `again` (a number that changes) asks once more. */
+/** The answer to a view, the previous one until it is here, when `current` is true; `again` (a number that changes) asks
+ * once more. */
 function useView(view, asked, again = 0) {
   const [state, set] = useState({});
   const at = view ? address(view, asked) : null;
@@ -48,7 +49,7 @@ function useView(view, asked, again = 0) {
     );
     return () => { wanted = false; };
   }, [at, again]);
-  return { ...state, current: state.at === at };
+  return { ...state, current: !at || state.at === at };
 }
 
 /** Call `poll` every second while the page is visible. */

@@ -10,16 +10,16 @@ const SVG = "http://www.w3.org/2000/svg";
 function Now({ at, go, run, metrics, graph, failure, step, steps, last, following }) {
   const [tick, setTick] = useState(0);
   usePoll(() => setTick((n) => n + 1), run.status === "running" && following);
-  const { answer: now } = useView(last || run.status === "running" ? "now" : null, { run: run.name, step: following ? undefined : step }, tick + last);
+  const { answer: now, current } = useView(last || run.status === "running" ? "now" : null, { run: run.name, step: following ? undefined : step }, tick + last);
   const mine = metrics[run.name];
   const node = graph?.nodes.find((one) => one.name === at.node);
   return html`
-    <section class="card drawing">
+    <section class="card drawing" aria-busy=${current ? "false" : "true"}>
       ${graph?.svg
         ? html`<${Drawing} graph=${graph} now=${now} chosen=${at.node} onPick=${(name) => go({ node: name === at.node ? undefined : name })} />`
         : failure && html`<${NodeTable} failure=${failure} nodes=${now?.nodes ?? {}} />`}
     </section>
-    <aside>
+    <aside aria-busy=${current ? "false" : "true"}>
       ${node
         ? html`<${NodeCard} node=${node} now=${now} graph=${graph} mine=${mine} place=${steps.indexOf(step)} close=${() => go({ node: undefined })} />`
         : html`<${Progress} run=${run} now=${now} /><${Headlines} run=${run} mine=${mine} place=${steps.indexOf(step)} />`}

@@ -11,7 +11,7 @@ const PAGE = 200;
 function Prompts({ at, go, run, last, step }) {
   const [search, setSearch] = useState("");
   const [pages, setPages] = useState(1);
-  const { answer, error } = useView("prompts", { run: run.name, of: at.of }, last);
+  const { answer, error, current } = useView("prompts", { run: run.name, of: at.of }, last);
   const shown = useMemo(() => {
     const wanted = search.toLowerCase();
     return (answer?.prompts ?? []).filter((one) => (!at.kind || one.kind === at.kind) && (!wanted || `${one.prompt} ${one.text}`.toLowerCase().includes(wanted)));
@@ -20,7 +20,7 @@ function Prompts({ at, go, run, last, step }) {
   if (!answer) return html`<p class="hint pad">Loading …</p>`;
   const chosen = answer.prompts.find((one) => String(one.prompt) === at.prompt) ?? shown[0];
   return html`
-    <section class="card list">
+    <section class="card list" aria-busy=${current ? "false" : "true"}>
       <div class="bar">
         <input type="search" placeholder="Search prompts" aria-label="Search prompts" title="Search (/)" value=${search} onInput=${(e) => setSearch(e.target.value)} />
         ${answer.sources.length > 1 && html`<label>of <select aria-label="Source" value=${answer.of} onChange=${(e) => go({ of: e.target.value, prompt: undefined })}>${answer.sources.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`}
@@ -61,13 +61,13 @@ function Strip({ one, answer, step }) {
 }
 
 function Answers({ run, chosen, of }) {
-  const { answer, error } = useView("prompt", { run: run.name, prompt: chosen.prompt, of });
+  const { answer, error, current } = useView("prompt", { run: run.name, prompt: chosen.prompt, of });
   const [sides, setSides] = useState([0, -1]);
   if (error) return html`<p class="hint pad">${error}</p>`;
   if (!answer) return html`<p class="hint pad">Loading …</p>`;
   const { answers } = answer;
   const place = (k) => (sides[k] < 0 ? answers.length + sides[k] : sides[k]);
-  return html`<div class="scroll">
+  return html`<div class="scroll" aria-busy=${current ? "false" : "true"}>
     <div class="about"><h2>prompt ${String(chosen.prompt)}</h2></div>
     <div class="conversation">
       ${answer.messages.map((message) => html`<article class="turn"><h3>${message.role}</h3><div class="said">${message.text}</div></article>`)}

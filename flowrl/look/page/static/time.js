@@ -5,7 +5,7 @@ import { useView } from "./data.js";
 import { bytes, number, percent, seconds } from "./format.js";
 
 function Time({ at, go, run, step, last }) {
-  const { answer, error } = useView(step ? "time" : null, { run: run.name, step }, last);
+  const { answer, error, current } = useView(step ? "time" : null, { run: run.name, step }, last);
   const [chosen, choose] = useState(null);
   useEffect(() => { choose(null); }, [step]);
   if (error) return html`<p class="hint pad">${error}</p>`;
@@ -14,7 +14,7 @@ function Time({ at, go, run, step, last }) {
   const one = chosen ?? answer.longest;
   const padded = answer.costs.some((cost) => cost.padding);
   return html`
-    <section class="card lanes">
+    <section class="card lanes" aria-busy=${current ? "false" : "true"}>
       <h2>Step ${answer.step}<span class="hint">${seconds(length)}${answer.idle.map(([place, share]) => html`; ${place} idle ${percent(share)}`)}</span></h2>
       ${answer.lanes.length
         ? html`<div class="timeline">
