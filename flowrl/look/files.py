@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flowrl.errors import DataError
-from flowrl.run.recording.recorder import COLUMNS, ROWS, files_of, steps_in
-from flowrl.run.recording.tables import reading_parquet
+from flowrl.run.recording.files import COLUMNS, ROWS, files_of, reading_parquet, steps_in
 
 logger = logging.getLogger(__name__)
 

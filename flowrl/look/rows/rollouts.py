@@ -7,13 +7,13 @@ from typing import Any
 
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.look.files import Record, records
-from flowrl.look.recorded_run import RecordedRun, listed
+from flowrl.look.run_files import RunFiles, listed
 
 TRAINING = "training"
 """The origin of rows of training steps; those of a validation have its name."""
 
 
-def origins(run: RecordedRun) -> dict[str, list[int]]:
+def origins(run: RunFiles) -> dict[str, list[int]]:
     """Where a run has rows from, and of which steps; the step of a validation is the number of steps before it."""
     found: dict[str, list[int]] = {}
     steps = run.row_steps or sorted({record["step"] for record in records(run.path / "rollouts.jsonl")})
@@ -26,7 +26,7 @@ def origins(run: RecordedRun) -> dict[str, list[int]]:
     return found
 
 
-def rollouts(run: RecordedRun, of: str | None = None, step: int | None = None) -> list[Record]:
+def rollouts(run: RunFiles, of: str | None = None, step: int | None = None) -> list[Record]:
     """The rows of a step with all that is recorded of them: their summaries, prompt, response and episode.
 
     Args:

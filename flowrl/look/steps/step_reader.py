@@ -20,10 +20,10 @@ from flowrl.data.now import ONLY, Now, Round
 from flowrl.errors import DataError
 from flowrl.look.address import Address
 from flowrl.look.files import records
-from flowrl.run.recording.recorder import COLUMNS
+from flowrl.run.recording.files import COLUMNS, reading_parquet
 from flowrl.run.recording.row_maps import Rows, axis_before, maker_of, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Column, described_in, read_columns, reading_parquet
+from flowrl.run.recording.tables import Column, described_in, read_columns
 from flowrl.run.training.run_folder import SPANS
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from flowrl.columns import PAD_SIDE, ColumnType
 from flowrl.data.files import replaced, writing
 from flowrl.data.proto.column_math import Objects, objects
-from flowrl.errors import DataError
+from flowrl.run.recording.files import reading_parquet
 
 Column = Tensor | Objects
 ROWS_PER_GROUP = 64
@@ -117,27 +117,6 @@ def described_in(file: pq.ParquetFile) -> dict[str, Any]:
     """The metadata of a file of columns."""
     found: dict[str, Any] = json.loads(file.schema_arrow.metadata[_META])
     return found
-
-
-class reading_parquet:
-    """Re-raise errors of reading a Parquet file in the block as a `DataError` that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, cls: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, pa.ArrowException | OSError | ValueError | LookupError | TypeError):
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise DataError(
-                f"{self._path} cannot be read ({reason}). Restore it from a copy, or remove it; the other steps "
-                f"remain readable.",
-                code="run.damaged",
-                path=self._path,
-                reason=reason,
-            ) from error
 
 
 # ---- writing

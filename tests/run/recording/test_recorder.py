@@ -19,7 +19,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.errors import StorageError
 from flowrl.operators import Collect, Filter, RolloutCorrection, Spread
 from flowrl.run.recording import recorder
-from flowrl.run.recording.recorder import files_of, steps_in
+from flowrl.run.recording.files import files_of, steps_in
 from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import described, lines, train, without_times
