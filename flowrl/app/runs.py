@@ -99,13 +99,11 @@ def record(path: Path, folder: Path) -> dict[str, Any]:
     run = RunFiles(path)
     found: dict[str, Any] = {"name": str(path.relative_to(folder)) if path != folder else path.name, "path": str(path)}
     found["size"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    try:
-        described, found["status"] = run.description, run.status
-    except DataError:
-        return found | {"status": "damaged"}
+    found["status"] = run.status
     metrics, validations = run.metrics, run.validations
     newest = metrics.slice(len(metrics) - 1).to_pylist()[0] if len(metrics) else {}
     found |= {"steps": len(metrics), "alarms": len(run.alarms), "reward": newest.get("reward/mean")}
+    described = {} if found["status"] == "damaged" else run.description
     if isinstance(began := described.get("started"), int | float):
         found["age"] = time.time() - began
     held_out = [name for name in validations.column_names if name.endswith("/reward/mean")]

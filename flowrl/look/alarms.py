@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import pyarrow.compute as pc
 
 from flowrl.errors import DataError
-from flowrl.look.files import records
 from flowrl.look.run_files import RunFiles
 from flowrl.run.alarms.alarms import Alarm, judge
 from flowrl.run.alarms.defaults import DEFAULT
@@ -26,7 +25,7 @@ def judge_run(run: RunFiles, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
 
 def histories(run: RunFiles) -> Iterator[History]:
     """What rules read after each step of a run."""
-    lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in records(run.path / METRICS)]
+    lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in run.records(METRICS)]
     steps, validations = ([line for line in lines if ("timing/step" in line) is kind] for kind in (True, False))
     try:
         rows = run.rows()

@@ -15,9 +15,9 @@ from flowrl.errors import DataError, GraphError, ParameterError, offer
 from flowrl.files.graph_io import graph_from_dict
 from flowrl.hub.models import folder_of
 from flowrl.look.address import Address, address_of
-from flowrl.look.files import column_files
+from flowrl.look.files import column_files, listed
 from flowrl.look.row import RecordedRow, RecordedStep, row_of, step_of
-from flowrl.look.run_files import RunFiles, listed, open_files
+from flowrl.look.run_files import RunFiles, open_files
 from flowrl.look.steps import replay
 from flowrl.look.steps.derivation import Derivation, why
 from flowrl.look.steps.what_if import WhatIf, what_if

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pyarrow.compute as pc
 from flowrl.data.files import parse_json
 from flowrl.draw.notebook import block, sparkline, table
 from flowrl.errors import DataError, ParameterError, offer
-from flowrl.look.files import Record, column_files, read_tables, records, row_files, table_of
+from flowrl.look.files import Record, column_files, listed, read_table, read_tables, records, row_files, table_of
 from flowrl.look.rows.blame import Blame, blame
 from flowrl.run.recording.files import TEXTS, steps_in
 from flowrl.run.recording.statistics import PASSED
 from flowrl.run.training.lock import LOCK
 from flowrl.run.training.run_folder import SPANS
+
+logger = logging.getLogger(__name__)
 
 
 class RunFiles:
@@ -29,10 +32,14 @@ class RunFiles:
 
     Args:
         path: the run folder.
+
+    Attributes:
+        damage: what could not be read so far, by file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damage: dict[Path, DataError] = {}
 
     @property
     def name(self) -> str:
@@ -58,36 +65,56 @@ class RunFiles:
 
     @property
     def status(self) -> str:
-        """``"running"``, ``"finished"``, ``"failed"``, ``"interrupted"``; or ``"killed"`` if its process is gone."""
-        status = str(self.description.get("status"))
+        """``"running"``, ``"finished"``, ``"failed"``, ``"interrupted"``; ``"killed"`` if its process is gone;
+        ``"damaged"`` if ``run.json`` cannot be read."""
+        try:
+            status = str(self.description.get("status"))
+        except DataError as error:
+            self.report(self.path / "run.json", error)
+            return "damaged"
+        self.report(self.path / "run.json", None)
         return status if status != "running" or _is_held(self.path / LOCK) else "killed"
+
+    # ---- files
+
+    def records(self, file: str) -> list[Record]:
+        """The objects of a JSONL file of the folder, without damaged lines; none if there is no such file."""
+        return records(self.path / file, self.report)
+
+    def report(self, path: Path, damage: DataError | None) -> None:
+        """Note what of a file is damaged, if anything, and warn of it once."""
+        if damage is None:
+            self.damage.pop(path, None)
+        elif str(damage) != str(self.damage.get(path)):
+            self.damage[path] = damage
+            logger.warning("%s", damage)
 
     # ---- steps
 
     @property
     def metrics(self) -> pa.Table:
         """The metrics of each step."""
-        return table_of([line for line in records(self.path / "metrics.jsonl") if "timing/step" in line])
+        return table_of([line for line in self.records("metrics.jsonl") if "timing/step" in line])
 
     @property
     def validations(self) -> pa.Table:
         """The metrics of each validation; `step` is the number of steps before it."""
-        return table_of([line for line in records(self.path / "metrics.jsonl") if "timing/step" not in line])
+        return table_of([line for line in self.records("metrics.jsonl") if "timing/step" not in line])
 
     @property
     def predictions(self) -> list[Record]:
         """The rows of validations."""
-        return records(self.path / "predictions.jsonl")
+        return self.records("predictions.jsonl")
 
     @property
     def spans(self) -> pa.Table:
         """Start and end of nodes, transfers and waits, in Unix seconds; `open` names a node that started."""
-        return table_of(records(self.path / SPANS))
+        return table_of(self.records(SPANS))
 
     @property
     def alarms(self) -> list[Record]:
         """The alarms that fired."""
-        return records(self.path / "alarms.jsonl")
+        return self.records("alarms.jsonl")
 
     @property
     def steps(self) -> list[int]:
@@ -108,7 +135,7 @@ class RunFiles:
 
     def state(self, step: int) -> Mapping[str, Any]:
         """The state cells before a step, by ``node.cell``."""
-        for record in records(self.path / "state.jsonl"):
+        for record in self.records("state.jsonl"):
             if record.get("step") == step:
                 found: Mapping[str, Any] = record["state"]
                 return found
@@ -134,10 +161,11 @@ class RunFiles:
             by: a column of the table, such as ``"kl"`` or ``"reward/format"``.
 
         Raises:
-            DataError: the run has no row summaries, or none of this step.
+            DataError: the run has no row summaries, none of this step, or they are damaged.
             ParameterError: `by` is no column; or both `best` and `worst` are given.
         """
-        table = read_tables(row_files(self.path, None if step is None else [step]))
+        files = list(row_files(self.path, None if step is None else [step]))
+        table = read_table(files[0]) if len(files) == 1 else read_tables(files, self.report)
         if table is not None and step is not None:
             table = table.filter(pc.field("step") == step)
         if table is None or not table.num_rows:
@@ -167,13 +195,17 @@ class RunFiles:
 
     def texts(self, step: int) -> dict[str, Record]:
         """Prompt, response, ground truth and episode of the rows of a step, by `row_id`; empty if not recorded."""
-        path = self.path / TEXTS / f"step-{step:06d}.parquet"
-        table = read_tables([path]) if path.is_file() else None
+        path = self.texts_file(step)
+        table = read_tables([path], self.report) if path.is_file() else None
         found: dict[str, Record] = {}
         for number, row in enumerate([] if table is None else table.to_pylist()):
             parsed = {key: json.loads(row[key]) for key in ("prompt", "ground_truth", "episode") if row.get(key)}
             found[row.get("row_id", str(number))] = {**row, **parsed}
         return found
+
+    def texts_file(self, step: int) -> Path:
+        """Where the texts of a step are, if they are recorded."""
+        return self.path / TEXTS / f"step-{step:06d}.parquet"
 
     def prompts(self, never: bool = False, passed: float = PASSED) -> pa.Table:
         """Every prompt: attempts, how many solved it, the first and the last solved step, and its latest mean score.
@@ -269,14 +301,3 @@ def _is_held(lock: Path) -> bool:
     except (OSError, ValueError, LookupError, TypeError):
         return False
     return True
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Steps as text: ``"1, 18 to 37"``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts) or "none"

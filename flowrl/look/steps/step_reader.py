@@ -19,7 +19,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.now import ONLY, Now, Round
 from flowrl.errors import DataError
 from flowrl.look.address import Address
-from flowrl.look.files import records
+from flowrl.look.files import Record
 from flowrl.run.recording.files import COLUMNS, reading_parquet
 from flowrl.run.recording.row_maps import Rows, axis_before, maker_of, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
@@ -38,6 +38,7 @@ class Recorded(Protocol):
     def graph(self) -> Graph: ...
     @property
     def metrics(self) -> pa.Table: ...
+    def records(self, file: str) -> list[Record]: ...
     def state(self, step: int) -> Mapping[str, Any]: ...
     def rows(self, step: int | None = None) -> pa.Table: ...
     def texts(self, step: int) -> Mapping[str, Mapping[str, Any]]: ...
@@ -89,7 +90,7 @@ class StepReader:
     def seconds(self) -> Mapping[str, float]:
         """How long each node ran in the step, over all rounds."""
         found: dict[str, float] = {}
-        for span in records(self.run.path / SPANS):
+        for span in self.run.records(SPANS):
             if span.get("step") == self.number and span.get("kind") == "node":
                 found[span["name"]] = found.get(span["name"], 0.0) + span["end"] - span["start"]
         return found
