@@ -153,20 +153,34 @@ class RecordedRun(RunFiles):
         return replay.replayable(self, step)
 
     @overload
-    def replay(self, address: str | int | Address) -> replay.Replay: ...
+    def replay(self, address: str | int | Address, *, from_checkpoint: bool = False) -> replay.Replay: ...
     @overload
     def replay(self, address: str | int | Address, **verbs: Any) -> WhatIf: ...
-    def replay(self, address: str | int | Address, **verbs: Any) -> replay.Replay | WhatIf:
+    def replay(
+        self, address: str | int | Address, *, from_checkpoint: bool = False, **verbs: Any
+    ) -> replay.Replay | WhatIf:
         """Recompute a node (``"17/gae"``) or all nodes without weights (``17``), and compare with what is recorded.
 
         With verbs of `Graph.edit`, such as ``set={"gae.lam": 0.5}``: the effect of that edit on the step.
 
+        Args:
+            from_checkpoint: also recompute nodes that read weights, such as log-probs and values. The weights at the
+                start of a step are in the checkpoint after the step before; those of step 1 are the models that the run
+                started from.
+
         Raises:
-            DataError: the step is not recorded, or the node cannot be recomputed.
+            DataError: the step is not recorded, the node cannot be recomputed, or there is no checkpoint.
             GraphError: the edit is not possible.
+            ParameterError: an edit is given with `from_checkpoint`.
         """
+        if verbs and from_checkpoint:
+            raise ParameterError(
+                "An edit is replayed without weights. Leave out the edit, or from_checkpoint (--from-checkpoint).",
+                code="look.invalid-query",
+                argument="from_checkpoint",
+            )
         place = address_of(address)
-        return what_if(self, place, verbs) if verbs else replay.replay(self, place)
+        return what_if(self, place, verbs) if verbs else replay.replay(self, place, from_checkpoint)
 
 
 def open_run(path: str | Path, imports: bool = False, kind: type[Graph] = Graph) -> RecordedRun:

@@ -52,6 +52,10 @@ class StepReader:
     Args:
         number: counted from 1.
 
+    Attributes:
+        engines: those of each node whose weights are loaded; see `flowrl.look.steps.weights`.
+        no_weights: what of a node's weights cannot be loaded, as a phrase.
+
     Raises:
         DataError: its columns are not recorded, or damaged.
     """
@@ -63,6 +67,8 @@ class StepReader:
         self._files = [path for path in paths if path.is_file()]
         if not self._files:
             run.columns(number)  # raises
+        self.engines: Mapping[str, Mapping[str, Any]] = {}
+        self.no_weights: Mapping[str, str] = {}
         self._read: dict[Edge, Column] = {}
         self._rows_before: dict[str, Rows | None] = {}
 
