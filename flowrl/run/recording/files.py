@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 
+from flowrl.data.files import replaced, writing
 from flowrl.errors import DataError
 
 ROWS, TEXTS, COLUMNS = "rows", "texts", "columns"
@@ -26,6 +28,18 @@ def steps_in(path: Path) -> tuple[int, int]:
     found = re.fullmatch(_NAME, path.name)
     assert found is not None
     return int(found[1]), int(found[2] or found[1])
+
+
+@contextmanager
+def writing_parquet(path: Path) -> Iterator[pa.NativeFile]:
+    """The block writes a Parquet file, which replaces `path` atomically.
+
+    pyarrow leaves a file open whose end does not fit on the disk, and an open file occupies the disk after its removal.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path, durable=False) as draft, pa.OSFile(str(draft), "wb") as file:
+        yield file
 
 
 class reading_parquet:

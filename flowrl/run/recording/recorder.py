@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import remove, replaced, writing
+from flowrl.data.files import remove, writing
 from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.result import StepResult
-from flowrl.run.recording.files import COLUMNS, ROWS, TEXTS, files_of, reading_parquet, steps_in
+from flowrl.run.recording.files import COLUMNS, ROWS, TEXTS, files_of, reading_parquet, steps_in, writing_parquet
 from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
@@ -239,10 +239,8 @@ def _read(path: Path) -> pa.Table | None:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path, durable=False) as draft:
-        pq.write_table(table, draft, compression="zstd", compression_level=1)
+    with writing_parquet(path) as file:
+        pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
 def _text(value: Any) -> str:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from flowrl.columns import PAD_SIDE, ColumnType
-from flowrl.data.files import replaced, writing
 from flowrl.data.proto.column_math import Objects, objects
-from flowrl.run.recording.files import reading_parquet
+from flowrl.run.recording.files import reading_parquet, writing_parquet
 
 Column = Tensor | Objects
 ROWS_PER_GROUP = 64
@@ -131,12 +130,10 @@ def _write(path: Path, table: pa.Table, tensors: Mapping[str, Tensor]) -> None:
     floats = [leaf(name) for name, column in tensors.items() if column.dtype in _FLOATS]
     others = [leaf(name) for name, column in tensors.items() if column.dtype not in _FLOATS | {torch.bool}]
     others += [name for name in table.column_names if name and name not in tensors]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path, durable=False) as draft:
+    with writing_parquet(path) as file:
         pq.write_table(
             table,
-            draft,
+            file,
             row_group_size=ROWS_PER_GROUP,
             compression="zstd",
             compression_level=1,
