@@ -70,9 +70,9 @@ def _checkpoint(step: StepReader) -> Path:
     if step.index not in known:
         there = [1, *(number + 1 for number in known)]
         raise DataError(
-            f"{step.run.path} has no checkpoint after step {step.index}, so the weights of step {step.number} are not "
-            f"there. The weights of step {listed(there)} are; Training(checkpoint_every=1, max_checkpoints=...) writes "
-            f"those of every step.",
+            f"{step.run.path} has no checkpoint after step {step.index}, which holds the weights of step {step.number}. "
+            f"Those of step {listed(there)} are there. Write all with "
+            f"Training(checkpoint_every=1, max_checkpoints={step.index + 1}).",
             code="look.no-checkpoint",
             path=step.run.path,
             step=step.number,
