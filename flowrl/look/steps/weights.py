@@ -68,10 +68,11 @@ def _checkpoint(step: StepReader) -> Path:
     checkpoints = Checkpoints(step.run.path / CHECKPOINTS, 1)
     known = checkpoints.steps()
     if step.index not in known:
-        there = [1, *(number + 1 for number in known)]
+        steps = step.run.metrics["step"].to_pylist()
+        there = [number for number in (1, *(before + 1 for before in known)) if number in steps]
         raise DataError(
-            f"{step.run.path} has no checkpoint after step {step.index}, which holds the weights of step {step.number}. "
-            f"Those of step {listed(there)} are there. Write all with "
+            f"{step.run.path} has no checkpoint after step {step.index}, so the weights of step {step.number} are not "
+            f"there. Those of step {listed(there)} are. Write all with "
             f"Training(checkpoint_every=1, max_checkpoints={step.index + 1}).",
             code="look.no-checkpoint",
             path=step.run.path,
