@@ -34,7 +34,7 @@ import flowrl  # noqa: E402
 from flowrl import After, PromptData, Training, Validation  # noqa: E402
 from flowrl.backends import AdamW, TorchRollout  # noqa: E402
 from flowrl.operators import Collect, Interact, RolloutCorrection, Spread  # noqa: E402
-from flowrl.run.recording.recorder import FOLDERS, files_of  # noqa: E402
+from flowrl.run.recording.files import FOLDERS, files_of  # noqa: E402
 from flowrl.run.training.job import Job  # noqa: E402
 from tests.support.jobs import job_of, write_prompts  # noqa: E402
 from tests.support.models import tiny_folder  # noqa: E402

@@ -41,11 +41,14 @@ def add_to(app: typer.Typer, out: Console) -> None:
         node: Annotated[str | None, typer.Option(help="Only this node.")] = None,
         set: Annotated[list[str] | None, typer.Option(help="What if: NODE.PARAMETER=VALUE. Repeatable.")] = None,
         replace: Annotated[list[str] | None, typer.Option(help="What if: NODE=Operator(...). Repeatable.")] = None,
+        from_checkpoint: Annotated[
+            bool, typer.Option("--from-checkpoint", help="Also nodes that read weights, from a checkpoint of the step.")
+        ] = False,
         all_steps: Annotated[bool, typer.Option("--all", help="Every recorded step.")] = False,
         imports: Import = False,
         as_json: Json = False,
     ) -> None:
-        """Recompute nodes of a recorded step without weights, and compare the bits; or show the effect of an edit.
+        """Recompute nodes of a recorded step and compare the bits, or show the effect of an edit.
 
         The exit code is 1 if a recomputed column differs from the recorded one.
         """
@@ -58,13 +61,13 @@ def add_to(app: typer.Typer, out: Console) -> None:
             )
         steps = opened.recorded_steps if all_steps else [step or max(opened.recorded_steps, default=1)]
         verbs = {"set": [*map(_parameter, set or ())], "replace": [*map(_operator, replace or ())]}
-        given: dict[str, Any] = {verb: dict(values) for verb, values in verbs.items() if values}
+        edits: dict[str, Any] = {verb: dict(values) for verb, values in verbs.items() if values}
         place = "" if node is None else f"/{node}"
-        results = [opened.replay(f"{number}{place}", **given) for number in steps]
+        results = [opened.replay(f"{number}{place}", from_checkpoint=from_checkpoint, **edits) for number in steps]
         if not results:
             opened.columns(1)  # raises
         _print(out, results, as_json)
-        if not all(getattr(result, "same", True) or given for result in results):
+        if not all(getattr(result, "same", True) or edits for result in results):
             raise typer.Exit(1)
 
 

@@ -8,6 +8,7 @@ shows the traceback. Commands import the heavy modules that they need.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -79,11 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(found, FlowrlError):
             run_command.complain(f"{found}{_at(found)}")
             sys.exit(2)
+        if isinstance(error, OSError) and _is_closed(1):
+            run_command.complain("standard output is closed. Redirect it to a file, or to /dev/null.")
+            sys.exit(1)
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         run_command.complain(
             f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
         )
         sys.exit(1)
+
+
+def _is_closed(descriptor: int) -> bool:
+    """Whether a file descriptor of this process is closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False
 
 
 def _at(error: FlowrlError) -> str:

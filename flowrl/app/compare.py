@@ -30,9 +30,9 @@ def add_to(app: typer.Typer, out: Console) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Show the rows of a step by their share in a metric, or in its change."""
-        from flowrl.look.recorded_run import open_run
+        from flowrl.look.run_files import open_files
 
-        found = open_run(run).blame(metric, step, against)
+        found = open_files(run).blame(metric, step, against)
         if as_json:
             print_json(out, {**vars(found), "rows": found.rows.to_pylist()})
             return

@@ -42,10 +42,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Show the rows of a step: scores, responses and episodes, text of the policy (>) and of environments (|)."""
-        from flowrl.look.recorded_run import open_run
         from flowrl.look.rows.rollouts import rollouts
+        from flowrl.look.run_files import open_files
 
-        opened = open_run(run)
+        opened = open_files(run)
         if best is not None and worst is not None:
             raise ParameterError(
                 "--best and --worst exclude each other. Pass one of the two.", code="cli.bad-option", option="--best"

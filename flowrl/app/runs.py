@@ -55,9 +55,9 @@ def add_to(app: typer.Typer, out: Console) -> None:
     ) -> None:
         """Show the alarms of a run; with --rules, those that other rules would have fired."""
         from flowrl.look.alarms import judge_run
-        from flowrl.look.recorded_run import open_run
+        from flowrl.look.run_files import open_files
 
-        opened = open_run(run)
+        opened = open_files(run)
         found: Sequence[Mapping[str, Any]] = opened.alarms
         if rules is not None:
             found = [dataclasses.asdict(alarm) for alarm in judge_run(opened, _rules(rules))]
@@ -94,18 +94,16 @@ def listed(folder: Path, sort: str = "age", conditions: Sequence[Any] = ()) -> l
 
 def record(path: Path, folder: Path) -> dict[str, Any]:
     """What is listed of a run; of a damaged one what can be read."""
-    from flowrl.look.recorded_run import RecordedRun
+    from flowrl.look.run_files import RunFiles
 
-    run = RecordedRun(path)
+    run = RunFiles(path)
     found: dict[str, Any] = {"name": str(path.relative_to(folder)) if path != folder else path.name, "path": str(path)}
     found["size"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    try:
-        described, found["status"] = run.description, run.status
-    except DataError:
-        return found | {"status": "damaged"}
+    found["status"] = run.status
     metrics, validations = run.metrics, run.validations
     newest = metrics.slice(len(metrics) - 1).to_pylist()[0] if len(metrics) else {}
     found |= {"steps": len(metrics), "alarms": len(run.alarms), "reward": newest.get("reward/mean")}
+    described = {} if found["status"] == "damaged" else run.description
     if isinstance(began := described.get("started"), int | float):
         found["age"] = time.time() - began
     held_out = [name for name in validations.column_names if name.endswith("/reward/mean")]

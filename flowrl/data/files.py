@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,6 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError
 
-from flowrl.data.proto.column_math import size
 from flowrl.errors import DataError, FlowrlError, StorageError
 
 _CHUNK = 1 << 24
@@ -131,6 +131,14 @@ def file_digest(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes in the unit that reads best."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    exponent = min(int(math.log(nbytes, 1024)), 4)
+    return f"{nbytes / 1024**exponent:.1f} {' KMGT'[exponent]}iB"
 
 
 def _flush(path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.core.graphs.graph import Graph
-from flowrl.draw.picture import Change
-from flowrl.draw.svg import svg
+if TYPE_CHECKING:
+    from flowrl.core.graphs.graph import Graph
+    from flowrl.draw.picture import Change
 
 _LINE, _FALL, _RISE = "#0969da", (178, 24, 43), (33, 102, 172)
 _CELL = "text-align:left;padding:1px 14px 1px 0;font-variant-numeric:tabular-nums;vertical-align:top"
@@ -18,6 +18,8 @@ _WIDTH, _HEIGHT = 150, 28
 
 def svg_bundle(subject: Graph | Change, text: str) -> dict[str, str]:
     """The MIME bundle of a graph or a diff: its text and its picture."""
+    from flowrl.draw.svg import svg
+
     return {"text/plain": text, "image/svg+xml": svg(subject)}
 
 

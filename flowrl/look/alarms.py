@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow.compute as pc
 
 from flowrl.errors import DataError
-from flowrl.look.files import records
-from flowrl.look.recorded_run import RecordedRun
+from flowrl.look.run_files import RunFiles
 from flowrl.run.alarms.alarms import Alarm, judge
 from flowrl.run.alarms.defaults import DEFAULT
 from flowrl.run.alarms.history import History
@@ -19,14 +18,14 @@ from flowrl.run.alarms.rule import Rule
 METRICS = "metrics.jsonl"
 
 
-def judge_run(run: RecordedRun, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
+def judge_run(run: RunFiles, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     """The alarms that rules fire in the steps of a run: what the run itself would have reported with them."""
     return judge(rules, str(run.path), histories(run))
 
 
-def histories(run: RecordedRun) -> Iterator[History]:
+def histories(run: RunFiles) -> Iterator[History]:
     """What rules read after each step of a run."""
-    lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in records(run.path / METRICS)]
+    lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in run.records(METRICS)]
     steps, validations = ([line for line in lines if ("timing/step" in line) is kind] for kind in (True, False))
     try:
         rows = run.rows()
@@ -44,7 +43,7 @@ def histories(run: RecordedRun) -> Iterator[History]:
         )
 
 
-def _open(run: RecordedRun) -> tuple[str | None, float]:
+def _open(run: RunFiles) -> tuple[str | None, float]:
     """The node that a run in progress is in, and for how many seconds."""
     spans = run.spans
     if run.status != "running" or "open" not in spans.column_names or spans["open"][-1].as_py() is None:

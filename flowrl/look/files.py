@@ -1,10 +1,9 @@
-"""The files of a run folder as tables: what can be read of them, and warnings that name what cannot."""
+"""The files of a run folder as tables: what can be read of them, and reports that name what cannot."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -12,35 +11,48 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from flowrl.data.files import parse_json
 from flowrl.errors import DataError
-from flowrl.run.recording.recorder import COLUMNS, ROWS, files_of, steps_in
-from flowrl.run.recording.tables import reading_parquet
-
-logger = logging.getLogger(__name__)
+from flowrl.run.recording.files import COLUMNS, ROWS, files_of, reading_parquet, steps_in
 
 Record = dict[str, Any]
+Report = Callable[[Path, DataError | None], None]
+"""Takes what of a file is damaged; None if nothing is."""
+_NAMED = 8
+"""How many damaged lines are named."""
 
 
-def records(path: Path) -> list[Record]:
+def records(path: Path, report: Report) -> list[Record]:
     """The complete JSON objects of a JSONL file, which may be growing; none if there is no such file."""
-    found: list[Record] = []
     if not path.is_file():
-        return found
-    damaged = 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            found.append(record)
-        else:
-            damaged += 1
-    if damaged:
-        logger.warning(
-            "%s has %d damaged lines, which are left out. Restore it from a copy to see them.", path, damaged
-        )
-    return found
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    found = [record_of(line) for line in lines]
+    report(path, damaged_lines(path, [number for number, record in enumerate(found, 1) if record is None]))
+    return [record for record in found if record is not None]
+
+
+def record_of(line: bytes) -> Record | None:
+    """The JSON object of a line; None if the line is damaged."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def damaged_lines(path: Path, lines: Sequence[int]) -> DataError | None:
+    """The error of a JSONL file with these damaged lines, counted from 1."""
+    if not lines:
+        return None
+    what = "line" if len(lines) == 1 else "lines"
+    which = listed(lines[:_NAMED]) + (f" and {len(lines) - _NAMED} more" if len(lines) > _NAMED else "")
+    return DataError(
+        f"{path} is damaged in {what} {which}. Restore it from a copy; its other lines are shown.",
+        code="run.damaged",
+        path=path,
+        lines=lines[:_NAMED],
+    )
 
 
 def table_of(found: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -76,15 +88,26 @@ def row_files(folder: Path, steps: Iterable[int] | None = None) -> Iterator[Path
     return iter(sorted(chosen, key=steps_in))
 
 
-def read_tables(paths: Iterable[Path]) -> pa.Table | None:
-    """The tables of files together; damaged ones are left out with a warning. None if nothing can be read."""
+def read_table(path: Path) -> pa.Table:
+    """The table of a file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    with reading_parquet(path):
+        return pq.read_table(path)
+
+
+def read_tables(paths: Iterable[Path], report: Report) -> pa.Table | None:
+    """The tables of files together, without damaged ones. None if nothing can be read."""
     found = []
     for path in paths:
         try:
-            with reading_parquet(path):
-                found.append(pq.read_table(path))
+            found.append(read_table(path))
         except DataError as error:
-            logger.warning("%s", error)
+            report(path, error)
+        else:
+            report(path, None)
     return pa.concat_tables(found, promote_options="default") if found else None
 
 
@@ -94,3 +117,14 @@ def column_files(folder: Path) -> dict[int, dict[str, Path]]:
     for path in files_of(folder / COLUMNS):
         found.setdefault(steps_in(path)[0], {})[unquote(path.parent.name)] = path
     return dict(sorted(found.items()))
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Steps as text: ``"1, 18 to 37"``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts) or "none"

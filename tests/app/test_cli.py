@@ -355,3 +355,10 @@ def test_demo_refuses_invalid_options_before_it_writes_anything(command: Command
     assert result.code == 2 and "Invalid value for '--steps'" in result.err and not list(Path().iterdir())
     results = [command("demo", "--folder", write(Path("file"), ""), *more) for more in ((), ("--quick",))]
     assert all(a.code == 2 and "cannot be written (Not a directory). Pass another" in a.err for a in results)
+
+
+def test_a_closed_standard_output_is_named(tmp_path: Path) -> None:
+    code = f"import os; os.close(1); from flowrl.app.cli import main; main(['runs', {str(tmp_path)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("flowrl: standard output is closed.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_a_damaged_run_is_listed_as_such(command: Command, tmp_path: Path) -> No
     write(tmp_path / "runs" / "odd" / "run.json", "{")
     (run,) = json.loads(command("runs", "runs", "--json").out)
     assert run["status"] == "damaged"
+
+
+def test_commands_name_damaged_files_and_show_the_rest(
+    command: Command, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(folder / "b", tmp_path / "runs" / "b")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
+    (run / "run.json").write_text("{")
+    out = command("alarms", run).out
+    assert "damaged, 3 steps, 1 alarms" in out and "response_length/mean" in out
+    assert f"{run / 'metrics.jsonl'} is damaged in line 2. Restore it from a copy" in caplog.text
+    assert f"{run / 'run.json'} cannot be read" in caplog.text and len(caplog.records) == 2
+    (found,) = json.loads(command("runs", "runs", "--json").out)
+    assert (found["status"], found["steps"], found["alarms"]) == ("damaged", 3, 1)
+    assert command("rows", run).code == command("blame", run, "kl/ref").code == 0
 
 
 @pytest.mark.parametrize("options", [["--where=steps"], ["--where=stepz > 1"], ["--sort=stepz"], ["nowhere"]])

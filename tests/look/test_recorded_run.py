@@ -1,4 +1,4 @@
-"""Reading run folders (`recorded_run.py`, `files.py`): of runs that finished, failed, were killed or go on."""
+"""Reading run folders, of runs in any state; tests of `recorded_run.py`, `run_files.py` and `files.py`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,26 @@ class TestDamage:
         run = flowrl.open(copied)
         assert sorted(set(run.rows()["step"].to_pylist())) == ([1, 3] if file.startswith("rows") else [1, 2, 3])
         assert run.steps == ([1, 2, 3] if file.startswith("rows") else [1, 3])
-        assert str(copied / file) in caplog.text
+        assert str(copied / file) in caplog.text and "[run.damaged]" in caplog.text
+        assert list(run.damage) == [copied / file] and len(caplog.records) == 1
+
+    def test_damaged_lines_are_named_by_number(self, copied: Path) -> None:
+        lines = (copied / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        run, file = flowrl.open(copied), copied / "metrics.jsonl"
+        file.write_bytes(lines[0] + b"\xff\n[1]\n" + lines[1] + b"\n" + b"".join(lines[2:]))
+        assert run.steps == [1, 2, 3]
+        assert run.damage[file].facts == {"path": str(file), "lines": (2, 3, 5)}
+        assert "2 to 3, 5" in str(run.damage[file])
+        file.write_bytes(b"[" * 10_000 + b"\n" * 10)
+        assert run.steps == [] and "1 to 8 and 2 more" in str(run.damage[file])
+        file.write_bytes(b"".join(lines))
+        assert run.steps == [1, 2, 3] and not run.damage
+
+    def test_the_rows_of_a_damaged_file_name_it(self, copied: Path) -> None:
+        file = copied / "rows" / "step-000002.parquet"
+        file.write_bytes(file.read_bytes()[:100])
+        with raises("run.damaged", path=str(file)):
+            flowrl.open(copied).rows(2)
 
     def test_damaged_columns_name_their_file(self, copied: Path) -> None:
         path = copied / "columns" / "batch@repeat" / "step-000002.parquet"
@@ -137,7 +156,7 @@ class TestDamage:
     def test_a_damaged_run_json_leaves_the_metrics_readable(self, copied: Path) -> None:
         (copied / "run.json").write_text('{"status": ')
         run = flowrl.open(copied)
-        assert run.steps == [1, 2, 3]
+        assert run.steps == [1, 2, 3] and run.status == "damaged"
         with raises("run.damaged", path=str(copied / "run.json")):
             run.description  # noqa: B018
 

@@ -16,7 +16,10 @@ import networkx as nx
 import pytest
 
 import flowrl
+from flowrl.graphs import grpo
 from tests import ROOT
+from tests.support.rewards import digits
+from tests.support.written_run import WrittenRun
 
 FOLDERS = ("operators", "graphs", "backends")
 
@@ -244,6 +247,28 @@ print(json.dumps(loaded))
     assert bound.isdisjoint(HEAVY) and bound_planned.isdisjoint(HEAVY)
     by_tokenizer = {"transformers", "torch.distributed.tensor", "torch.distributed.fsdp"}
     assert bound_checked.isdisjoint(set(HEAVY) - by_tokenizer)
+
+
+def test_commands_that_read_files_of_a_run_load_no_torch(tmp_path: Path) -> None:
+    run = WrittenRun(grpo(digits), tmp_path / "runs" / "a", steps=3).write()
+    rules = tmp_path / "rules.py"
+    rules.write_text("from flowrl.run.alarms import Above\n\nrules = (Above('reward/mean', -9.0),)\n")
+    commands = [["runs", str(run.parent)], ["alarms", str(run)], ["alarms", str(run), f"--rules={rules}:rules"]]
+    commands += [["rows", str(run), *options] for options in ([], ["--never"], ["--step=1", "--worst=2", "--text"])]
+    commands += [["rows", str(run), "--step=3", "--against=1"], ["blame", str(run), "kl/ref", "--against=1"]]
+    code = f"""
+import sys
+from flowrl.app.cli import main
+for command in {commands}:
+    try:
+        main(command)
+    except SystemExit as end:
+        assert not end.code, command
+    assert "torch" not in sys.modules, command
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 alarms by the rules" in done.stdout
 
 
 def circles(files: Mapping[str, Path]) -> list[list[str]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowrl.columns import PAD_SIDE, Side, lookup
+from flowrl.data.files import size
 from flowrl.errors import DataError, type_of
 
 Objects = NDArray[np.object_]
@@ -339,11 +340,3 @@ def short(value: Any, width: int) -> str:
     else:
         text = repr(value).replace("\n", " ")
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def size(nbytes: float) -> str:
-    """A number of bytes in the unit that reads best."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    exponent = min(int(math.log(nbytes, 1024)), 4)
-    return f"{nbytes / 1024**exponent:.1f} {' KMGT'[exponent]}iB"

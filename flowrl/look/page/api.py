@@ -58,7 +58,8 @@ def _head(run: WatchedRun) -> dict[str, Any]:
         "steps": (described.get("training") or {}).get("steps"),
         "starts": [one["step"] for one in described.get("starts", ())],
         "alarms": [[alarm.get("step"), alarm.get("metric")] for alarm in run.alarms],
-        "error": described.get("error") or run.problem,
+        "error": described.get("error"),
+        "damage": run.damage,
     }
 
 

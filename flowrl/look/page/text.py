@@ -28,8 +28,7 @@ def shown(api: Api, name: str) -> Group:
     if run["status"] == "running" and state["left"]:
         title.append(f", {state['left']:.0f} s left", style="not bold")
     parts: list[Any] = [title]
-    if run["error"]:
-        parts.append(Text(printable(run["error"]), style="red"))
+    parts += [Text(printable(problem), style="red") for problem in (run["error"], *run["damage"]) if problem]
     return Group(*parts, _curves(metrics), _nodes(state), *_alarms(state), _rows(state))
 
 

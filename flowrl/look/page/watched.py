@@ -13,14 +13,15 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from flowrl.core.graphs.graph import Graph
-from flowrl.data.files import parse_json
 from flowrl.errors import DataError, FlowrlError, ParameterError
+from flowrl.look.files import Record, Report, damaged_lines, record_of
 from flowrl.look.recorded_run import RecordedRun
 from flowrl.look.steps.step_reader import StepReader
 from flowrl.run.engine.timeline import Timeline
+from flowrl.run.training.run_folder import SPANS
 
-Record = dict[str, Any]
 _SHOWN = ("*.json", "*.jsonl", "rows", "texts", "columns")
+NO_TEXTS = "The texts of this step were not recorded. Record them with Training(recording=Recording(texts=1))."
 _RECENT = 4
 """Steps whose rows stay in memory."""
 
@@ -31,8 +32,9 @@ class Growing:
     `generation` changes when the file was rewritten, as a resume does.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._records = path, 0, list[Record]()
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path, self._report, self._offset, self._records = path, report, 0, list[Record]()
+        self._lines, self._damaged = 0, list[int]()
         self.generation = 0
 
     def records(self) -> list[Record]:
@@ -42,22 +44,21 @@ class Growing:
                 found = self._path.stat()
                 if found.st_ino != self.generation or found.st_size < self._offset:
                     self._offset, self._records, self.generation = 0, [], found.st_ino
+                    self._lines, self._damaged = 0, []
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        self._records += [record for line in complete.split(b"\n") if (record := _record(line)) is not None]
+        for line in complete.split(b"\n")[:-1]:
+            self._lines += 1
+            if (record := record_of(line)) is not None:
+                self._records.append(record)
+            else:
+                self._damaged.append(self._lines)
+        self._report(self._path, damaged_lines(self._path, self._damaged))
         return self._records
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        found = parse_json(line) if line else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 class StepRows:
@@ -94,6 +95,12 @@ class StepRows:
         """The recorded texts by row id; none if the run did not record them."""
         return self.run.texts(self.step)
 
+    @property
+    def no_texts(self) -> str:
+        """Why there are no texts."""
+        damage = self.run.damage.get(self.run.texts_file(self.step))
+        return NO_TEXTS if damage is None else str(damage)
+
 
 class WatchedRun:
     """A run for the page: what its files say so far.
@@ -104,8 +111,8 @@ class WatchedRun:
 
     def __init__(self, name: str, run: RecordedRun) -> None:
         self.name, self.run, self.path = name, run, run.path
-        self.lines, self._spans = Growing(run.path / "metrics.jsonl"), Growing(run.path / "spans.jsonl")
-        self._predictions = Growing(run.path / "predictions.jsonl")
+        files = "metrics.jsonl", SPANS, "predictions.jsonl", "alarms.jsonl"
+        self.lines, self._spans, self._predictions, self._alarms = (Growing(run.path / n, run.report) for n in files)
         self._all_rows: tuple[tuple[int, int], pa.Table] | None = None
         self._by_step: dict[int, list[Record]] = {}
         self._counted = 0, 0
@@ -121,21 +128,14 @@ class WatchedRun:
             return {}
 
     @property
-    def problem(self) -> str | None:
-        """Why ``run.json`` cannot be read."""
-        try:
-            _ = self.run.description
-        except DataError as error:
-            return str(error)
-        return None
+    def status(self) -> str:
+        """As that of the run."""
+        return self.run.status
 
     @property
-    def status(self) -> str:
-        """As that of the run; "damaged" without a ``run.json``."""
-        try:
-            return self.run.status
-        except DataError:
-            return "damaged"
+    def damage(self) -> list[str]:
+        """What could not be read so far, by the names of its files."""
+        return [str(error) for _, error in sorted(self.run.damage.items())]
 
     @cached_property
     def graph(self) -> Graph | None:
@@ -204,7 +204,7 @@ class WatchedRun:
     @property
     def alarms(self) -> list[Record]:
         """The alarms that fired."""
-        return self.run.alarms
+        return self._alarms.records()
 
     def rows(self, step: int) -> StepRows:
         """The rows of a step; those of the latest few stay in memory until the run resumes."""
@@ -251,7 +251,8 @@ class WatchedRun:
         path = self.path / "trace.json"
         try:
             spans = Timeline.load(path).spans if path.exists() else []
-        except DataError:
+        except DataError as error:
+            self.run.report(path, error)
             spans = []
         found: dict[int, list[Record]] = {}
         for span in spans:

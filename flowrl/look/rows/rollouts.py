@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.errors import DataError, ParameterError, offer
-from flowrl.look.files import Record, records
-from flowrl.look.recorded_run import RecordedRun, listed
+from flowrl.look.files import Record, listed
+from flowrl.look.run_files import RunFiles
 
 TRAINING = "training"
 """The origin of rows of training steps; those of a validation have its name."""
 
 
-def origins(run: RecordedRun) -> dict[str, list[int]]:
+def origins(run: RunFiles) -> dict[str, list[int]]:
     """Where a run has rows from, and of which steps; the step of a validation is the number of steps before it."""
     found: dict[str, list[int]] = {}
-    steps = run.row_steps or sorted({record["step"] for record in records(run.path / "rollouts.jsonl")})
+    steps = run.row_steps or sorted({record["step"] for record in run.records("rollouts.jsonl")})
     if steps:
         found[TRAINING] = steps
     for record in run.predictions:
@@ -26,7 +26,7 @@ def origins(run: RecordedRun) -> dict[str, list[int]]:
     return found
 
 
-def rollouts(run: RecordedRun, of: str | None = None, step: int | None = None) -> list[Record]:
+def rollouts(run: RunFiles, of: str | None = None, step: int | None = None) -> list[Record]:
     """The rows of a step with all that is recorded of them: their summaries, prompt, response and episode.
 
     Args:
@@ -65,7 +65,7 @@ def rollouts(run: RecordedRun, of: str | None = None, step: int | None = None) -
     if origin != TRAINING:
         return [{**row, "of": origin} for row in _logged(run.predictions, number) if row.get("validation") == origin]
     if not run.row_steps:
-        return [{**row, "of": origin} for row in _logged(records(run.path / "rollouts.jsonl"), number)]
+        return [{**row, "of": origin} for row in _logged(run.records("rollouts.jsonl"), number)]
     texts = run.texts(number)
     rows: list[dict[str, Any]] = run.rows(number).to_pylist()
     return [{**row, **_text(texts.get(str(row["row_id"]), {})), "of": origin} for row in rows]

@@ -1,14 +1,15 @@
 """Replay: recompute nodes of a recorded step from the columns that they read, and compare the bits.
 
 A node is a function of its inputs, its parameters, (seed, step, node, row), its state and the weights of its roles. All
-but the weights are in the run folder.
+but the weights are in the run folder, and those are in its checkpoints; see `flowrl.look.steps.weights`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from flowrl.files.values import NotImported
 from flowrl.look.address import Address
 from flowrl.look.steps.rounds import compute
 from flowrl.look.steps.step_reader import Recorded, StepReader
+from flowrl.look.steps.weights import loaded
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.tables import Column
 from flowrl.spec import Spec, parameters
@@ -125,20 +127,30 @@ class Replay:
         return "\n".join(lines)
 
 
-def replay(run: Recorded, place: Address) -> Replay:
-    """Recompute the node of an address, or all that can be of its step."""
+def replay(run: Recorded, place: Address, from_checkpoint: bool = False) -> Replay:
+    """Recompute the node of an address, or all that can be of its step.
+
+    Args:
+        from_checkpoint: also nodes that read weights, which are loaded from a checkpoint.
+    """
     step = StepReader(run, step_of(place, "17/gae or 17"))
     names = [name for name in step.graph.nodes if step.runs(name)] if place.node is None else [place.node]
+    with loaded(step, map(step.graph.__getitem__, names)) if from_checkpoint else nullcontext():
+        return _of_nodes(step, place.node, names)
+
+
+def _of_nodes(step: StepReader, one: str | None, names: Sequence[str]) -> Replay:
+    """The replay of these nodes, or of the one that is asked for."""
     lacking = {name: what for name in names if (what := lacks(step, step.graph[name])) is not None}
-    if place.node is not None and lacking:
+    if one is not None and lacking:
         raise DataError(
-            f"{place.node} of step {step.number} cannot be recomputed: it needs {lacking[place.node]}. "
+            f"{one} of step {step.number} cannot be recomputed: it needs {lacking[one]}. "
             f"run.replayable({step.number}) lists what each node needs.",
             code="look.not-replayable",
-            path=run.path,
+            path=step.run.path,
             step=step.number,
-            node=place.node,
-            missing=lacking[place.node],
+            node=one,
+            missing=lacking[one],
         )
     return Replay(step.number, {name: _replayed(step, name) for name in names if name not in lacking}, lacking)
 
@@ -156,8 +168,8 @@ def lacks(step: StepReader, node: Node) -> str | None:
         return "its data, not columns"
     if not step.runs(node.name):
         return f"another step: {node.name} does not run in step {step.number}"
-    if node.roles:
-        return f"the weights of {' and '.join(map(repr, node.roles))}"
+    if node.roles and node.name not in step.engines:
+        return step.no_weights.get(node.name) or f"the weights of {' and '.join(map(repr, node.roles))}"
     if Effect.EXTERNAL in node.effects:
         return "what it queries outside of the graph"
     if code := next(not_imported(operator, node.name), None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ Outputs = Mapping[str, Any]
 
 
 def compute(step: StepReader, node: Node, value_of: Callable[[Edge], Any]) -> tuple[Outputs, Metrics]:
-    """The outputs of a node without weights, and what it reports.
+    """The outputs of a node, and what it reports.
 
     Args:
         node: of the step's graph, or of an edited one.
@@ -52,9 +52,9 @@ def compute(step: StepReader, node: Node, value_of: Callable[[Edge], Any]) -> tu
 def _call(
     step: StepReader, node: Node, inputs: Mapping[PortField, Any], round: Round, metrics: Metrics
 ) -> dict[str, Any]:
-    session = step.session(round)
+    session, engines = step.session(round), step.engines.get(node.name, {})
     with session.active():
-        _, outputs = Call(node.in_step(step.index).operator, _no_engine).run_in(session, inputs)
+        _, outputs = Call(node.in_step(step.index).operator, lambda role, _: engines[role]).run_in(session, inputs)
     metrics.merge(session.all_metrics())
     return outputs
 
@@ -141,7 +141,3 @@ def _extent(step: StepReader, axes: tuple[str, ...], rows: np.ndarray) -> tuple[
             first.append(int(on[0]))
             last.append(int(on[-1]) + 1)
     return min(first, default=0), max(last)
-
-
-def _no_engine(role: str, field: str) -> NoReturn:
-    raise LookupError(f"{field} needs the weights of {role!r}")

@@ -19,11 +19,11 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.now import ONLY, Now, Round
 from flowrl.errors import DataError
 from flowrl.look.address import Address
-from flowrl.look.files import records
-from flowrl.run.recording.recorder import COLUMNS
+from flowrl.look.files import Record
+from flowrl.run.recording.files import COLUMNS, reading_parquet
 from flowrl.run.recording.row_maps import Rows, axis_before, maker_of, row_axis, rows_before
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Column, described_in, read_columns, reading_parquet
+from flowrl.run.recording.tables import Column, described_in, read_columns
 from flowrl.run.training.run_folder import SPANS
 
 
@@ -38,6 +38,7 @@ class Recorded(Protocol):
     def graph(self) -> Graph: ...
     @property
     def metrics(self) -> pa.Table: ...
+    def records(self, file: str) -> list[Record]: ...
     def state(self, step: int) -> Mapping[str, Any]: ...
     def rows(self, step: int | None = None) -> pa.Table: ...
     def texts(self, step: int) -> Mapping[str, Mapping[str, Any]]: ...
@@ -51,6 +52,10 @@ class StepReader:
     Args:
         number: counted from 1.
 
+    Attributes:
+        engines: those of each node whose weights are loaded; see `flowrl.look.steps.weights`.
+        no_weights: what of a node's weights cannot be loaded, as a phrase.
+
     Raises:
         DataError: its columns are not recorded, or damaged.
     """
@@ -62,6 +67,8 @@ class StepReader:
         self._files = [path for path in paths if path.is_file()]
         if not self._files:
             run.columns(number)  # raises
+        self.engines: Mapping[str, Mapping[str, Any]] = {}
+        self.no_weights: Mapping[str, str] = {}
         self._read: dict[Edge, Column] = {}
         self._rows_before: dict[str, Rows | None] = {}
 
@@ -89,7 +96,7 @@ class StepReader:
     def seconds(self) -> Mapping[str, float]:
         """How long each node ran in the step, over all rounds."""
         found: dict[str, float] = {}
-        for span in records(self.run.path / SPANS):
+        for span in self.run.records(SPANS):
             if span.get("step") == self.number and span.get("kind") == "node":
                 found[span["name"]] = found.get(span["name"], 0.0) + span["end"] - span["start"]
         return found

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.core.graphs.plan import Plan
-from flowrl.data.files import parse_json, write
-from flowrl.data.proto.column_math import size
+from flowrl.data.files import parse_json, size, write
 from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,20 +16,19 @@ import pyarrow.parquet as pq
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.files import remove, replaced, writing
+from flowrl.data.files import remove, writing
 from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.result import StepResult
+from flowrl.run.recording.files import COLUMNS, ROWS, TEXTS, files_of, reading_parquet, steps_in, writing_parquet
 from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Typed, as_json, is_recordable, reading_parquet, write_columns
+from flowrl.run.recording.tables import Typed, as_json, is_recordable, write_columns
 from flowrl.run.training.rollout_log import logged_columns
 
 logger = logging.getLogger(__name__)
 
-ROWS, TEXTS, COLUMNS = "rows", "texts", "columns"
-FOLDERS = (ROWS, TEXTS, COLUMNS)
 TOGETHER = 100
 """So many steps are compacted into one file of ``rows/``."""
 
@@ -230,21 +228,6 @@ class Recorder:
                     remove(path)
 
 
-def files_of(folder: Path) -> Iterator[Path]:
-    """The files of a folder of recorded steps, in order; those of ``columns/`` are in a folder for each axis."""
-    yield from sorted(path for path in folder.rglob("*.parquet") if re.fullmatch(_NAME, path.name))
-
-
-def steps_in(path: Path) -> tuple[int, int]:
-    """The first and the last step of a file of `files_of`, counted from 1."""
-    found = re.fullmatch(_NAME, path.name)
-    assert found is not None
-    return int(found[1]), int(found[2] or found[1])
-
-
-_NAME = r"steps?-(\d{6,})(?:-(\d{6,}))?\.parquet"
-
-
 def _read(path: Path) -> pa.Table | None:
     """A table; None, with a warning, if the file is damaged, for example by a crash of the machine."""
     try:
@@ -256,10 +239,8 @@ def _read(path: Path) -> pa.Table | None:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path, durable=False) as draft:
-        pq.write_table(table, draft, compression="zstd", compression_level=1)
+    with writing_parquet(path) as file:
+        pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
 def _text(value: Any) -> str:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.core.operators.symbols import Edge
-
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from flowrl.core.operators.symbols import Edge
 
 PASSED = 0.5
 """A row has solved its prompt if its score is above this."""

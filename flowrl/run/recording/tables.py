@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from flowrl.columns import PAD_SIDE, ColumnType
-from flowrl.data.files import replaced, writing
 from flowrl.data.proto.column_math import Objects, objects
-from flowrl.errors import DataError
+from flowrl.run.recording.files import reading_parquet, writing_parquet
 
 Column = Tensor | Objects
 ROWS_PER_GROUP = 64
@@ -119,27 +118,6 @@ def described_in(file: pq.ParquetFile) -> dict[str, Any]:
     return found
 
 
-class reading_parquet:
-    """Re-raise errors of reading a Parquet file in the block as a `DataError` that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, cls: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, pa.ArrowException | OSError | ValueError | LookupError | TypeError):
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise DataError(
-                f"{self._path} cannot be read ({reason}). Restore it from a copy, or remove it; the other steps "
-                f"remain readable.",
-                code="run.damaged",
-                path=self._path,
-                reason=reason,
-            ) from error
-
-
 # ---- writing
 
 
@@ -152,12 +130,10 @@ def _write(path: Path, table: pa.Table, tensors: Mapping[str, Tensor]) -> None:
     floats = [leaf(name) for name, column in tensors.items() if column.dtype in _FLOATS]
     others = [leaf(name) for name, column in tensors.items() if column.dtype not in _FLOATS | {torch.bool}]
     others += [name for name in table.column_names if name and name not in tensors]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path, durable=False) as draft:
+    with writing_parquet(path) as file:
         pq.write_table(
             table,
-            draft,
+            file,
             row_group_size=ROWS_PER_GROUP,
             compression="zstd",
             compression_level=1,

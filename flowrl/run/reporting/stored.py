@@ -21,7 +21,7 @@ def rows(folder: Path) -> Iterator[tuple[int, pa.Table]]:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    from flowrl.run.recording.recorder import ROWS, files_of
+    from flowrl.run.recording.files import ROWS, files_of
 
     seen: set[int] = set()
     for path in files_of(folder / ROWS):

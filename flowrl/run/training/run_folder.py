@@ -17,7 +17,6 @@ from pydantic import Field
 
 from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
-from flowrl.run.reporting.reported import REPORTED
 from flowrl.run.training.lock import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -218,6 +217,8 @@ def _refuse_no_run(path: Path) -> None:
 def _refuse_links(folder: Path, exports: Iterable[str]) -> None:
     """Refuse links that would make a run write or delete outside of its folder. The folder itself may be a link, and so
     may a checkpoint, which a run reads, or replaces as a link."""
+    from flowrl.run.reporting.reported import REPORTED
+
     inside = folder.resolve()
     written = [*(folder / name for name in (LOCK, "run.json", *LINES, SPANS, TRACE, REPORTED, CHECKPOINTS))]
     written += [path for name in RECORDED for path in (folder / name, *(folder / name).rglob("*"))]

@@ -1,14 +1,16 @@
 """The views of the page against the files that they are read from.
 
-Tests of `api.py`, `plain.py`, `watched.py`, and of flowrl/look/page/views/now.py, flowrl/look/page/views/rows.py,
-flowrl/look/page/views/tokens.py, flowrl/look/page/views/prompts.py, flowrl/look/page/views/times.py,
-flowrl/look/page/views/descriptions.py and the rest there.
+Tests of `api.py`, `plain.py`, `watched.py`, `text.py`, and of flowrl/look/page/views/now.py,
+flowrl/look/page/views/rows.py, flowrl/look/page/views/tokens.py, flowrl/look/page/views/prompts.py,
+flowrl/look/page/views/times.py, flowrl/look/page/views/descriptions.py and the rest there.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,20 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer
 
 import flowrl
 from flowrl.draw.svg import svg
-from flowrl.errors import DataError, FlowrlError
+from flowrl.errors import DataError
 from flowrl.graphs import grpo
 from flowrl.look.page.plain import dumps, messages_of, short
+from flowrl.look.page.text import shown
 from flowrl.look.page.views.tokens import pieces
 from flowrl.look.page.watched import Growing
 from flowrl.run.training.lock import LOCK
 from tests.look.page.pages import api_of, asked, written
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.kernel import exact
 from tests.support.runs import lines, train
@@ -89,12 +94,20 @@ class TestMetrics:
         assert not found["again"] and found["training"]["steps"] == [1, 2, 3]
         assert found["training"]["columns"]["timing/step"][-1] == 9.0
 
-    def test_damaged_lines_are_left_out(self, tmp_path: Path) -> None:
-        file = tmp_path / "lines"
-        growing = Growing(file)
+    def test_damaged_lines_are_left_out_and_named(self, tmp_path: Path) -> None:
+        file, damage = tmp_path / "lines", dict[Path, DataError | None]()
+        growing = Growing(file, damage.__setitem__)
         assert growing.records() == []
-        file.write_bytes(b'{"a": 1}\nnull\n\xff\xfe{\n[1]\n{"b": "\xe2\x80\xa8"}\n{"c": NaN}\n')
+        file.write_bytes(b'{"a": 1}\nnull\n\xff\xfe{\n[1]\n{"b": "\xe2\x80\xa8"}\n{"c": NaN}\n{"d')
         assert [one for one in growing.records() if "c" not in one] == [{"a": 1}, {"b": "\u2028"}]
+        assert (found := damage[file]) is not None and found.facts["lines"] == (2, 3, 4)
+        with file.open("ab") as more:
+            more.write(b'": 1}\n{\n')
+        assert growing.records()[-1] == {"d": 1}
+        assert (found := damage[file]) is not None and found.facts["lines"] == (2, 3, 4, 8)
+        (tmp_path / "whole").write_bytes(b'{"a": 1}\n')
+        (tmp_path / "whole").replace(file)
+        assert growing.records() == [{"a": 1}] and damage[file] is None
 
 
 class TestNow:
@@ -278,7 +291,7 @@ class TestGraph:
         (run / "run.json").write_text("{")
         api = api_of(run)
         head = api.answer("runs", {})[0]
-        assert head["status"] == "damaged" and "run.json" in head["error"]
+        assert head["status"] == "damaged" and str(run / "run.json") in head["damage"][0]
         with pytest.raises(DataError) as error:
             asked(api, "graph", run="run")
         assert error.value.code == "run.damaged"
@@ -294,18 +307,61 @@ def test_the_description_names_what_ran(trained: Path) -> None:
     assert dict(sections["Engine: actor"])["backend"] == "TorchTrainer"
 
 
-def test_damaged_parquet_is_named_and_other_steps_are_shown(tmp_path: Path, trained: Path) -> None:
-    for path in trained.rglob("*"):
-        if path.is_file() and path.suffix in (".json", ".jsonl", ".parquet"):
-            (tmp_path / "run" / path.relative_to(trained)).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "run" / path.relative_to(trained)).write_bytes(path.read_bytes())
-    for file in (tmp_path / "run").rglob("step-000002.parquet"):
-        file.write_bytes(file.read_bytes()[:40])
-    api = api_of(tmp_path / "run")
-    with pytest.raises(FlowrlError) as error:
-        asked(api, "rows", run="run", step=2)
-    assert "step 2" in str(error.value)
-    assert asked(api, "rows", run="run", step=1)["count"] == 12
+class TestDamage:
+    """A damaged file is named, by the page and as text, and the rest is shown."""
+
+    @pytest.fixture
+    def copied(self, tmp_path: Path, trained: Path) -> Path:
+        ignored = shutil.ignore_patterns("checkpoints", "actor")
+        return shutil.copytree(trained, tmp_path / "run", ignore=ignored)
+
+    @pytest.mark.parametrize("name", ["metrics.jsonl", "spans.jsonl", "predictions.jsonl", "alarms.jsonl"])
+    def test_a_line(self, copied: Path, name: str) -> None:
+        file = copied / name
+        before = file.read_bytes() if file.exists() else b""
+        file.write_bytes(b"{\n" + before)
+        api = api_of(copied)
+        answers = [asked(api, view, run="run", step=2) for view in ("now", "time", "rows")]
+        assert answers[0]["done"] == 2 and answers[1]["lanes"] and answers[2]["count"] == 12
+        asked(api, "prompts", run="run")
+        (damage,) = api.answer("runs", {})[0]["damage"]
+        assert f"{file} is damaged in line 1." in damage
+        console = Console(width=4 * len(damage), file=io.StringIO())
+        console.print(shown(api, "run"))
+        assert damage in console.file.getvalue()  # type: ignore[attr-defined]
+
+    def test_the_rows_of_a_step(self, copied: Path) -> None:
+        api, file = api_of(copied), truncated(copied / "rows" / "step-000002.parquet")
+        with raises("run.damaged", path=str(file)):
+            asked(api, "rows", run="run", step=2)
+        assert str(file) in asked(api, "now", run="run", step=2)["no_rows"]
+        assert asked(api, "rows", run="run", step=1)["count"] == 12 and asked(api, "prompts", run="run")["prompts"]
+        assert str(file) in api.answer("runs", {})[0]["damage"][0]
+
+    def test_the_texts_of_a_step(self, copied: Path) -> None:
+        api, file = api_of(copied), truncated(copied / "texts" / "step-000002.parquet")
+        found = asked(api, "rows", run="run", step=2)
+        assert found["count"] == 12 and found["responses"] is None and str(file) in found["note"]
+        assert asked(api, "rows", run="run", step=1)["responses"]
+        assert str(file) in api.answer("runs", {})[0]["damage"][0]
+
+    def test_the_columns_of_a_step(self, copied: Path) -> None:
+        api, file = api_of(copied), truncated(copied / "columns" / "batch@repeat" / "step-000002.parquet")
+        row = asked(api, "rows", run="run", step=2)["data"]["row_id"][0]
+        with raises("run.damaged", path=str(file)):
+            asked(api, "why", run="run", address=f"2/group_advantage.advantages[{row}]")
+        assert asked(api, "row", run="run", step=2, row=row)["messages"]
+
+    def test_the_spans_of_format_1(self, copied: Path) -> None:
+        (copied / "spans.jsonl").unlink()
+        api, file = api_of(copied), truncated(copied / "trace.json")
+        assert not asked(api, "time", run="run", step=2)["lanes"]
+        assert str(file) in api.answer("runs", {})[0]["damage"][0]
+
+
+def truncated(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:40])
+    return file
 
 
 def test_plain_values() -> None:

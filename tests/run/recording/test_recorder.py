@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,17 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.errors import StorageError
 from flowrl.operators import Collect, Filter, RolloutCorrection, Spread
 from flowrl.run.recording import recorder
-from flowrl.run.recording.recorder import files_of, steps_in
+from flowrl.run.recording.files import files_of, steps_in
 from tests.support.errors import raises
 from tests.support.jobs import job_of
+from tests.support.runs import Recorder as Reporter
 from tests.support.runs import described, lines, train, without_times
 
 pytestmark = pytest.mark.runs
 
 NOTHING = Recording(texts=None, columns=None)
+FREE = 40_000
+"""Bytes that a full disk has left: for lines of metrics, not for columns."""
 
 
 def collecting(tiny: str, lag: int = 0) -> Any:
@@ -217,6 +223,49 @@ class TestFailures:
         (tmp_path / "columns").write_text("no folder")
         with pytest.raises(StorageError, match="columns"):
             train(job_of("grpo", tiny), prompts_file, tmp_path, recording=Recording(strict=True))
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_disk_that_fills_up_ends_the_recording_and_a_strict_one_the_run(
+        self, tiny: str, prompts_file: str, disk: Path, strict: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job, settings = job_of("grpo", tiny), {"steps": 4, "recording": Recording(strict=strict), "alarms": ()}
+        if strict:
+            with pytest.raises(StorageError, match=r"No space left on device; .* free"):
+                train(job, prompts_file, disk / "run", [Filling(disk)], **settings)
+            assert described(disk / "run")["status"] == "failed"
+            return
+        train(job, prompts_file, disk / "run", [Filling(disk)], **settings)
+        assert [line["step"] for line in lines(disk / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        found = described(disk / "run")
+        assert found["status"] == "finished" and found["recorded"]["stopped"] in warning
+        assert "No space left" in warning and flowrl.open(disk / "run").replay("1/group_advantage").same
+
+
+class Filling(Reporter):
+    """Fills a disk after the first step, but for what the lines of a few steps need."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__()
+        self._disk = disk
+
+    def step(self, step: int, metrics: Any) -> None:
+        if step == 1:
+            with (self._disk / "ballast").open("wb") as file:
+                file.write(b"0" * (shutil.disk_usage(self._disk).free - FREE))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path / "disk")]
+    if shutil.which("mount") is None or (done := subprocess.run(mount, capture_output=True, text=True)).returncode:
+        pytest.skip(
+            f"this process may not mount a disk: {done.stderr.strip() if shutil.which('mount') else 'no mount'}"
+        )
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
 
 
 class TestRunJson:

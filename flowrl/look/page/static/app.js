@@ -41,6 +41,7 @@ function App() {
   return html`
     <${Header} ...${shared} tab=${tab} move=${move} />
     ${(failure || !live) && html`<p class="notice" role="status">${failure ? `No answer: ${failure}` : inside.note}</p>`}
+    ${run.damage.map((problem) => html`<p class="notice bad" role="status">${problem}</p>`)}
     <main class=${`tab-${tab}`} data-step=${step}><${TABS[tab]} ...${shared} key=${run.name} /></main>`;
 }
 

@@ -28,7 +28,6 @@ def description(run: WatchedRun) -> dict[str, Any]:
                 folder=run.path,
                 status=run.status,
                 error=found.get("error"),
-                problem=run.problem,
                 started=_moment(found.get("started")),
                 ended=_moment(found.get("ended")),
                 resumed="; ".join(started) or None,

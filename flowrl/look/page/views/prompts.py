@@ -95,7 +95,8 @@ def _trained(run: WatchedRun) -> tuple[dict[Any, dict[int, float]], dict[Any, st
 
 def _texts(run: WatchedRun, key: str, wanted: set[Any]) -> dict[Any, str]:
     found: dict[Any, str] = {}
-    for step in list(reversed(run.steps))[:_TEXT_STEPS]:
+    steps = pc.unique(run.all_rows["step"]).to_pylist()
+    for step in sorted(steps, reverse=True)[:_TEXT_STEPS]:
         if wanted <= found.keys():
             break
         of = StepRows(run.run, step)

@@ -32,7 +32,6 @@ TABLE = (
     "data_source",
 )
 """Columns of the table."""
-NO_TEXTS = "The texts of this step were not recorded. Record them with Training(recording=Recording(texts=1))."
 
 
 def rows(of: StepRows) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def rows(of: StepRows) -> dict[str, Any]:
         "groups": list(groups.values()),
         "responses": [text and text[:limit] for text in said] if texts else None,
         "clipped": limit if any(len(text or "") > limit for text in said) else None,
-        "note": None if texts else NO_TEXTS,
+        "note": None if texts else of.no_texts,
     }
 
 
@@ -90,7 +89,7 @@ def row(run: WatchedRun, step: int, row_id: str) -> dict[str, Any]:
         "numbers": [[name, short(value)] for name, value in found.items() if value is not None and name not in skipped],
         "messages": _conversation(text, tokens),
         "tokens": tokens,
-        "note": note if text or tokens else NO_TEXTS,
+        "note": note if text or tokens else of.no_texts,
         "ground_truth": as_text(text["ground_truth"]) if text.get("ground_truth") is not None else None,
         "group": [
             {
