@@ -24,7 +24,7 @@ from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Typed, as_json, is_recordable, reading_parquet, write_columns
+from flowrl.run.recording.tables import Typed, all_as_json, is_recordable, reading_parquet, write_columns
 from flowrl.run.training.rollout_log import logged_columns
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Recorder:
             table = self._summaries.table(step, columns, result.metrics.rows, result.round_sizes)
             self.rows = 0 if table is None else table.num_rows
             if table is not None:
-                _write(self._path(ROWS, step + 1), table)
+                _write(self._path(ROWS, step + 1), table, **_SMALL)
                 if (step + 1) % TOGETHER == 0:
                     self._compact(step + 1)
             if self._of_texts(step):
@@ -173,7 +173,7 @@ class Recorder:
             return
         as_they_are = {key: pa.array(map(_text, found[key])) for key in ("row_id", "response") if key in found}
         in_json = {
-            key: pa.array([as_json(value)[0] for value in found[key]])
+            key: pa.array([text for text, _ in all_as_json(list(found[key]))])
             for key in ("prompt", "ground_truth", "episode")
             if key in found and len(found[key]) == len(found["response"])
         }
@@ -255,11 +255,16 @@ def _read(path: Path) -> pa.Table | None:
         return None
 
 
-def _write(path: Path, table: pa.Table) -> None:
+_SMALL = {"compression": "snappy", "compression_level": None, "use_dictionary": False, "write_statistics": False}
+"""How the summaries of one step are written: they are joined soon, and what zstd and dictionaries save of a few
+kilobytes is not worth their time."""
+
+
+def _write(path: Path, table: pa.Table, **options: Any) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, durable=False) as draft:
-        pq.write_table(table, draft, compression="zstd", compression_level=1)
+        pq.write_table(table, draft, **{"compression": "zstd", "compression_level": 1, **options})
 
 
 def _text(value: Any) -> str:

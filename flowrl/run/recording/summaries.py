@@ -326,7 +326,7 @@ class _View:
             if before is None or after is None:
                 fate[:] = None
                 break
-            fate[np.setdiff1d(before, after)] = maker_of(axis)
+            fate[np.setdiff1d(before, after, assume_unique=True)] = maker_of(axis)
         found: dict[str, Any] = {"fate": fate}
         for update in self.updates[:1]:
             edge = self.edges.get("trained.response_mask")
@@ -387,5 +387,7 @@ def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
         return pa.nulls(rows, kind)
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         missing = np.isnan(values)
+        if not missing.any():
+            return pa.array(values).cast(kind)
         return pa.array(values if kind == pa.float64() else np.where(missing, 0, values), mask=missing).cast(kind)
-    return pa.array(list(values) if isinstance(values, np.ndarray) else values, kind)
+    return pa.array(values, kind)
