@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main(pairs: int, steps: int) -> None:
                 metrics = flowrl.open(folder).metrics
                 times = (metrics[f"timing/{what}"].to_pylist()[1:] for what in ("record", "step"))
                 seconds[name] += zip(*times, strict=True)
-                ends = zip(processor, processor[1:], strict=False)
+                ends = pairwise(processor)
                 busy[name] += [(ended - began, began - before) for (_, before), (began, ended) in ends]
                 kinds = (folder / kind for kind in ("rows", "texts", "columns"))
                 files = [path for kind in kinds for path in kind.rglob("*.parquet")]

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
@@ -97,7 +98,7 @@ class Recorder:
             if self._of_texts(step):
                 self._write_texts(step, columns)
             if self._of_columns:
-                self._write_columns(step, columns)
+                self._write_columns(step, columns | self._reported_columns(result, columns))
             if self._recording.wants_columns:
                 self._prune(step + 1)
         return table
@@ -181,13 +182,26 @@ class Recorder:
 
     def _write_columns(self, step: int, columns: Mapping[Edge, Any]) -> None:
         by_axis: dict[str, dict[str, Typed]] = {}
-        for edge in self._recordable:
-            if edge in columns and (axis := row_axis(self._graph, edge)) is not None:
-                typed: Any = self._graph.types[edge].type
-                by_axis.setdefault(axis, {})[str(edge)] = Typed(columns[edge], typed)
+        types = {**self._graph.types, **self._summaries.reported}
+        for edge in (*self._recordable, *self._summaries.reported):
+            if edge in columns and types[edge].axes:
+                typed: Any = types[edge].type
+                by_axis.setdefault(types[edge].axes[0], {})[str(edge)] = Typed(columns[edge], typed)
         for axis, some in by_axis.items():
             path = self._folder / COLUMNS / quote(axis, safe="@") / f"step-{step + 1:06d}.parquet"
             write_columns(path, some, {"step": step + 1, "axis": axis})
+
+    def _reported_columns(self, result: StepResult, columns: Mapping[Edge, Any]) -> dict[Edge, Tensor]:
+        """The columns of tokens that updates report with their metrics; 0 in rows that they do not compute."""
+        found = {}
+        for edge, typed in self._summaries.reported.items():
+            rows = next((len(c) for e, c in columns.items() if row_axis(self._graph, e) == typed.axes[0]), None)
+            of_tokens = result.metrics.columns.get(f"{edge.node}/{edge.output}")
+            if rows is not None and of_tokens is not None:
+                numbers, values = of_tokens
+                found[edge] = values.new_zeros(rows, values.shape[1])
+                found[edge][numbers] = values
+        return found
 
     def _compact(self, last: int) -> None:
         """Join the files of the newest steps of ``rows/``; a kill in between leaves both, and readers ignore one."""

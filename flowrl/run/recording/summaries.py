@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
+from flowrl.columns import Entropies, parse
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import trained_on
-from flowrl.core.operators.symbols import Edge
+from flowrl.core.operators.symbols import Edge, EdgeType
 from flowrl.data.keys import Key, node_key
 from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.protocols.protocols import Trainer
@@ -119,6 +120,17 @@ class RowSummaries:
             for name in ("response_mask", "uid"):
                 read = [edge for place, edge in update.inputs.items() if place.name == name]
                 found |= {f"trained.{name}": edge for edge in read}
+        return found
+
+    @cached_property
+    def reported(self) -> dict[Edge, EdgeType]:
+        """The columns of tokens that updates may report with their metrics, which are no outputs of the graph."""
+        found: dict[Edge, EdgeType] = {}
+        entropies = parse(Entropies)
+        for update in self._updates:
+            masks = [edge for place, edge in update.inputs.items() if place.name == "response_mask"]
+            if masks and entropies is not None and isinstance(update.initial_operator, UpdatesByRows):
+                found[Edge(update.name, entropies.name)] = EdgeType(entropies, self.graph.types[masks[0]].axes)
         return found
 
     @cached_property

@@ -222,6 +222,10 @@ def test_two_fsdp_ranks_agree_with_one_process(
     assert "update_actor/entropy" in here.rows and here.rows.keys() == there.rows.keys()
     for key, values in here.rows.items():
         assert there.rows[key] == pytest.approx(values, rel=2e-5, abs=1e-6), key
+    for key, (rows, of_tokens) in here.columns.items():
+        numbers, values = there.columns[key]
+        assert numbers.sort().values.equal(rows)
+        torch.testing.assert_close(values[numbers.argsort()], of_tokens, rtol=2e-5, atol=1e-6)
     started, one, two = saved(tiny), saved(tmp_path / "local"), saved(tmp_path / "ray")
     for name in one:
         assert relative(one[name] - started[name], two[name] - started[name]) < 1e-3, name
