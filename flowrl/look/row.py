@@ -162,6 +162,7 @@ def _tokens(run: ReadsRows, step: int, number: int) -> dict[str, np.ndarray[Any,
     graph, columns = run.graph, run.columns(step)
     summaries = RowSummaries(graph, 0)
     types = {**graph.types, **summaries.reported}
+    of_graph = {edge: column for edge, column in columns.items() if edge in graph.types}
     mask = columns[summaries.edges["response_mask"]][number]
     length = int(np.flatnonzero(np.asarray(mask))[-1]) + 1 if bool(np.asarray(mask).any()) else 0
     found: dict[str, np.ndarray[Any, Any]] = {}
@@ -170,7 +171,7 @@ def _tokens(run: ReadsRows, step: int, number: int) -> dict[str, np.ndarray[Any,
         typed = types[edge]
         if len(typed.axes) != 2 or not isinstance(typed.type, ColumnType) or typed.type.axes[1] != "response":
             continue
-        row = _row_in(run, typed.axes[0], step, columns, at)
+        row = _row_in(run, typed.axes[0], step, of_graph, at)
         if row is not None:
             found[str(edge)] = np.asarray(column[row])[:length]
     return found
