@@ -352,9 +352,8 @@ class _View:
             found["optimizer_step"] = _scattered(steps.numpy(), trained, self.rows)
             found["loss_weight"] = _scattered(weights.double().numpy(), trained, self.rows)
             for name in operator.row_columns:
-                column = np.full(len(mask), np.nan)
-                for number, value in reported.get(f"{update.name}/{name}", {}).items():
-                    column[int(number)] = value
+                column, values = np.full(len(mask), np.nan), reported.get(f"{update.name}/{name}", {})
+                column[[int(number) for number in values]] = list(values.values())
                 found[name] = _scattered(column, trained, self.rows)
         return found
 
