@@ -1,4 +1,8 @@
-"""`Recorder`: writes the rows of each step to the run folder: summaries, texts and columns."""
+"""`Recorder`: writes the rows of each step to the run folder: summaries, texts and columns.
+
+The run's own thread writes. A writer thread shortened the span ``record`` and lengthened what ran meanwhile by more:
+most of the time is Python and small calls that hold the interpreter's lock (`benchmarks/recording.py`).
+"""
 
 from __future__ import annotations
 
