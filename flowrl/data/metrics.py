@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from flowrl.errors import ParameterError
 
 Reduction = Literal["mean", "sum", "min", "max", "groups"]
 Number = float | int | Tensor
+OfTokens = tuple[Tensor, Tensor]
+"""The numbers of rows, int64 ``[rows]``, and values of their tokens, ``[rows response]``."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,14 @@ class Metrics(Mapping[str, Metric]):
         metrics: Mapping[str, Metric] | None = None,
         parts: Mapping[str, Metric] | None = None,
         rows: Mapping[str, Mapping[str, float]] | None = None,
+        columns: Mapping[str, OfTokens] | None = None,
     ) -> None:
         self._metrics: dict[str, Metric] = dict(metrics or {})
         self._parts: dict[str, Metric] = dict(parts or {})
         of_rows = rows if rows is not None else metrics.rows if isinstance(metrics, Metrics) else {}
         self._rows: dict[str, dict[str, float]] = {key: dict(values) for key, values in of_rows.items()}
+        of_metrics = metrics.columns if isinstance(metrics, Metrics) else {}
+        self._columns: dict[str, OfTokens] = dict(of_metrics if columns is None else columns)
         self.of_tokens: dict[str, tuple[Tensor, Tensor]] = {}
 
     def mean(self, key: str, numerator: Number, denominator: Number = 1.0) -> None:
@@ -128,6 +134,18 @@ class Metrics(Mapping[str, Metric]):
         """Report a number of one row: not a metric, but a column of the run's row summaries."""
         self._rows.setdefault(key, {})[str(row_id)] = float(value)
 
+    def column(self, key: str, rows: Tensor, values: Tensor) -> None:
+        """Report numbers of tokens, float32 ``[rows response]``, of the rows with these numbers in the step, int64
+        ``[rows]``: not a metric, but a column that the run may record."""
+        known = self._columns.get(key)
+        parts = [(rows.cpu(), values.cpu()), *([] if known is None else [known])]
+        self._columns[key] = torch.cat([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
+
+    @property
+    def columns(self) -> Mapping[str, OfTokens]:
+        """The reported numbers of tokens: by key, the numbers of their rows, and the values."""
+        return self._columns
+
     @property
     def rows(self) -> Mapping[str, Mapping[str, float]]:
         """The reported numbers of rows, by key and `row_id`."""
@@ -148,6 +166,8 @@ class Metrics(Mapping[str, Metric]):
             _add(self._parts, key, metric)
         for key, values in other.rows.items() if isinstance(other, Metrics) else ():
             self._rows.setdefault(key, {}).update(values)
+        for key, of_tokens in other.columns.items() if isinstance(other, Metrics) else ():
+            self.column(key, *of_tokens)
 
     def parts(self) -> Mapping[str, Metric]:
         """Only the merged parts."""
@@ -170,7 +190,7 @@ class Metrics(Mapping[str, Metric]):
         return f"Metrics({self.compute()})"
 
     def __reduce__(self) -> Any:
-        return Metrics, (self._metrics, self._parts, self._rows)
+        return Metrics, (self._metrics, self._parts, self._rows, self._columns)
 
 
 def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
@@ -180,7 +200,7 @@ def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
     """
     merged = Metrics(reports[0])
     for report in reports[1:]:
-        merged.merge(Metrics(report.parts(), rows=report.rows) if replicated else report)
+        merged.merge(Metrics(report.parts(), rows=report.rows, columns=report.columns) if replicated else report)
     return merged
 
 

@@ -86,7 +86,8 @@ class RecordedRun(RunFiles):
     # ---- columns
 
     def columns(self, step: int, edges: Sequence[Edge] | None = None) -> dict[Edge, Column]:
-        """The recorded columns of a step: all, or those of these edges that are there.
+        """The recorded columns of a step: all, or those of these edges that are there. Updates add the ``entropies`` of
+        their first pass, which are no column of the graph.
 
         Raises:
             DataError: the columns of the step are not recorded, or damaged.

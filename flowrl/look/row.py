@@ -17,7 +17,7 @@ from flowrl.errors import DataError, offer
 from flowrl.look.address import Address
 from flowrl.look.files import Record
 from flowrl.look.steps.step_reader import Recorded
-from flowrl.run.recording.row_maps import axis_before, row_axis, rows_before
+from flowrl.run.recording.row_maps import axis_before, rows_before
 from flowrl.run.recording.summaries import RowSummaries
 
 SHOWN = 12
@@ -161,15 +161,17 @@ def _tokens(run: ReadsRows, step: int, number: int) -> dict[str, np.ndarray[Any,
     """The numbers of the tokens of a sampled row, in all columns on its responses."""
     graph, columns = run.graph, run.columns(step)
     summaries = RowSummaries(graph, 0)
+    types = {**graph.types, **summaries.reported}
+    of_graph = {edge: column for edge, column in columns.items() if edge in graph.types}
     mask = columns[summaries.edges["response_mask"]][number]
     length = int(np.flatnonzero(np.asarray(mask))[-1]) + 1 if bool(np.asarray(mask).any()) else 0
     found: dict[str, np.ndarray[Any, Any]] = {}
     at: dict[str, int | None] = {str(summaries.axis): number}
     for edge, column in columns.items():
-        typed = graph.types[edge]
+        typed = types[edge]
         if len(typed.axes) != 2 or not isinstance(typed.type, ColumnType) or typed.type.axes[1] != "response":
             continue
-        row = _row_in(run, str(row_axis(graph, edge)), step, columns, at)
+        row = _row_in(run, typed.axes[0], step, of_graph, at)
         if row is not None:
             found[str(edge)] = np.asarray(column[row])[:length]
     return found

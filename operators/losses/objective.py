@@ -182,7 +182,10 @@ class TokenObjective:
             share,
         )
         if entropy is not None and "values" not in self.loss.model_ports:
-            metrics.tokens("actor/entropy", select(entropy.detach(), on), on)
+            of_tokens = select(entropy.detach(), on)
+            metrics.tokens("actor/entropy", of_tokens, on)
+            if self.rows is not None:
+                self.rows.add_entropies(getattr(batch, ROW), of_tokens, on)
         if self.rows is not None:
             self.rows.add(getattr(batch, ROW), metrics.of_tokens)
         if self.entropy > 0:

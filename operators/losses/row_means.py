@@ -1,10 +1,11 @@
-"""`RowMeans`: means over the tokens of each row in an update, for the run's row summaries."""
+"""`RowMeans`: means over the tokens of each row in an update, and the entropy of each token, for the run's records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,14 +17,29 @@ ROW = "row_number"
 class RowMeans:
     """What an update's objective reports of tokens (`Metrics.tokens`), by row, of the first pass over each row.
 
-    The sums of micro-batches stay on their device until `of` reads them all at once.
+    What micro-batches add stays on its device until `of` and `entropies` read all of it at once.
     """
 
     _parts: list[tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]] = field(default_factory=list)
+    _entropies: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, rows: Tensor, of_tokens: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add the sums and counts of some rows, by metric: `Metrics.of_tokens`."""
         self._parts.append((rows, dict(of_tokens)))
+
+    def add_entropies(self, rows: Tensor, entropies: Tensor, on: Tensor) -> None:
+        """Add the entropies of some rows, float32 ``[rows response]``, 0 off the mask `on`."""
+        self._entropies.append((rows, entropies, on.any(-1)))
+
+    def entropies(self) -> tuple[Tensor, Tensor] | None:
+        """The rows with tokens, int64 ``[rows]`` in ascending order, and the entropies of their tokens, float32
+        ``[rows response]``; None if there are none."""
+        if not self._entropies:
+            return None
+        rows, entropies, live = (torch.cat(parts).cpu() for parts in zip(*self._entropies, strict=True))
+        places = live.nonzero()[:, 0]
+        found, first = np.unique(rows[places].numpy(), return_index=True)
+        return torch.from_numpy(found), entropies[places[torch.from_numpy(first)]]
 
     def of(self, key: str) -> dict[int, float]:
         """The means of a metric, by row number; rows without tokens are left out."""

@@ -258,8 +258,12 @@ class UpdateActor(_Update, ModelInputs, Operator):
         )
 
     def _report_rows(self, means: RowMeans, shard: Shard | None, metrics: Metrics) -> None:
-        """Report what `row_columns` names, by the number of the row in the step."""
-        own = None if shard is None or shard.rows is None or self._beyond_rows else shard.rows.tolist()
+        """Report what `row_columns` names, and the entropies of tokens, by the number of the row in the step."""
+        rows = None if shard is None or shard.rows is None or self._beyond_rows else shard.rows.cpu()
+        if (entropies := means.entropies()) is not None:
+            numbers, of_tokens = entropies
+            metrics.column(f"{self.name}/entropies", numbers if rows is None else rows[numbers], of_tokens)
+        own = None if rows is None else rows.tolist()
         for what, key in self.row_columns.items():
             for row, value in means.of(key).items():
                 metrics.row(f"{self.name}/{what}", str(row if own is None else own[row]), value)

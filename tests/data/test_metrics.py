@@ -89,6 +89,19 @@ def test_metrics_are_a_picklable_mapping() -> None:
     assert metrics.compute()["sum"] == 9.0
 
 
+def test_columns_of_ranks_join_their_rows_also_after_pickling() -> None:
+    values = torch.arange(8.0).view(4, 2)
+    reports = []
+    for rows in ([2, 0], [1, 3]):
+        report = Metrics()
+        report.column("update/entropies", torch.tensor(rows), values[rows])
+        reports.append(pickle.loads(pickle.dumps(report)))
+    for replicated in (False, True):
+        numbers, of_tokens = of_ranks(reports, replicated).columns["update/entropies"]
+        assert sorted(numbers.tolist()) == [0, 1, 2, 3] and torch.equal(of_tokens, values[numbers])
+    assert len(reports[0].columns["update/entropies"][0]) == 2
+
+
 def test_metrics_of_replicated_rows_count_once_across_ranks() -> None:
     """Two ranks of a node are given the same rows: the operator's own numbers are the same on both, an engine's are
     parts. Where each rank has its own rows, all are parts. The same holds after pickling."""

@@ -15,7 +15,7 @@ from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.session import Session
-from flowrl.core.operators.symbols import Edge
+from flowrl.core.operators.symbols import Edge, EdgeType
 from flowrl.data.now import ONLY, Now, Round
 from flowrl.errors import DataError
 from flowrl.look.address import Address
@@ -115,7 +115,17 @@ class StepReader:
 
     @cached_property
     def described(self) -> Mapping[Edge, Mapping[str, Any]]:
-        """What is known of each recorded column, such as its shape, without reading it."""
+        """What is known of each recorded column of the graph, such as its shape, without reading it."""
+        return {edge: about for edge, about in self._recorded.items() if edge in self.graph.types}
+
+    @cached_property
+    def reported(self) -> Mapping[Edge, EdgeType]:
+        """The recorded columns that updates reported with their metrics, such as entropies of tokens."""
+        known = RowSummaries(self.graph, self.seed).reported
+        return {edge: typed for edge, typed in known.items() if edge in self._recorded}
+
+    @cached_property
+    def _recorded(self) -> Mapping[Edge, Mapping[str, Any]]:
         found: dict[Edge, Mapping[str, Any]] = {}
         for path in self._files:
             with reading_parquet(path):
@@ -129,7 +139,7 @@ class StepReader:
 
     def read(self, edges: Iterable[Edge]) -> dict[Edge, Column]:
         """The recorded ones of these columns."""
-        wanted = [edge for edge in edges if edge in self.described]
+        wanted = [edge for edge in edges if edge in self._recorded]
         missing = [str(edge) for edge in wanted if edge not in self._read]
         for path in self._files if missing else ():
             self._read |= {Edge.parse(name): column for name, column in read_columns(path, missing).items()}
@@ -137,7 +147,7 @@ class StepReader:
 
     def column(self, edge: Edge) -> Column:
         """A recorded column."""
-        if edge not in self.described:
+        if edge not in self._recorded:
             self.run.column(f"{self.number}/{edge}")  # raises
         return self.read([edge])[edge]
 

@@ -58,7 +58,9 @@ class StepResult:
 
 def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
     """The metrics of all nodes; a key that two nodes report is prefixed with the node."""
-    return Metrics(_by_key(reported), rows=_by_key({node: metrics.rows for node, metrics in reported.items()}))
+    rows = _by_key({node: metrics.rows for node, metrics in reported.items()})
+    columns = _by_key({node: metrics.columns for node, metrics in reported.items()})
+    return Metrics(_by_key(reported), rows=rows, columns=columns)
 
 
 def reporting_nodes(reported: Mapping[str, Metrics]) -> dict[str, str]:

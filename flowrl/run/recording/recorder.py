@@ -1,4 +1,8 @@
-"""`Recorder`: writes the rows of each step to the run folder: summaries, texts and columns."""
+"""`Recorder`: writes the rows of each step to the run folder: summaries, texts and columns.
+
+The run's own thread writes. A writer thread shortened the span ``record`` and lengthened what ran meanwhile by more:
+most of the time is Python and small calls that hold the interpreter's lock (`benchmarks/recording.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
@@ -24,7 +29,7 @@ from flowrl.run.recording.recording import Recording
 from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.statistics import sources
 from flowrl.run.recording.summaries import RowSummaries
-from flowrl.run.recording.tables import Typed, as_json, is_recordable, write_columns
+from flowrl.run.recording.tables import Typed, all_as_json, is_recordable, write_columns
 from flowrl.run.training.rollout_log import logged_columns
 
 logger = logging.getLogger(__name__)
@@ -89,13 +94,13 @@ class Recorder:
             table = self._summaries.table(step, columns, result.metrics.rows, result.round_sizes)
             self.rows = 0 if table is None else table.num_rows
             if table is not None:
-                _write(self._path(ROWS, step + 1), table)
+                _write(self._path(ROWS, step + 1), table, **_SMALL)
                 if (step + 1) % TOGETHER == 0:
                     self._compact(step + 1)
             if self._of_texts(step):
                 self._write_texts(step, columns)
             if self._of_columns:
-                self._write_columns(step, columns)
+                self._write_columns(step, columns | self._reported_columns(result, columns))
             if self._recording.wants_columns:
                 self._prune(step + 1)
         return table
@@ -171,7 +176,7 @@ class Recorder:
             return
         as_they_are = {key: pa.array(map(_text, found[key])) for key in ("row_id", "response") if key in found}
         in_json = {
-            key: pa.array([as_json(value)[0] for value in found[key]])
+            key: pa.array([text for text, _ in all_as_json(list(found[key]))])
             for key in ("prompt", "ground_truth", "episode")
             if key in found and len(found[key]) == len(found["response"])
         }
@@ -179,13 +184,26 @@ class Recorder:
 
     def _write_columns(self, step: int, columns: Mapping[Edge, Any]) -> None:
         by_axis: dict[str, dict[str, Typed]] = {}
-        for edge in self._recordable:
-            if edge in columns and (axis := row_axis(self._graph, edge)) is not None:
-                typed: Any = self._graph.types[edge].type
-                by_axis.setdefault(axis, {})[str(edge)] = Typed(columns[edge], typed)
+        types = {**self._graph.types, **self._summaries.reported}
+        for edge in (*self._recordable, *self._summaries.reported):
+            if edge in columns and types[edge].axes:
+                typed: Any = types[edge].type
+                by_axis.setdefault(types[edge].axes[0], {})[str(edge)] = Typed(columns[edge], typed)
         for axis, some in by_axis.items():
             path = self._folder / COLUMNS / quote(axis, safe="@") / f"step-{step + 1:06d}.parquet"
             write_columns(path, some, {"step": step + 1, "axis": axis})
+
+    def _reported_columns(self, result: StepResult, columns: Mapping[Edge, Any]) -> dict[Edge, Tensor]:
+        """The columns of tokens that updates report with their metrics; 0 in rows that they do not compute."""
+        found = {}
+        for edge, typed in self._summaries.reported.items():
+            rows = next((len(c) for e, c in columns.items() if row_axis(self._graph, e) == typed.axes[0]), None)
+            of_tokens = result.metrics.columns.get(f"{edge.node}/{edge.output}")
+            if rows is not None and of_tokens is not None:
+                numbers, values = of_tokens
+                found[edge] = values.new_zeros(rows, values.shape[1])
+                found[edge][numbers] = values
+        return found
 
     def _compact(self, last: int) -> None:
         """Join the files of the newest steps of ``rows/``; a kill in between leaves both, and readers ignore one."""
@@ -238,9 +256,14 @@ def _read(path: Path) -> pa.Table | None:
         return None
 
 
-def _write(path: Path, table: pa.Table) -> None:
+_SMALL = {"compression": "snappy", "compression_level": None, "use_dictionary": False, "write_statistics": False}
+"""How the summaries of one step are written: they are joined soon, and what zstd and dictionaries save of a few
+kilobytes is not worth their time."""
+
+
+def _write(path: Path, table: pa.Table, **options: Any) -> None:
     with writing_parquet(path) as file:
-        pq.write_table(table, file, compression="zstd", compression_level=1)
+        pq.write_table(table, file, **{"compression": "zstd", "compression_level": 1, **options})
 
 
 def _text(value: Any) -> str:

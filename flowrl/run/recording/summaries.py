@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
+from flowrl.columns import Entropies, parse
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import trained_on
-from flowrl.core.operators.symbols import Edge
+from flowrl.core.operators.symbols import Edge, EdgeType
 from flowrl.data.keys import Key, node_key
 from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.protocols.protocols import Trainer
@@ -119,6 +120,17 @@ class RowSummaries:
             for name in ("response_mask", "uid"):
                 read = [edge for place, edge in update.inputs.items() if place.name == name]
                 found |= {f"trained.{name}": edge for edge in read}
+        return found
+
+    @cached_property
+    def reported(self) -> dict[Edge, EdgeType]:
+        """The columns of tokens that updates may report with their metrics, which are no outputs of the graph."""
+        found: dict[Edge, EdgeType] = {}
+        entropies = parse(Entropies)
+        for update in self._updates:
+            masks = [edge for place, edge in update.inputs.items() if place.name == "response_mask"]
+            if masks and entropies is not None and isinstance(update.initial_operator, UpdatesByRows):
+                found[Edge(update.name, entropies.name)] = EdgeType(entropies, self.graph.types[masks[0]].axes)
         return found
 
     @cached_property
@@ -326,7 +338,7 @@ class _View:
             if before is None or after is None:
                 fate[:] = None
                 break
-            fate[np.setdiff1d(before, after)] = maker_of(axis)
+            fate[np.setdiff1d(before, after, assume_unique=True)] = maker_of(axis)
         found: dict[str, Any] = {"fate": fate}
         for update in self.updates[:1]:
             edge = self.edges.get("trained.response_mask")
@@ -340,9 +352,8 @@ class _View:
             found["optimizer_step"] = _scattered(steps.numpy(), trained, self.rows)
             found["loss_weight"] = _scattered(weights.double().numpy(), trained, self.rows)
             for name in operator.row_columns:
-                column = np.full(len(mask), np.nan)
-                for number, value in reported.get(f"{update.name}/{name}", {}).items():
-                    column[int(number)] = value
+                column, values = np.full(len(mask), np.nan), reported.get(f"{update.name}/{name}", {})
+                column[[int(number) for number in values]] = list(values.values())
                 found[name] = _scattered(column, trained, self.rows)
         return found
 
@@ -387,5 +398,7 @@ def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
         return pa.nulls(rows, kind)
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         missing = np.isnan(values)
+        if not missing.any():
+            return pa.array(values).cast(kind)
         return pa.array(values if kind == pa.float64() else np.where(missing, 0, values), mask=missing).cast(kind)
-    return pa.array(list(values) if isinstance(values, np.ndarray) else values, kind)
+    return pa.array(values, kind)

@@ -26,7 +26,9 @@ from flowrl.run.recording.files import reading_parquet, writing_parquet
 
 Column = Tensor | Objects
 ROWS_PER_GROUP = 64
-"""Rows of a row group: reading one row reads one group of each column."""
+"""The fewest rows of a row group: reading one row reads one group of each column."""
+TOKENS_PER_GROUP = 1 << 16
+"""Rows with few tokens share a row group of up to so many: each group of a column costs tens of microseconds."""
 
 _META = b"flowrl"
 _FLOATS = {torch.float32, torch.float64}
@@ -97,8 +99,9 @@ def read_row(path: Path, row: int) -> dict[str, Any]:
     with reading_parquet(path):
         file = pq.ParquetFile(path)
         described = described_in(file)["columns"]
-        group, at = divmod(row, ROWS_PER_GROUP)
-        table = file.read_row_group(group) if file.num_row_groups else None
+        groups = file.metadata.num_row_groups
+        group, at = divmod(row, file.metadata.row_group(0).num_rows) if groups else (0, 0)
+        table = file.read_row_group(group) if groups else None
         found: dict[str, Any] = {}
         for name, about in described.items():
             if table is not None and name in table.column_names:
@@ -130,11 +133,12 @@ def _write(path: Path, table: pa.Table, tensors: Mapping[str, Tensor]) -> None:
     floats = [leaf(name) for name, column in tensors.items() if column.dtype in _FLOATS]
     others = [leaf(name) for name, column in tensors.items() if column.dtype not in _FLOATS | {torch.bool}]
     others += [name for name in table.column_names if name and name not in tensors]
+    widest = max((column.shape[1] for column in tensors.values() if column.ndim == 2), default=1)
     with writing_parquet(path) as file:
         pq.write_table(
             table,
             file,
-            row_group_size=ROWS_PER_GROUP,
+            row_group_size=max(ROWS_PER_GROUP, TOKENS_PER_GROUP // max(widest, 1)),
             compression="zstd",
             compression_level=1,
             use_dictionary=others,
@@ -177,16 +181,15 @@ def _numbers(column: Tensor) -> np.ndarray[Any, Any]:
 
 def _from_tokens(column: Tensor, side: str, pad: int | float | bool) -> pa.Array:
     """A list per row, without the padding at one end."""
-    filled = _as_bits(column) != _as_bits(torch.tensor(pad, dtype=column.dtype))
     width = column.shape[1]
-    if side == "left":
-        filled = filled.flip(1)
-    lengths = torch.where(filled, torch.arange(1, width + 1), 0).amax(1) if width else torch.zeros(len(column))
-    place = torch.arange(width)
+    filled = _as_bits(column).numpy() != _as_bits(torch.tensor(pad, dtype=column.dtype)).numpy()
+    padding = (filled[:, ::-1] if side == "right" else filled).argmax(1) if width else np.zeros(len(column), int)
+    lengths = np.where(filled.any(1), width - padding, 0)
+    place = np.arange(width)
     kept = place < lengths[:, None] if side == "right" else place >= width - lengths[:, None]
-    values = _numbers(column[kept])
-    offsets = np.concatenate([[0], lengths.numpy().cumsum()]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    offsets = np.zeros(len(column) + 1, dtype=np.int32)
+    lengths.cumsum(out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(_numbers(column)[kept]))
 
 
 def _from_objects(column: Objects) -> tuple[pa.Array, dict[str, Any]]:
@@ -196,16 +199,21 @@ def _from_objects(column: Objects) -> tuple[pa.Array, dict[str, Any]]:
     if all(type(item) is str for item in items):
         with suppress(UnicodeEncodeError):  # lone surrogates, which JSON escapes
             return pa.array(items, pa.string()), about
-    texts: dict[int, tuple[str, bool]] = {}  # by identity: rows of a prompt often share its objects
-    for item in items:
-        if id(item) not in texts:
-            texts[id(item)] = as_json(item)
-    found = [texts[id(item)] for item in items]
+    found = all_as_json(items)
     return pa.array([text for text, _ in found], pa.string()), {
         **about,
         "json": True,
         "exact": all(exact for _, exact in found),
     }
+
+
+def all_as_json(items: Sequence[Any]) -> list[tuple[str, bool]]:
+    """`as_json` of each object, once for those that rows share, as the rows of a prompt often do."""
+    texts: dict[int, tuple[str, bool]] = {}  # by identity
+    for item in items:
+        if id(item) not in texts:
+            texts[id(item)] = as_json(item)
+    return [texts[id(item)] for item in items]
 
 
 def as_json(item: Any) -> tuple[str, bool]:

@@ -199,6 +199,9 @@ class TestTokens:
             np.testing.assert_allclose(columns["log p − log p_ref"], old - ref, rtol=1e-4, atol=1e-9)  # noqa: RUF001
             np.testing.assert_allclose(columns["trainer − engine"], old - rollout, rtol=1e-4, atol=1e-9)  # noqa: RUF001
             np.testing.assert_allclose(columns["log p"], old, rtol=1e-5)
+            entropies = run.column("2/update_actor.entropies")[i][mask]
+            np.testing.assert_allclose(columns["entropy"], entropies, rtol=1e-5)
+            assert np.mean(columns["entropy"]) == pytest.approx(row["entropy"], rel=1e-5)
 
     def test_a_character_of_several_tokens_is_at_the_first(self) -> None:
         parts = {1: b"a", 2: b"\xe2", 3: b"\x82", 4: b"\xac", 5: b"b"}

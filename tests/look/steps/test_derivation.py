@@ -99,7 +99,7 @@ def check_complete(run: RecordedRun, step: int, found: Derivation) -> None:
 
 def random_addresses(run: RecordedRun, step: int, count: int) -> list[str]:
     """Addresses of columns at rows, outputs and inputs of nodes, at random but the same in each run."""
-    columns = run.columns(step)
+    columns = {edge: column for edge, column in run.columns(step).items() if edge in run.graph.types}
     axes = {edge: row_axis(run.graph, edge) for edge in columns}
     ids = {axes[e]: c for e, c in columns.items() if e.output == "row_id"}
     places = [(edge.node, edge.output, edge) for edge in columns]

@@ -22,6 +22,7 @@ from flowrl.graphs import grpo, ppo
 from flowrl.operators import AdaptiveKL, Collect, Interact, RolloutCorrection, Spread
 from flowrl.references import load_object
 from flowrl.run.recording.row_maps import row_axis
+from flowrl.run.recording.summaries import RowSummaries
 from flowrl.run.recording.tables import Typed, read_columns, write_columns
 from flowrl.schedules import Linear
 from tests.look.recorded import ALGORITHMS, data_of, record
@@ -147,7 +148,8 @@ class TestChanged:
         advantages = columns[str(edge)]
         assert isinstance(advantages, Tensor)
         advantages[5, 1] = torch.nextafter(advantages[5, 1], torch.tensor(9.0))
-        types = {name: run.graph.types[Edge.parse(name)].type for name in columns}
+        known = {**run.graph.types, **RowSummaries(run.graph, 0).reported}
+        types = {name: known[Edge.parse(name)].type for name in columns}
         typed = {n: Typed(c, t) for n, c in columns.items() if isinstance(t := types[n], ColumnType)}
         write_columns(path, typed, {"step": 2})
         return run

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from flowrl import After, PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.metrics import Metrics
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.protocols.protocols import BuildContext
@@ -171,6 +172,15 @@ def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, 
                 assert list(other) == list(column), f"{node}.{name}"
 
 
+def assert_same_entropies(here: Metrics, there: Metrics) -> None:
+    """The entropies of tokens, whatever the order in which ranks report their rows."""
+    assert here.columns and here.columns.keys() == there.columns.keys()
+    for key, (rows, of_tokens) in here.columns.items():
+        numbers, values = there.columns[key]
+        assert torch.equal(numbers.sort().values, rows), key
+        torch.testing.assert_close(values[numbers.argsort()], of_tokens, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "place"),
     [
@@ -222,6 +232,7 @@ def test_two_fsdp_ranks_agree_with_one_process(
     assert "update_actor/entropy" in here.rows and here.rows.keys() == there.rows.keys()
     for key, values in here.rows.items():
         assert there.rows[key] == pytest.approx(values, rel=2e-5, abs=1e-6), key
+    assert_same_entropies(here, there)
     started, one, two = saved(tiny), saved(tmp_path / "local"), saved(tmp_path / "ray")
     for name in one:
         assert relative(one[name] - started[name], two[name] - started[name]) < 1e-3, name

@@ -62,7 +62,10 @@ def test_numbers_of_rows_are_those_of_the_first_pass(tiny: str, lr: float) -> No
     ratio, a = (-noise.double()).exp(), ADVANTAGES.double()
     clipped = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) > -a * ratio
     mini_batch = 2 if lr < 0.1 else None
-    found = update(tiny, log_probs.float() + noise, PPOClip(), lr, ppo_epochs=2, mini_batch=mini_batch).rows
+    metrics = update(tiny, log_probs.float() + noise, PPOClip(), lr, ppo_epochs=2, mini_batch=mini_batch)
+    found, (rows, of_tokens) = metrics.rows, metrics.columns["update_actor/entropies"]
+    assert rows.tolist() == [row for row in range(len(MASK)) if row != EMPTY]
+    torch.testing.assert_close(of_tokens, entropies[rows].float(), rtol=1e-5, atol=1e-6)
     assert found["update_actor/entropy"] == pytest.approx(means(entropies), rel=1e-5)
     assert found["update_actor/clipped"] == pytest.approx(means(clipped))
     assert max(found["update_actor/clipped"].values()) > 0

@@ -111,6 +111,14 @@ class TestSummaries:
             for column, metric in (("entropy", "actor/entropy"), ("clipped", "actor/pg_clipfrac")):
                 total = sum(row[column] * row["response_tokens"] for row in rows if row["response_tokens"])
                 assert total / tokens == pytest.approx(metrics[metric], rel=1e-6)
+            columns = run.columns(step)
+            of_tokens = columns[Edge("update_actor", "entropies")]
+            mask = columns[Edge("generate", "response_mask")]
+            assert of_tokens.dtype == torch.float32 and not of_tokens[~mask].any()
+            means = (of_tokens.double().sum(1) / mask.sum(1)).tolist()
+            assert [row["entropy"] for row in rows if row["response_tokens"]] == pytest.approx(
+                [mean for mean in means if mean == mean], rel=1e-6
+            )
             assert not any("/" in name and name.startswith("update") for name in rows[0])
             shares = run.blame("actor/entropy", step).rows.to_pylist()
             assert sum(row["share"] for row in shares) == pytest.approx(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from flowrl.columns import ColumnType
 from flowrl.run.recording.tables import Typed, read_columns, read_row, write_columns
 from tests.support.errors import raises
 
-ROWS = 35  # three row groups
+ROWS = 35
 
 
 def of(dtype: str, *axes: str, pad: int | float | bool = 0) -> ColumnType:
@@ -94,6 +95,24 @@ def test_a_row_is_read_without_padding(tmp_path: Path) -> None:
     write_columns(tmp_path / "a.parquet", typed, {})
     row = read_row(tmp_path / "a.parquet", 33)
     assert row["g.n"] == 3 and np.array_equal(row["g.a"], column[33, :3].numpy())
+
+
+@pytest.mark.parametrize(("rows", "width", "groups"), [(300, 5, 1), (150, 1019, 3), (300, 512, 3)])
+def test_rows_with_few_tokens_share_a_row_group(tmp_path: Path, rows: int, width: int, groups: int) -> None:
+    column = tokens(torch.arange(rows) % width, width, "right", torch.float32, 0.0)
+    write_columns(tmp_path / "a.parquet", {"g.a": Typed(column, of("float32", "response"))}, {})
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == groups
+    for row in (1, rows - 1):
+        assert np.array_equal(read_row(tmp_path / "a.parquet", row)["g.a"], column[row, : row % width].numpy())
+
+
+def test_a_row_is_read_from_row_groups_of_any_size(tmp_path: Path) -> None:
+    """As files of earlier versions have them."""
+    column = torch.arange(1, ROWS + 1)
+    write_columns(tmp_path / "a.parquet", {"g.n": Typed(column, of("int64"))}, {})
+    pq.write_table(pq.read_table(tmp_path / "a.parquet"), tmp_path / "b.parquet", row_group_size=16)
+    assert [read_row(tmp_path / "b.parquet", row)["g.n"] for row in range(ROWS)] == column.tolist()
+    assert torch.equal(torch.as_tensor(read_columns(tmp_path / "b.parquet")["g.n"]), column)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

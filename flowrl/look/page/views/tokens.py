@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.symbols import Edge
 from flowrl.look.page.plain import shortened
 from flowrl.look.steps.step_reader import StepReader
-from flowrl.run.recording.row_maps import row_axis
 from flowrl.run.recording.summaries import RowSummaries
 
 Decode = Callable[[Sequence[int]], str]
@@ -26,7 +24,7 @@ _DIFFERENCES = {
     "log p \N{MINUS SIGN} log p_ref": ("old", "ref"),
     "trainer \N{MINUS SIGN} engine": ("old", "rollout"),
 }
-_NAMED = {"old": "log p", "token_version": "version"}
+_NAMED = {"old": "log p", "entropy": "entropy", "token_version": "version"}
 _PARTS = 4
 """The most tokens that one character is split into."""
 
@@ -36,15 +34,16 @@ def row_tokens(of: StepReader, row_id: str, decode: Decode | None) -> dict[str, 
 
     None if the graph has no responses, or the row none.
     """
-    graph, edges = of.graph, RowSummaries(of.graph, 0).edges
+    graph, edges = of.graph, dict(RowSummaries(of.graph, 0).edges)
+    if of.reported:
+        edges["entropy"] = next(iter(of.reported))
+    types = {**{edge: typed for edge, typed in graph.types.items() if edge in of.described}, **of.reported}
     if "response_mask" not in edges:
         return None
     axis = graph.types[edges["response_mask"]].axes[1:]
-    found = {
-        e: _of_row(of, e, row_id) for e, typed in graph.types.items() if typed.axes[1:] == axis and e in of.described
-    }
+    found = {e: _of_row(of, e, typed.axes[0], row_id) for e, typed in types.items() if typed.axes[1:] == axis}
     mask = found.get(edges["response_mask"])
-    ids = next((v for e, v in found.items() if _kind(graph, e) == "tokens"), None)
+    ids = next((v for e, v in found.items() if getattr(types[e].type, "kind", "") == "tokens"), None)
     if mask is None or ids is None or not mask.any():
         return None
     end = min(int(mask.nonzero()[-1]) + 1, LONGEST)
@@ -75,14 +74,9 @@ def _numbers(
             yield str(edge), values, "sides" if bool((values < 0).any()) else "range"
 
 
-def _kind(graph: Graph, edge: Edge) -> str:
-    return getattr(graph.types[edge].type, "kind", "")
-
-
-def _of_row(of: StepReader, edge: Edge, row_id: str) -> Tensor | None:
+def _of_row(of: StepReader, edge: Edge, axis: str, row_id: str) -> Tensor | None:
     """The values of a row; None if a gate dropped it before."""
-    axis = row_axis(of.graph, edge)
-    ids = [] if axis is None else of.row_ids(axis) or []
+    ids = of.row_ids(axis) or []
     column = of.column(edge) if row_id in ids else None
     return column[ids.index(row_id)] if isinstance(column, Tensor) else None
 
