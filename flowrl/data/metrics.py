@@ -136,10 +136,12 @@ class Metrics(Mapping[str, Metric]):
 
     def column(self, key: str, rows: Tensor, values: Tensor) -> None:
         """Report numbers of tokens, float32 ``[rows response]``, of the rows with these numbers in the step, int64
-        ``[rows]``: not a metric, but a column that the run may record."""
-        known = self._columns.get(key)
-        parts = [(rows.cpu(), values.cpu()), *([] if known is None else [known])]
-        self._columns[key] = torch.cat([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
+        ``[rows]``: not a metric, but a column that the run may record. The newest report of a row counts."""
+        rows, values = rows.cpu(), values.cpu()
+        if (known := self._columns.get(key)) is not None:
+            others = ~torch.isin(known[0], rows)  # ranks that are given all rows report the same ones
+            rows, values = torch.cat([known[0][others], rows]), torch.cat([known[1][others], values])
+        self._columns[key] = rows, values
 
     @property
     def columns(self) -> Mapping[str, OfTokens]:

@@ -100,6 +100,8 @@ def test_columns_of_ranks_join_their_rows_also_after_pickling() -> None:
         numbers, of_tokens = of_ranks(reports, replicated).columns["update/entropies"]
         assert sorted(numbers.tolist()) == [0, 1, 2, 3] and torch.equal(of_tokens, values[numbers])
     assert len(reports[0].columns["update/entropies"][0]) == 2
+    numbers, of_tokens = of_ranks([reports[0], reports[0], reports[1]], True).columns["update/entropies"]
+    assert sorted(numbers.tolist()) == [0, 1, 2, 3] and torch.equal(of_tokens, values[numbers])
 
 
 def test_metrics_of_replicated_rows_count_once_across_ranks() -> None:
