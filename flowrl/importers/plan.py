@@ -64,6 +64,11 @@ class GraphPlan:
         graph = self._algorithm()
         return [f"{node.name}.{port}" for node in graph.nodes.values() if port in map(str, node.inputs)]
 
+    def set_kl_coef(self, coef: float) -> None:
+        """The coefficient of KL in the loss; REINFORCE++ with a baseline takes none of 0, and the edit removes it."""
+        if coef or self.algorithm != "reinforce_plus_plus_baseline":
+            self.settings["kl_coef"] = coef
+
     def add_kl_shape(self, shape: Call) -> None:
         """KL in the reward of an algorithm that has it in the loss, if at all."""
         self.insert["kl_shape"] = call("After", "reward", shape)

@@ -108,6 +108,10 @@ def _ppo(settings: Settings, title: str) -> Imported:
 def _reward(settings: Settings) -> Any:
     """The reward function: a file of the user's, or those of verl by data source."""
     get, name = settings.get, "custom_reward_function."
+    managers = ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name")
+    for key in managers:
+        if get(key, "naive") not in (None, "naive", "dapo", "prime", "gdpo"):
+            settings.refuse(key, "write a reward function in its place")
     for prefix in (f"reward.{name}", name):
         if path := settings.name(f"{prefix}path"):
             function = f"{path}:{get(f'{prefix}name') or 'compute_score'}"
@@ -115,9 +119,6 @@ def _reward(settings: Settings) -> Any:
                 key.rpartition(".")[2]: get(key) for key in settings.given if key.startswith(f"{prefix}reward_kwargs.")
             }
             return call("from_verl", function, reward_kwargs=kwargs) if kwargs else function
-    for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
-        if get(key, "naive") not in (None, "naive", "dapo", "prime"):
-            settings.refuse(key, "write a reward function in its place")
     return call("by_data_source", _REWARDS)
 
 

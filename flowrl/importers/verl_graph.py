@@ -251,7 +251,7 @@ def _add_kl(settings: Settings, plan: GraphPlan) -> None:
             plan.wanted |= {"kl_shape.coef": shaped[0], "kl_shape.estimator": shaped[1]}
             plan.wanted |= {f"kl_shape.{name}": bound for name, bound in _bound(shaped[1]).items()}
         return
-    plan.settings["kl_coef"] = loss.args[1] if loss else shaped[0] if shaped and isinstance(shaped[0], float) else 0.0
+    plan.set_kl_coef(loss.args[1] if loss else shaped[0] if shaped and isinstance(shaped[0], float) else 0.0)
     if shaped is not None:
         plan.add_kl_shape(call("KLShape", *shaped, **_bound(shaped[1])))
 
