@@ -61,6 +61,8 @@ def graph_of(settings: Settings) -> GraphPlan:
         settings.refuse("algo.advantage.no_std_norm", "`Whiten` always scales; drop it, or write an operator")
     elif "algo.advantage.no_std_norm" in settings:
         settings.differ("algo.advantage.no_std_norm", f"without effect, because {estimator} does not read it")
+    if estimator == "group_norm":
+        plan.wanted["group_advantage.eps"] = 1e-9
     if estimator in _WHITENED:
         settings.differ(
             "algo.advantage.estimator", "the variance over the batch divides by the tokens minus 1, OpenRLHF's by them"

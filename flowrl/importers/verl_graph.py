@@ -384,9 +384,9 @@ def _add_rejection(settings: Settings, plan: GraphPlan, option: str, index: int)
     if option not in _LEVELS:
         settings.refuse(f"{CORRECTION}rollout_rs", f"flowrl rejects by {', '.join(_LEVELS)}")
         return
-    limits: dict[str, Any] = {"low": float(low) if low else None, "high": float(high)}
-    if option.endswith("k1") and not low:
-        limits["low"] = 1.0 / float(high)
+    limits: dict[str, Any] = {"low": None, "high": float(high)}
+    if option.endswith("k1"):  # its k1 is that of the engine's ratio to the trainer, the reciprocal
+        limits = {"low": 1.0 / float(high), "high": 1.0 / float(low) if low else float(high)}
     elif option in ("seq_max_k2", "token_k2"):  # d**2 / 2 of the log-ratio d is at most the threshold
         widest = math.exp(math.sqrt(2.0 * float(high)))
         limits = {"low": 1.0 / widest if option == "token_k2" else None, "high": widest}
