@@ -64,9 +64,7 @@ def graph_of(settings: Settings) -> GraphPlan:
     if estimator == "group_norm":
         plan.wanted["group_advantage.eps"] = 1e-9
     if estimator in _WHITENED:
-        settings.differ(
-            "algo.advantage.estimator", "the variance over the batch divides by the tokens minus 1, OpenRLHF's by them"
-        )
+        plan.wanted["whiten.unbiased"] = False
     if estimator == "dr_grpo":  # OpenRLHF has the advantages of Dr. GRPO, and averages over tokens
         plan.wanted["update_actor.norm"] = None
     _add_clip(settings, plan, estimator)

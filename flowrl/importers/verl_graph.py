@@ -280,8 +280,8 @@ def _add_advantages(settings: Settings, plan: GraphPlan) -> None:
         plan.wanted["gpg_advantage.counts"] = "nonzero"
     if algorithm == "gdpo":
         _add_rewards(settings, plan)
-    unread = ["algorithm.lam", "trainer.critic_warmup", *(key for key in settings.given if key.startswith("critic."))]
-    for key in [*unread, *(["algorithm.gamma"] if "gamma" not in plan.settings else [])]:
+    of_critic = (key for key in settings.given if key.startswith("critic."))
+    for key in ("algorithm.lam", "algorithm.gamma", "trainer.critic_warmup", *of_critic):
         if key in settings and key not in settings.read:
             settings.differ(key, f"without effect, because {get('algorithm.adv_estimator')} does not read it")
 

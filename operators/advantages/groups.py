@@ -23,7 +23,6 @@ from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks, select
 from flowrl.operators.explains import exact, tokens_on
 
-
 Counts = Literal["spread", "nonzero"]
 
 
