@@ -217,12 +217,12 @@ class TorchRewardModelEngine(Resident):
         with self._body.mesh.all_or_none(call):
             self._refuse_too_long(batch.attention_mask)
             inputs = self._last_tokens(TokenInputs.of(batch, self._body.vocabulary))
-        return score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1)
+        return (score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1) - self._mean) / self._std
 
     def _scores(self, batch: Tokens) -> Tensor:
         with torch.autocast(self._body.device.type, enabled=False):
             logits = self._head(self._body.states(batch).float())
-        return scatter((logits[:, self._label] - self._mean) / self._std, batch.response_mask)
+        return scatter(logits[:, self._label], batch.response_mask)
 
     def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
         """The rows with only their last token under the mask, which here covers the whole sequence."""
@@ -253,7 +253,8 @@ class TorchRewardModelEngine(Resident):
         classifier.score = self._head
 
         def classify(probe: Inputs) -> Tensor:
-            return cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
+            logits = cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
+            return (logits - self._mean) / self._std
 
         theirs = self._body.probe(classify)
         ids = torch.arange(8)[None] % self._body.vocabulary
