@@ -264,6 +264,15 @@ class Schedule(Spec):
         raise NotImplementedError(f"{type(self).__name__} does not define at(step)")
 
     @property
+    def over_run(self) -> bool:
+        """Whether it depends on the number of steps of the run; see `over`."""
+        return False
+
+    def over(self, steps: int) -> Schedule:
+        """The schedule of a run of this many steps; itself if it does not depend on their number."""
+        return self
+
+    @property
     def turns(self) -> Iterable[int]:
         """Steps between which the number is monotonic: it is checked there. By default the first 10,000."""
         return _FIRST

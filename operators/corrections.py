@@ -35,7 +35,7 @@ from flowrl.operators.advantages.per_token import MAX_EXPONENT, kl_penalty, sele
 logger = logging.getLogger(__name__)
 
 Level = Literal["token", "sequence", "geometric", "minimum", "maximum", "k2", "k3"]
-Mode = Literal["truncate", "mask", "reject"]
+Mode = Literal["truncate", "clip", "mask", "reject"]
 
 NEAR_ONE = (0.9, 1.1)
 """``rollout/ratio_outside`` counts the ratios outside these bounds."""
@@ -107,6 +107,7 @@ def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | No
 
     - ``truncate``: ``min(ratio, high)``, truncated importance sampling (TIS: Yao et al. 2025; Espeholt et al. 2018,
       arXiv:1802.01561, eq. 1);
+    - ``clip``: the ratio, raised to `low` or lowered to `high`;
     - ``mask``: the ratio within the bounds and 0 outside, masked importance sampling (MIS, as in verl);
     - ``reject``: 1 within the bounds and 0 outside, rejection sampling.
 
@@ -124,8 +125,8 @@ def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | No
         outside |= ratios < low
     if high is not None:
         outside |= ratios > high
-    if mode == "truncate":
-        return ratios.clamp(max=high), outside
+    if mode in ("truncate", "clip"):
+        return ratios.clamp(low, high), outside
     within = ratios if mode == "mask" else torch.ones_like(ratios)
     return within.masked_fill(outside, 0.0), outside
 
@@ -134,8 +135,8 @@ class RolloutCorrection(Operator):
     """Weight advantages by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
 
     Insert it after the node that writes the advantages:
-    ``edit(insert={"correction": After("whiten", RolloutCorrection())})``. At most one correction that truncates or
-    masks may precede an update, and none if the ratio of the loss is to the rollout, or the ratio would count twice
+    ``edit(insert={"correction": After("whiten", RolloutCorrection())})``. At most one correction that truncates, clips
+    or masks may precede an update, and none if the ratio of the loss is to the rollout, or the ratio would count twice
     (rule FR011). Any number of others may reject, such as verl's veto of implausible rows:
     ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``. `preset` has the methods with a name:
     ``RolloutCorrection.preset("icepop")``.
@@ -152,7 +153,7 @@ class RolloutCorrection(Operator):
     Args:
         level: ``token`` for one weight per token; for one weight per row ``sequence``, ``geometric``, ``minimum``,
             ``maximum``, ``k2`` or ``k3``; see `importance_ratios`.
-        mode: ``truncate``, ``mask`` or ``reject``; see `bound_ratios`.
+        mode: ``truncate``, ``clip``, ``mask`` or ``reject``; see `bound_ratios`.
         low: smallest ratio within the bounds; None is no bound, and ``truncate`` has none.
         high: largest ratio within the bounds; None is no bound.
         normalize: divide the weights by their mean over the tokens or rows of the batch (self-normalized importance
@@ -199,7 +200,12 @@ class RolloutCorrection(Operator):
         if self.mode == "truncate" and (self.low is not None or self.high is None):
             raise self._invalid(
                 f"mode='truncate' needs high and no low, given low={self.low!r}, high={self.high!r}. Pass high only, "
-                f"or mode='mask'."
+                f"or mode='clip' or 'mask'."
+            )
+        if self.mode == "clip" and None in (self.low, self.high):
+            raise self._invalid(
+                f"mode='clip' needs low and high, given low={self.low!r}, high={self.high!r}. Pass both, or "
+                f"mode='truncate' for high only."
             )
         if self.mode != "reject" and self.level in ("minimum", "maximum", "k2", "k3"):
             raise self._invalid(

@@ -23,7 +23,13 @@ from flowrl.spec import Spec
 
 @torch.no_grad()
 def kl_shape(
-    scores: Tensor, old: Tensor, ref: Tensor, mask: Tensor, coef: float, estimator: Estimator = "k1"
+    scores: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    mask: Tensor,
+    coef: float,
+    estimator: Estimator = "k1",
+    bound: float | None = None,
 ) -> Tensor:
     """Rewards with a KL penalty (Ziegler et al. 2019, arXiv:1909.08593, eq. 2): ``score - coef * KL``.
 
@@ -34,11 +40,12 @@ def kl_shape(
         mask: bool ``[batch response]``.
         coef: coefficient of the KL penalty, beta.
         estimator: see `flowrl.operators.advantages.per_token`.
+        bound: see `flowrl.operators.advantages.per_token.kl_penalty`.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
     """
-    kl = kl_penalty(select(old, mask), select(ref, mask), estimator)
+    kl = kl_penalty(select(old, mask), select(ref, mask), estimator, bound)
     return select_rewards(scores, mask, "token_level_scores") - coef * kl
 
 
@@ -88,10 +95,13 @@ class KLShape(Operator):
     Args:
         coef: coefficient of the KL penalty, or an `AdaptiveKL`, which is updated once per call.
         estimator: ``"k1"``, ``"k2"``, ``"k3"``, ...; see `flowrl.operators.advantages.per_token`.
+        bound: bound on the absolute estimate of a token in nats; None is none. verl bounds k3 by 10, OpenRLHF every
+            estimate.
     """
 
     coef: Annotated[float, Field(ge=0)] | AdaptiveKL = 0.001
     estimator: Estimator = "k1"
+    bound: float | None = Field(default=None, gt=0)
 
     beta = State(lambda self: self.coef.coef if isinstance(self.coef, AdaptiveKL) else self.coef)
 
@@ -109,8 +119,10 @@ class KLShape(Operator):
         metrics: Metrics = INJECTED,
     ) -> TokenLevelRewards:
         coef = self._coef
-        rewards = kl_shape(token_level_scores, old_log_probs, ref_log_prob, response_mask, coef, self.estimator)
-        kl = kl_penalty(select(old_log_probs, response_mask), select(ref_log_prob, response_mask), self.estimator)
+        given = old_log_probs, ref_log_prob, response_mask
+        rewards = kl_shape(token_level_scores, *given, coef, self.estimator, self.bound)
+        old, ref = (select(log_probs, response_mask) for log_probs in given[:2])
+        kl = kl_penalty(old, ref, self.estimator, self.bound)
         total, tokens = float(kl.sum().detach()), int(response_mask.sum())
         metrics.mean("kl/ref", total, tokens)
         metrics.mean("kl/coef", coef)
@@ -128,7 +140,7 @@ class KLShape(Operator):
         if not (on := tokens_on(inputs["response_mask"], row)):
             return ""
         score, old, ref = (inputs[name][row] for name in ("token_level_scores", "old_log_probs", "ref_log_prob"))
-        kl = kl_penalty(old, ref, self.estimator)
+        kl = kl_penalty(old, ref, self.estimator, self.bound)
         token = max(on, key=lambda one: abs(float(kl[one])))
         after = exact(outputs["token_level_rewards"][row, token])
         penalty = f"{exact(score[token])} - {self._coef} * {exact(kl[token])}"

@@ -39,6 +39,8 @@ def _ppo(settings: Settings, title: str) -> Imported:
     model = settings.name("actor.model_name_or_path")
     gpus = int(get("actor.num_nodes")) * int(get("actor.num_gpus_per_node"))
     tensor = int(get("vllm.tensor_parallel_size"))
+    engines = int(get("vllm.num_engines") or max(1, gpus // tensor))
+    colocated = bool(get("train.colocate_all"))
     ranks = {"ranks": gpus} if gpus > 1 else {}
     lora = _lora(settings)
     bind = {
@@ -47,7 +49,7 @@ def _ppo(settings: Settings, title: str) -> Imported:
             "VLLM",
             model,
             tensor_parallel=tensor,
-            ranks=int(get("vllm.num_engines") or max(1, gpus // tensor)),
+            ranks=engines,
             memory_fraction=float(get("vllm.gpu_memory_utilization")),
             prefix_caching=bool(get("vllm.enable_prefix_caching")),
             **({"engine_args": {"enforce_eager": True}} if get("vllm.enforce_eager") else {}),
@@ -68,16 +70,46 @@ def _ppo(settings: Settings, title: str) -> Imported:
     if "reward_model" in roles:
         reward = settings.name("reward.model_name_or_path")
         bind["reward_model"] = call(
-            "TorchRewardModel", reward, dtype=_dtype(settings), **ranks, offload=bool(get("reward.offload"))
+            "TorchRewardModel",
+            reward,
+            normalize=bool(get("reward.normalize_enable")),
+            dtype=_dtype(settings),
+            **ranks,
+            offload=bool(get("reward.offload")),
         )
-    if gpus > 1:
+    if get("reward.normalize_enable"):
+        what = "the critic's values are not" if "reward_model" in roles else "scores of a function are not, nor values"
+        settings.differ("reward.normalize_enable", f"{what} normalized by the mean and std of the reward model")
+    if not colocated:
+        bind["place"] = call("Split", train=gpus, rollout=engines * tensor)
+    elif gpus > 1:
         bind["place"] = call("Colocate", gpus=gpus)
     columns = {"prompt": get("data.input_key"), "ground_truth": get("data.label_key")}
     training = _training(settings)
     training["epochs"] = get("train.num_episodes")
     training["prompts"] = get("rollout.batch_size")
     training["data"] = _data(settings, "PromptData", "prompt_", columns)
+    if validation := _validation(settings, graph, columns):
+        training["validation"] = validation
     return Imported(title, graph, bind, training, settings)
+
+
+def _validation(settings: Settings, graph: GraphPlan, columns: Mapping[str, Any]) -> Any:
+    """Validation every so many steps; None without a period or a data set."""
+    get = settings.get
+    every, name = get("eval.steps"), settings.name("eval.dataset")
+    if name is None or every in (-1, None):
+        return None
+    changes = {"generate.temperature": float(get("eval.temperature")), "repeat.n": get("eval.n_samples_per_prompt")}
+    split = {} if is_file(name) else {"split": get("eval.split")}
+    named = {own: other for own, other in columns.items() if own != other}
+    return call(
+        "Validation",
+        call("PromptData", name, **split, **({"columns": named} if named else {})),
+        every=every,
+        changes=changes,
+        **({} if graph.reward else {"until": "text_model_reward"}),
+    )
 
 
 def _supervised(settings: Settings, part: str, title: str) -> Imported:
@@ -87,6 +119,8 @@ def _supervised(settings: Settings, part: str, title: str) -> Imported:
     lora = _lora(settings)
     bind = {"actor": _trainer(settings, "TorchTrainer", model, "", {}, lora)}
     training = _training(settings)
+    if get("eval.steps") not in (-1, None) and get("eval.dataset"):
+        settings.refuse("eval.dataset", "a loss on held-out rows is not written; pass validation= to `Training`")
     training["epochs"], training["prompts"] = get("train.max_epochs"), get("train.batch_size")
     if part == "train_sft":
         graph = GraphPlan("sft", has_reward=False)
@@ -120,24 +154,36 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
     betas = tuple(float(beta) for beta in get(f"{adam}betas"))
     optimizer = {"lr": float(get(f"{adam}lr")), "betas": betas, "eps": float(get(f"{adam}eps"))}
     key = "actor.gradient_checkpointing_enable" if prefix else "model.gradient_checkpointing_enable"
-    scheduler = get(f"{prefix}lr_scheduler")
-    if scheduler != "constant":
-        settings.differ(
-            f"{prefix}lr_scheduler",
-            f"{scheduler} needs the number of steps, which the data decides: the learning rate is constant until you "
-            f"pass schedule=Cosine(1.0, {get(f'{prefix}min_lr_ratio')}, steps=..., warmup=...)",
-        )
-    get(f"{prefix}lr_warmup_ratio"), get(f"{prefix}min_lr_ratio")
     return call(
         name,
         model,
         optimizer=call("AdamW", **optimizer, weight_decay=float(get(f"{adam}weight_decay"))),
+        schedule=_schedule(settings, prefix),
         grad_clip=float(get(f"{prefix}max_norm")),
         dtype=_dtype(settings),
         gradient_checkpointing=bool(get(key)),
         **ranks,
         **({"lora": lora} if lora else {}),
     )
+
+
+def _schedule(settings: Settings, prefix: str) -> Any:
+    """The schedule of the learning rate over the optimizer steps of the run, by its name in transformers."""
+    get = settings.get
+    key = f"{prefix}lr_scheduler"
+    kind, share, least = get(key), float(get(f"{prefix}lr_warmup_ratio")), float(get(f"{prefix}min_lr_ratio"))
+    warmup = {"warmup": share} if share else {}
+    match kind:
+        case "constant":  # transformers' has no warm-up
+            return call("Constant", 1.0)
+        case "constant_with_warmup":
+            return call("Constant", 1.0, **warmup)
+        case "cosine_with_min_lr":
+            return call("Cosine", 1.0, least, **warmup)
+        case "cosine" | "linear":
+            return call(kind.capitalize(), 1.0, 0.0, **warmup)
+    settings.refuse(key, "flowrl has constant, linear and cosine learning rates; write a `Schedule`")
+    return call("Constant", 1.0)
 
 
 def _lora(settings: Settings) -> Any:
@@ -176,8 +222,6 @@ def _training(settings: Settings) -> dict[str, Any]:
     for key in ("ckpt.path", "ckpt.save_hf"):
         if key in settings:
             settings.differ(key, "checkpoints and the trained model are in the folder of the run")
-    if get("eval.steps") not in (-1, None) and get("eval.dataset"):
-        settings.refuse("eval.dataset", "pass validation=Validation(...) to `Training`")
     return {
         "data": None,
         "epochs": None,

@@ -40,6 +40,9 @@ class GraphPlan:
     replace: dict[str, Any] = field(default_factory=dict)
     insert: dict[str, Any] = field(default_factory=dict)
     drop: list[str] = field(default_factory=list)
+    wire: dict[str, str] = field(default_factory=dict)
+    allow: dict[str, str] = field(default_factory=dict)
+    """By rule, why the graph may break it: the other framework does."""
     bound: dict[str, Any] = field(default_factory=dict)
     """Backends of roles that the graph adds."""
 
@@ -48,11 +51,40 @@ class GraphPlan:
         graph: Graph = value_of(self.head(None))
         edit = self.edit()
         edit["insert"] = {name: after for name, after in self.insert.items() if _is_public(after)}
+        edit["allow"] = {}
         return graph.edit(**value_of({name: part for name, part in edit.items() if part}))
+
+    def advantages(self) -> str:
+        """The node of the algorithm whose advantages the update reads."""
+        inputs = self._algorithm().nodes["update_actor"].inputs
+        return next(edge.node for port, edge in inputs.items() if str(port) == "advantages")
+
+    def readers(self, port: str) -> list[str]:
+        """The ports of this name in the algorithm, such as ``"gae.token_level_rewards"``."""
+        graph = self._algorithm()
+        return [f"{node.name}.{port}" for node in graph.nodes.values() if port in map(str, node.inputs)]
+
+    def set_kl_coef(self, coef: float) -> None:
+        """The coefficient of KL in the loss; REINFORCE++ with a baseline takes none of 0, and the edit removes it."""
+        if coef or self.algorithm != "reinforce_plus_plus_baseline":
+            self.settings["kl_coef"] = coef
+
+    def add_kl_shape(self, shape: Call) -> None:
+        """KL in the reward of an algorithm that has it in the loss, if at all."""
+        self.insert["kl_shape"] = call("After", "reward", shape)
+        self.wire |= {port: "kl_shape.token_level_rewards" for port in self.readers("token_level_rewards")}
 
     def head(self, reward: Any) -> Call:
         """The call of the algorithm."""
-        return call(self.algorithm, *[reward] * self.has_reward, **self.settings)
+        given = dict(self.settings)
+        if reward is None and "others" in given:
+            given["others"] = dict.fromkeys(given["others"])
+        return call(self.algorithm, *[reward] * self.has_reward, **given)
+
+    def _algorithm(self) -> Graph:
+        """The graph of the algorithm without the nodes that are dropped."""
+        graph: Graph = value_of(self.head(None))
+        return graph.edit(drop=[name for name in self.drop if name in graph.nodes])
 
     def edit(self) -> dict[str, Any]:
         """The arguments of the edit; what the algorithm has already is left out."""
@@ -66,7 +98,8 @@ class GraphPlan:
                 for name in rest.split("."):
                     now = getattr(now, name)
                 changed |= _changes(path, now, value)
-        parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "set": changed}
+        parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "wire": self.wire, "set": changed}
+        parts["allow"] = self.allow
         return {name: part for name, part in parts.items() if part}
 
 

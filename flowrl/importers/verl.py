@@ -108,6 +108,10 @@ def _ppo(settings: Settings, title: str) -> Imported:
 def _reward(settings: Settings) -> Any:
     """The reward function: a file of the user's, or those of verl by data source."""
     get, name = settings.get, "custom_reward_function."
+    managers = ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name")
+    for key in managers:
+        if get(key, "naive") not in (None, "naive", "dapo", "prime", "gdpo"):
+            settings.refuse(key, "write a reward function in its place")
     for prefix in (f"reward.{name}", name):
         if path := settings.name(f"{prefix}path"):
             function = f"{path}:{get(f'{prefix}name') or 'compute_score'}"
@@ -115,9 +119,6 @@ def _reward(settings: Settings) -> Any:
                 key.rpartition(".")[2]: get(key) for key in settings.given if key.startswith(f"{prefix}reward_kwargs.")
             }
             return call("from_verl", function, reward_kwargs=kwargs) if kwargs else function
-    for key in ("reward.reward_manager.name", "reward_model.reward_manager", "reward_manager.name"):
-        if get(key, "naive") not in (None, "naive", "dapo", "prime"):
-            settings.refuse(key, "write a reward function in its place")
     return call("by_data_source", _REWARDS)
 
 
@@ -141,8 +142,11 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     ranks = {"ranks": gpus} if gpus > 1 else {}
     lora = _lora(settings, MODEL)
     bind: dict[str, Any] = {"actor": _trainer(settings, "TorchTrainer", model, f"{ACTOR}", ranks, lora)}
-    bind["rollout"] = _engine(settings, model, gpus, lora)
-    offload = bool(get("actor_rollout_ref.ref.fsdp_config.param_offload"))
+    bind["rollout"] = _engine(settings, model, gpus, None if get(f"{MODEL}lora.merge") else lora)
+    ref = "actor_rollout_ref.ref.fsdp_config."
+    offload = bool(get(f"{ref}param_offload"))
+    if f"{ref}model_dtype" in settings:
+        settings.differ(f"{ref}model_dtype", "flowrl keeps float32 weights and computes in bfloat16")
     roles = graph.edited().roles()
     if "ref" in roles:
         bind["ref"] = call(
@@ -182,7 +186,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
         name,
         model,
         optimizer=_optimizer(settings, f"{prefix}optim."),
-        schedule=_schedule(settings, f"{prefix}optim."),
+        schedule=_schedule(settings, f"{prefix}optim.", _updates(settings, prefix)),
         grad_clip=get(f"{prefix}grad_clip") if f"{prefix}grad_clip" in settings else get(f"{prefix}optim.clip_grad"),
         dtype=dtype,
         gradient_checkpointing=bool(get(checkpointing)),
@@ -202,30 +206,33 @@ def _optimizer(settings: Settings, prefix: str) -> Any:
     return call("AdamW", lr=float(get(f"{prefix}lr")), betas=betas, weight_decay=decay)
 
 
-def _schedule(settings: Settings, prefix: str) -> Any:
-    """The schedule of the learning rate; shares of the steps need their number."""
+def _schedule(settings: Settings, prefix: str, updates: int) -> Any:
+    """The schedule of the learning rate, over all optimizer steps: `updates` in each step of verl."""
     get = settings.get
     kind = get(f"{prefix}warmup_style") or get(f"{prefix}lr_scheduler_type")
-    total, warmup, share = (
-        get("trainer.total_training_steps"),
-        get(f"{prefix}lr_warmup_steps"),
-        get(f"{prefix}lr_warmup_steps_ratio"),
+    steps, share, least = (
+        get(f"{prefix}{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio")
     )
-    warmup = max(0, warmup or 0)
-    if share and not warmup:
-        if total:
-            warmup = int(share * total)
-        else:
-            settings.refuse(
-                f"{prefix}lr_warmup_steps_ratio", "flowrl counts steps: pass lr_warmup_steps, or total_training_steps"
-            )
-    if kind == "cosine" and total:
-        return call("Cosine", 1.0, float(get(f"{prefix}min_lr_ratio") or 0.0), steps=total, warmup=warmup)
-    if kind != "constant":
-        settings.refuse(
-            f"{prefix}lr_scheduler_type", "a schedule needs the number of steps: set trainer.total_training_steps"
+    warmup = max(0, steps or 0) * updates or float(share or 0.0)
+    if f"{prefix}total_training_steps" in settings:
+        settings.differ(f"{prefix}total_training_steps", "without effect: verl sets the length of the run")
+    if kind not in ("constant", "cosine"):
+        settings.refuse(f"{prefix}lr_scheduler_type", "flowrl has Constant, Cosine, Linear and WSD; write a `Schedule`")
+    if kind != "cosine" and not warmup:
+        return call("Constant", 1.0)
+    if updates > 1:
+        settings.differ(
+            f"{prefix}lr_scheduler_type",
+            f"verl changes the learning rate after each step, flowrl after each of its {updates} optimizer steps",
         )
-    return call("Constant", 1.0, warmup=warmup)
+    more = {"warmup": warmup} if warmup else {}
+    return call("Cosine", 1.0, float(least or 0.0), **more) if kind == "cosine" else call("Constant", 1.0, **more)
+
+
+def _updates(settings: Settings, prefix: str) -> int:
+    """The optimizer steps of a role in each step of verl."""
+    mini, prompts = settings.get(f"{prefix}ppo_mini_batch_size"), settings.get("data.train_batch_size")
+    return int(settings.get(f"{prefix}ppo_epochs")) * max(1, -(-int(prompts) // int(mini)))
 
 
 def _lora(settings: Settings, prefix: str) -> Any:
@@ -250,6 +257,10 @@ def _engine(settings: Settings, model: Any, gpus: int, lora: Any) -> Any:
     args = {}
     if get(f"{ROLLOUT}enforce_eager"):
         args["enforce_eager" if engine == "VLLM" else "disable_cuda_graph"] = True
+    for other in {*engines} - {name}:
+        for key in settings.given:
+            if key.startswith(f"{ROLLOUT}engine_kwargs.{other}."):
+                settings.differ(key, f"without effect, because the engine is {name}")
     prefix = f"{ROLLOUT}engine_kwargs.{name}."
     args |= {key.removeprefix(prefix): get(key) for key in settings.given if key.startswith(prefix)}
     return call(
@@ -305,6 +316,9 @@ def _validation(settings: Settings) -> Any:
     every = get("trainer.test_freq")
     if not get("data.val_files") or every is None or every <= 0:
         get("data.val_files")
+        for key in settings.given:
+            if key.startswith(prefix) or key in ("trainer.val_before_train", "data.val_batch_size"):
+                settings.differ(key, "without effect, because no validation is written: trainer.test_freq is -1")
         return None
     changes: dict[str, Any] = {}
     if get(f"{prefix}do_sample"):
@@ -341,6 +355,8 @@ def _training(settings: Settings, part: str) -> dict[str, Any]:
         trackers = [name for name in _listed(get("trainer.logger")) if name != "console"]
         if trackers:
             settings.differ("trainer.logger", f"pass --report {' --report '.join(trackers)} to `flowrl run`")
+    if steps and "trainer.total_epochs" in settings:
+        settings.differ("trainer.total_epochs", f"without effect, because trainer.total_training_steps is {steps}")
     if get("trainer.resume_mode") == "auto" and "trainer.resume_mode" in settings:
         settings.differ("trainer.resume_mode", 'resume="or-start"')
     return {
@@ -372,7 +388,7 @@ def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Importe
         "TorchTrainer",
         settings.name("model.path"),
         optimizer=_optimizer(settings, "optim."),
-        schedule=_schedule(settings, "optim."),
+        schedule=_schedule(settings, "optim.", 1),
         grad_clip=get("optim.clip_grad"),
         dtype=get("engine.dtype", "bfloat16"),
         gradient_checkpointing=bool(get("model.enable_gradient_checkpointing")),

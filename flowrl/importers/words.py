@@ -36,7 +36,7 @@ class Scope:
     """What a command substitution prints."""
 
     def get(self, name: str, node: Node) -> list[Word]:
-        """The value of a variable; unset ones are unknown, except for ``$HOME``, which is ``~``."""
+        """The value of a variable; unset ones are unknown, except for ``$HOME`` (``~``) and ``$PWD``."""
         if name in ("@", "*"):
             return self.positional
         if name == "#":
@@ -45,7 +45,8 @@ class Scope:
             return [self.positional[int(name) - 1]]
         if name in self.variables:
             return self.variables[name]
-        return [Word("~")] if name == "HOME" else [unknown(node, f"{UNSET} set")]
+        known = {"HOME": "~", "PWD": "."}.get(name)
+        return [unknown(node, f"{UNSET} set")] if known is None else [Word(known)]
 
 
 UNSET = "is not"

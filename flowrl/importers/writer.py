@@ -28,10 +28,13 @@ class Call:
     def arguments(self) -> list[tuple[str | None, Any]]:
         """Arguments with their names; None for positional ones."""
         known = _defaults(self.target) if is_public(self.name) else {}
-        kept = [
-            (name, value) for name, value in self.kwargs.items() if name not in known or known[name] != value_of(value)
-        ]
+        kept = [(name, value) for name, value in self.kwargs.items() if not (name in known and _is(known[name], value))]
         return [*((None, value) for value in self.args), *kept]
+
+
+def _is(default: Any, expression: Any) -> bool:
+    """Whether an expression stands for a default; one of files that are not here is no default."""
+    return expression is None if default is None else bool(default == value_of(expression))
 
 
 @dataclass

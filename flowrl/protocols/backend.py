@@ -97,6 +97,15 @@ class Backend(Spec):
         return self
 
     @property
+    def over_run(self) -> bool:
+        """Whether what is built depends on the number of optimizer steps of the run; see `over`."""
+        return False
+
+    def over(self, updates: int) -> Self:
+        """The same backend for a run that makes this many optimizer steps with its engine."""
+        return self
+
+    @property
     def why_not_fusable(self) -> str | None:
         """Why a trainer's log-probs in the first pass of `update` may differ in bits from those of `log_probs`.
 

@@ -43,19 +43,32 @@ class FromVerl(_Adapter):
     Args:
         fn: the function, or a reference to it: ``"file.py:compute_score"``.
         reward_kwargs: further arguments, as verl's ``custom_reward_function.reward_kwargs``.
+        key: the entry of the returned dict that is the score, as one of verl's ``gdpo_reward_keys``; None is ``score``.
     """
 
     reward_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    key: str | None = None
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
         """What the function returns."""
-        return self._call(
+        result = self._call(
             data_source=data_source,
             solution_str=solution_str,
             ground_truth=ground_truth,
             extra_info=extra_info,
             **self.reward_kwargs,
         )
+        if self.key is None:
+            return result
+        if not isinstance(result, Mapping) or self.key not in result:
+            found = f"the entries {', '.join(map(str, result))}" if isinstance(result, Mapping) else repr(result)
+            raise RewardError(
+                f"The reward function returned {found}, expected a dict with {self.key!r}. Name an entry that it "
+                f"returns: from_verl(fn, key=...).",
+                code="reward.invalid-score",
+                key=self.key,
+            )
+        return {**result, "score": result[self.key]}
 
 
 class FromTRL(_Adapter):

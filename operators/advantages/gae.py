@@ -117,7 +117,7 @@ def _masked_put(x: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, unbiased: bool = True) -> Tensor:
     """Scale `x` to unit variance over all tokens on the mask, and to zero mean if `shift_mean`.
 
     ``(x - mean) * rsqrt(var + 1e-8)`` with the unbiased variance, as ``masked_whiten`` of verl and TRL.
@@ -126,6 +126,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         x: float ``[batch response]``.
         mask: bool ``[batch response]``.
         shift_mean: if False, the mean is added back after scaling.
+        unbiased: divide the sum of squares by the tokens less 1; else by the tokens, as OpenRLHF.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
@@ -145,7 +146,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     mean = selected.sum(dtype=torch.float64) / number  # in float64 the mean of equal numbers is exact
     rest = mean - mean.float()
     centered = select(selected.sub_(mean.float()).sub_(rest.float()), mask)
-    variance = torch.linalg.vector_norm(centered, dtype=torch.float64).square() / (number - 1)
+    variance = torch.linalg.vector_norm(centered, dtype=torch.float64).square() / (number - unbiased)
     scale = torch.rsqrt(variance + 1e-8)
     if shift_mean and scale.isfinite():
         return centered.mul_(scale.float())
@@ -304,11 +305,13 @@ class Whiten(Operator):
 
     Args:
         shift_mean: if False, the mean does not change.
+        unbiased: divide the sum of squares by the tokens less 1, as verl and TRL; else by the tokens, as OpenRLHF.
     """
 
     granularity: ClassVar[Granularity] = "batch"
 
     shift_mean: bool = True
+    unbiased: bool = True
 
     @property
     def effects(self) -> frozenset[str]:
@@ -316,7 +319,7 @@ class Whiten(Operator):
         return frozenset({Effect.SCALED})
 
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:
-        return whiten(advantages, response_mask, self.shift_mean)
+        return whiten(advantages, response_mask, self.shift_mean, self.unbiased)
 
     def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
         """See `flowrl.operators.explains.Explains`."""
@@ -325,6 +328,8 @@ class Whiten(Operator):
             return ""
         all_ = inputs["advantages"][mask].double()
         before, after = inputs["advantages"][row, on[0]], outputs["advantages"][row, on[0]]
-        scaled = f"({exact(before)} - {exact(all_.mean())}) / {exact((all_.var() + 1e-8).sqrt())}"
+        scaled = (
+            f"({exact(before)} - {exact(all_.mean())}) / {exact((all_.var(correction=self.unbiased) + 1e-8).sqrt())}"
+        )
         back = "" if self.shift_mean else f" + {exact(all_.mean())}"
         return f"token {on[0]}: (A - mean) / std{' + mean' if back else ''} = {scaled}{back} = {exact(after)}"

@@ -8,7 +8,7 @@ computations as nodes of a graph.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks, select
 from flowrl.operators.explains import exact, tokens_on
+
+Counts = Literal["spread", "nonzero"]
 
 
 class Groups:
@@ -185,7 +187,9 @@ def opo_advantage(
 
 
 @torch.no_grad()
-def gpg_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> Tensor:
+def gpg_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, counts: Counts = "spread"
+) -> Tensor:
     """Group advantages rescaled for groups without a gradient (GPG: Chu et al. 2025, arXiv:2504.02546).
 
     ``alpha * (score - mean)`` with ``alpha = B / (B - M)``, where M of the batch's B rows are in groups of equal
@@ -193,14 +197,22 @@ def gpg_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.nd
 
     Args:
         token_level_rewards, response_mask, uid: see `Groups`; all rows of the batch.
+        counts: ``B - M`` counts the rows of groups with a ``"spread"``; or those with a ``"nonzero"`` score, as in
+            verl: the number of right answers for scores of 0 and 1, whatever their groups.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
     """
     group = Groups(token_level_rewards, response_mask, uid)
     advantage = (group.scores - group.mean(group.scores)) * group.live
-    teaches = group.live * (group.sum(advantage.abs()) > 0)
-    return _spread(advantage * group.live.sum() / teaches.sum().clamp(min=1), response_mask)
+    return _spread(advantage * _alpha(group, counts), response_mask)
+
+
+def _alpha(group: Groups, counts: Counts) -> Tensor:
+    """All rows over those that count, at least one."""
+    centered = (group.scores - group.mean(group.scores)) * group.live
+    counted = group.sum(centered.abs()) > 0 if counts == "spread" else group.scores != 0
+    return group.live.sum() / (group.live * counted).sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -339,19 +351,24 @@ class OPOAdvantage(_OfScores, Operator):
 
 
 class GPGAdvantage(_OfScores, Operator):
-    """Group advantages rescaled for groups of equal scores, as in GPG; see `gpg_advantage`."""
+    """Group advantages rescaled for groups of equal scores, as in GPG; see `gpg_advantage`.
+
+    Args:
+        counts: the rows by which it is rescaled: those of groups with a ``"spread"``, or those with a ``"nonzero"``
+            score, as in verl.
+    """
 
     granularity: ClassVar[Granularity] = "batch"
 
+    counts: Counts = "spread"
+
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
-        return gpg_advantage(token_level_rewards, response_mask, uid)
+        return gpg_advantage(token_level_rewards, response_mask, uid, self.counts)
 
     def formula(self, group: Groups, row: int) -> str:
-        mean = group.mean(group.scores)
-        spread = group.sum(((group.scores - mean) * group.live).abs()) > 0
-        alpha = group.live.sum() / (group.live * spread).sum().clamp(min=1)
-        centered = f"({exact(group.scores[row])} - {exact(mean[row])})"
-        return f"rows / rows of groups with a spread * (score - mean) = {exact(alpha)} * {centered}"
+        rows = {"nonzero": "rows with a score", "spread": "rows of groups with a spread"}[self.counts]
+        centered = f"({exact(group.scores[row])} - {exact(group.mean(group.scores)[row])})"
+        return f"rows / {rows} * (score - mean) = {exact(_alpha(group, self.counts))} * {centered}"
 
 
 class PassAtKAdvantage(_OfScores, Operator):

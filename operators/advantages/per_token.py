@@ -118,21 +118,25 @@ def blocks_of_rewards(x: Tensor, mask: Tensor, name: str) -> Iterator[tuple[slic
         yield rows, selected
 
 
-def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> Tensor:
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator, bound: float | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference); differentiable in `log_prob`.
 
-    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. Unlike in verl, the value of k3 is not
-    clamped to ±10, which would remove the gradient where the policy is far from the reference. Only its exponent is
+    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. By default the value of k3 is not clamped
+    to ±10 as in verl, which removes the gradient where the policy is far from the reference. Only its exponent is
     clamped, to `MAX_EXPONENT`; beyond it (the reference 5e8 times as likely as the policy) k3 is constant.
 
     Args:
         log_prob: float, any shape: log-probs of the sampled tokens under the policy.
         ref_log_prob: float, same shape: log-probs under the reference.
         estimator: ``"k1"``, ``"k2"``, ``"k3"``, ``"abs"``, ``"k1+"`` or ``"k3+"``.
+        bound: bound on the absolute value of an estimate, in nats; None is none. Beyond it there is no gradient, except
+            for ``k1+`` and ``k3+``, which have that of k2.
 
     Returns:
         float32, same shape.
     """
+    if bound is not None and estimator not in ("k1+", "k3+"):
+        return kl_penalty(log_prob, ref_log_prob, estimator).clamp(-bound, bound)
     if log_prob.shape != ref_log_prob.shape:
         raise DataError(
             f"log_prob has shape {tuple(log_prob.shape)} and ref_log_prob {tuple(ref_log_prob.shape)}. Pass log-probs "
@@ -142,7 +146,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> 
             found=tuple(ref_log_prob.shape),
         )
     if estimator in ("k1+", "k3+"):
-        value = kl_penalty(log_prob, ref_log_prob, "k1" if estimator == "k1+" else "k3").detach()
+        value = kl_penalty(log_prob, ref_log_prob, "k1" if estimator == "k1+" else "k3", bound).detach()
         of_gradient = kl_penalty(log_prob, ref_log_prob, "k2")
         return value + (of_gradient - of_gradient.detach())
     d = log_prob.float() - ref_log_prob.float()

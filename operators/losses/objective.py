@@ -98,15 +98,18 @@ class KLLoss(Spec):
         ratio: multiply the estimate of each token by its ratio ``exp(log_prob - old_log_prob)``, which has a gradient
             (DeepSeek-V3.2: DeepSeek-AI 2025, arXiv:2512.02556; TRL's ``use_bias_correction_kl``). It also corrects for
             rows of the old policy. The old log-probs are those of the loss; without any, the ratio is 1.
+        bound: bound on the absolute estimate of a token in nats, beyond which it has no gradient; None is none. verl
+            bounds k3 by 10, OpenRLHF every estimate.
     """
 
     estimator: Estimator = "k3"
     coef: float = Field(default=0.001, gt=0)
     ratio: bool = False
+    bound: float | None = Field(default=None, gt=0)
 
     def of_tokens(self, log_probs: Tensor, ref_log_prob: Tensor, old_log_probs: Tensor) -> Tensor:
         """The estimate of each token, before its coefficient: float32, the shape of `log_probs`."""
-        kl = kl_penalty(log_probs, ref_log_prob, self.estimator)
+        kl = kl_penalty(log_probs, ref_log_prob, self.estimator, self.bound)
         if not self.ratio:
             return kl
         return kl * (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()

@@ -73,6 +73,10 @@ class _Update:
         """Parameters that must divide the rows of a step: `mini_batch`, if given."""
         return {} if self.mini_batch is None else {"mini_batch": self.mini_batch}
 
+    def optimizer_steps(self, rows: int | None) -> int:
+        """One per mini-batch and epoch; see `flowrl.run.training.length.CountsUpdates`."""
+        return self.ppo_epochs * (1 if self.mini_batch is None or rows is None else max(1, rows // self.mini_batch))
+
     @property
     def replicated_columns(self) -> frozenset[str]:
         """`replicated`, and the columns of a loss over groups or mini-batches."""

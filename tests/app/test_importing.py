@@ -27,9 +27,9 @@ def test_a_file_is_written_that_checks(command: Command, script: Path) -> None:
 
 def test_check_writes_nothing(command: Command, script: Path) -> None:
     assert command("from-verl", script, "--check", "--allow", "trainer.*").code == 0
-    script.write_text(VERL % ("gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"))
+    script.write_text(VERL % ("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=24"))
     found = command("from-verl", script, "--check")
-    assert found.code == 1 and "FR020" in found.out
+    assert found.code == 1 and "FR004" in found.out
     assert not script.with_suffix(".py").exists()
 
 

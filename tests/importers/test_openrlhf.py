@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from flowrl import Colocate, Split
 from flowrl.importers.writer import value_of
-from flowrl.operators import DPO, KLLoss, PPOClip, ValueClip
+from flowrl.operators import DPO, ClipReward, KLLoss, PPOClip, ValueClip
+from flowrl.schedules import Constant, Cosine, Linear, Schedule
 from tests.importers.scripts import imported, refused
 
 PPO = """
@@ -24,7 +28,7 @@ def test_dapo(tmp_path: Path) -> None:
     assert not refused(found) and not findings.problems
     nodes = found.graph.edited().nodes
     update = nodes["update_actor"].operator
-    assert (update.loss, update.kl, update.mini_batch) == (PPOClip(0.2, 0.27), KLLoss("k3", 1e-3), 32)
+    assert (update.loss, update.kl, update.mini_batch) == (PPOClip(0.2, 0.27), KLLoss("k3", 1e-3, bound=10.0), 32)
     assert nodes["collect"].operator.groups == 64
     assert value_of(found.bind["actor"]).optimizer.betas == (0.9, 0.95)  # OpenRLHF's defaults
     assert found.training["data"].kwargs["columns"] == {"prompt": "question", "ground_truth": None}
@@ -35,18 +39,53 @@ def test_ppo_has_a_critic_of_the_reward_model(tmp_path: Path) -> None:
     assert not refused(found) and not findings.problems
     assert value_of(found.bind["critic"]).model == "org/reward"
     assert found.graph.edited().nodes["update_critic"].operator.loss == ValueClip(0.5)
+    nodes = found.graph.edited().nodes
+    assert nodes["clip_reward"].operator == ClipReward(-10.0, 10.0)  # OpenRLHF's default
+    assert (nodes["kl_shape"].operator.bound, nodes["whiten"].operator.unbiased) == (10.0, False)
+    assert value_of(found.bind["place"]) == Split(train=4, rollout=4)
     more, _ = imported(tmp_path, "openrlhf", PPO % "--reward.model_name_or_path org/reward --reward.normalize_enable")
-    assert refused(more) == ["reward.normalize_enable"]
-    assert "config.json" in more.settings.report(()).refused[0].text
+    assert not refused(more) and value_of(more.bind["reward_model"]).normalize
+    assert "critic's values" in more.settings.differs["reward.normalize_enable"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ("", Cosine(1.0, 0.1, warmup=0.03)),
+        ("--actor.lr_scheduler constant", Constant(1.0)),
+        ("--actor.lr_scheduler constant_with_warmup --actor.lr_warmup_ratio 0.1", Constant(1.0, warmup=0.1)),
+        ("--actor.lr_scheduler linear --actor.lr_warmup_ratio 0", Linear(1.0, 0.0)),
+    ],
+)
+def test_learning_rates_last_as_long_as_the_run(flags: str, schedule: Schedule, tmp_path: Path) -> None:
+    found, findings = imported(tmp_path, "openrlhf", PPO % f"--reward.model_name_or_path org/reward {flags}")
+    assert not refused(found) and not findings.problems
+    assert value_of(found.bind["actor"]).schedule == schedule
 
 
 def test_a_default_that_differs_is_shown_though_no_flag_gives_it(tmp_path: Path) -> None:
-    found, _ = imported(tmp_path, "openrlhf", PPO % "--reward.model_name_or_path org/reward")
-    differing = {remark.key: remark.text for remark in found.settings.report(()).differing}
-    assert all("constant" in differing[f"{role}.lr_scheduler"] for role in ("actor", "critic"))
-    constant = "--reward.model_name_or_path org/reward --actor.lr_scheduler constant --critic.lr_scheduler constant"
-    given, _ = imported(tmp_path, "openrlhf", PPO % constant)
-    assert not {"actor.lr_scheduler", "critic.lr_scheduler"} & {r.key for r in given.settings.report(()).differing}
+    flags = "--algo.advantage.estimator group_norm --algo.kl.init_coef 0"
+    found, _ = imported(tmp_path, "openrlhf", PPO % f"{flags} --reward.model_name_or_path org/reward")
+    assert "reward.clip_range" in {remark.key for remark in found.settings.report(()).differing}
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+def test_kl_after_the_baseline_of_a_group_is_refused(estimator: str, tmp_path: Path) -> None:
+    flags = f"--algo.advantage.estimator {estimator} --reward.model_name_or_path org/reward"
+    assert refused(imported(tmp_path, "openrlhf", PPO % flags)[0]) == ["algo.kl.init_coef"]
+    for more in ("--algo.kl.use_loss --algo.kl.estimator k2", "--algo.kl.init_coef 0"):
+        found, findings = imported(tmp_path, "openrlhf", PPO % f"{flags} {more}")
+        assert not refused(found) and not findings.problems
+        assert "kl_shape" not in found.graph.edited().nodes
+
+
+def test_validation_and_one_pool_of_gpus(tmp_path: Path) -> None:
+    flags = "--reward.model_name_or_path org/reward --train.colocate_all --eval.dataset held.jsonl --eval.steps 5"
+    found, findings = imported(tmp_path, "openrlhf", PPO % f"{flags} --eval.n_samples_per_prompt 4")
+    assert not refused(found) and not findings.problems
+    assert value_of(found.bind["place"]) == Colocate(gpus=4)
+    validation = value_of(found.training["validation"])
+    assert (validation.every, validation.changes["repeat.n"]) == (5, 4)
 
 
 def test_dpo_from_a_document(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.importers.writer import value_of
 from flowrl.operators import CISPO, GSPO, SAPO, AdaptiveKL, KLLoss, PPOClip, Reinforce, ValueClip
+from flowrl.schedules import Constant, Cosine, Schedule
 from tests.importers.scripts import refused, verl
 
 ACTOR = "actor_rollout_ref.actor."
@@ -61,10 +62,68 @@ def test_ppo_has_a_critic(tmp_path: Path) -> None:
     assert value_of(found.bind["critic"]).optimizer.lr == 1e-5
 
 
-def test_a_loss_without_a_ratio_is_found(tmp_path: Path) -> None:
+def test_rules_that_verl_breaks_are_allowed_with_the_reason(tmp_path: Path) -> None:
     found, findings = verl(tmp_path, "gpg", f"{ACTOR}policy_loss.loss_mode=gpg")
     assert _node(found, "update_actor").loss == Reinforce()
-    assert [problem.split()[0] for problem in findings.problems] == ["FR020"]
+    assert found.graph.allow.keys() == {"FR020"} and not findings.problems
+    one_step = [f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}ppo_mini_batch_size=64"]
+    assert not verl(tmp_path, "gpg", *one_step)[0].graph.allow
+    by_tokens, findings = verl(tmp_path, "grpo", f"{ACTOR}policy_loss.loss_mode=gspo")
+    assert by_tokens.graph.allow.keys() == {"FR018"} and not findings.problems
+
+
+@pytest.mark.parametrize(
+    ("more", "schedule"),
+    [
+        (["lr_warmup_steps_ratio=0.1"], Constant(1.0, warmup=0.1)),
+        (["lr_warmup_steps=10"], Constant(1.0, warmup=40)),  # 4 mini-batches a step
+        (["lr_scheduler_type=cosine", "min_lr_ratio=0.1"], Cosine(1.0, 0.1)),
+        (["warmup_style=cosine", "lr_warmup_steps=5"], Cosine(1.0, 0.0, warmup=20)),
+    ],
+)
+def test_learning_rates_last_as_long_as_the_run(more: list[str], schedule: Schedule, tmp_path: Path) -> None:
+    found, findings = verl(tmp_path, "grpo", *(f"{ACTOR}optim.{one}" for one in more))
+    assert not refused(found) and not findings.problems
+    assert value_of(found.bind["actor"]).schedule == schedule
+    differs = found.settings.differs[f"{ACTOR}optim.lr_scheduler_type"]
+    assert "after each of its 4 optimizer steps" in differs
+
+
+def test_a_group_of_one_has_no_baseline(tmp_path: Path) -> None:
+    found, findings = verl(tmp_path, "rloo", "actor_rollout_ref.rollout.n=1", "algorithm.gamma=0.9")
+    assert not refused(found) and not findings.problems
+    assert _node(found, "return_to_go").gamma == 1.0 and "whiten" not in found.graph.edited().nodes
+    shaped, _ = verl(tmp_path, "rloo", "actor_rollout_ref.rollout.n=1", "algorithm.use_kl_in_reward=True")
+    assert refused(shaped) == ["actor_rollout_ref.rollout.n"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "more"),
+    [("grpo_passk", ""), ("tir_optimal_token_baseline", ""), ("grpo", "clip_cov"), ("grpo", "dro")],
+)
+def test_methods_with_another_formula_are_refused(estimator: str, more: str, tmp_path: Path) -> None:
+    found, _ = verl(tmp_path, estimator, *([f"{ACTOR}policy_loss.loss_mode={more}"] if more else []))
+    assert refused(found) == [f"{ACTOR}policy_loss.loss_mode" if more else "algorithm.adv_estimator"]
+
+
+def test_gdpo_has_the_entries_of_a_function_as_rewards(tmp_path: Path) -> None:
+    reward = "reward.custom_reward_function.path=elsewhere/reward.py"
+    keys = "algorithm.gdpo_reward_keys=[format,accuracy]", "algorithm.gdpo_reward_weights=[0.5,1.0]"
+    found, findings = verl(tmp_path, "gdpo", reward, *(f"'+{key}'" for key in keys))
+    assert not refused(found) and not findings.problems
+    assert _node(found, "gdpo_advantage").weights == {"reward": 0.5, "accuracy": 1.0}
+    assert 'from_verl("elsewhere/reward.py:compute_score", key="accuracy")' in found.program().source()
+
+
+def test_what_has_no_effect_in_verl_is_said(tmp_path: Path) -> None:
+    unread = ["algorithm.lam=0.9", "critic.optim.lr=1e-5", "reward_model.overlong_buffer_cfg.len=128"]
+    unread += ["trainer.test_freq=-1", "actor_rollout_ref.rollout.val_kwargs.n=4", f"{ACTOR}kl_loss_coef=0.1"]
+    unread += ["trainer.total_training_steps=10", "actor_rollout_ref.rollout.engine_kwargs.sglang.x=1"]
+    found, _ = verl(tmp_path, "grpo", *unread)
+    assert not refused(found)
+    silent = {key for key in found.settings.differs if "without effect" in found.settings.differs[key]}
+    assert silent >= {one.partition("=")[0] for one in unread} - {"trainer.test_freq", "trainer.total_training_steps"}
+    assert "trainer.total_epochs" in silent
 
 
 def test_distillation_with_a_clamp(tmp_path: Path) -> None:
@@ -84,10 +143,10 @@ def test_what_flowrl_cannot_say_is_refused(tmp_path: Path) -> None:
         "data.image_key=images",
         "trainer.no_such_key=1",
         "data.max_response_length=$(cat length)",
-        f"{ACTOR}optim.lr_warmup_steps_ratio=0.1",
+        f"{ACTOR}optim.num_cycles=2",
     )
     expected = [f"{ACTOR}strategy", "data.image_key", "trainer.no_such_key", "data.max_response_length"]
-    assert sorted(refused(found)) == sorted([*expected, f"{ACTOR}optim.lr_warmup_steps_ratio"])
+    assert sorted(refused(found)) == sorted([*expected, f"{ACTOR}optim.num_cycles"])
     report = found.settings.report(["trainer.*", "data.*"])
     assert [remark.key for remark in report.allowed] == [
         "data.image_key",

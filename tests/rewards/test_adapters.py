@@ -56,6 +56,9 @@ def test_verl(file: str) -> None:
     plain, more = from_verl(f"{file}:compute_score"), from_verl(f"{file}:compute_score", reward_kwargs={"bonus": 1.0})
     assert plain("d", "4", "4") == {"score": 1.0, "acc": True}
     assert more("d", "5", "4", {}) == {"score": 1.0, "acc": False}
+    assert from_verl(f"{file}:compute_score", key="acc")("d", "4", "4") == {"score": True, "acc": True}
+    with raises("reward.invalid-score", key="other"):
+        from_verl(f"{file}:compute_score", key="other")("d", "4", "4")
 
 
 def test_trl(file: str) -> None:

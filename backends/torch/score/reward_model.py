@@ -33,6 +33,8 @@ class TorchRewardModel(FolderBackend):
     Args:
         model: a Hugging Face folder, with a tokenizer to score text.
         label: the label whose logit is the score; None if there is only one.
+        normalize: subtract the ``mean`` of the folder's ``config.json`` from scores, and divide by its ``std``, as
+            OpenRLHF does with the reward models that it trained.
         head: ``"random"`` initializes the head of a folder without one, from the seed of the run, for experiments.
         dtype: the body's arithmetic: ``"bfloat16"`` is autocast over float32 weights. The head is in float32.
         attention: as in `TorchScorer`.
@@ -47,6 +49,7 @@ class TorchRewardModel(FolderBackend):
 
     model: Folder
     label: int | None = Field(default=None, ge=0)
+    normalize: bool = Field(default=False, kw_only=True)
     head: Literal["stored", "random"] = "stored"
     dtype: Dtype = "float32"
     attention: Attention | None = None
@@ -59,7 +62,9 @@ class TorchRewardModel(FolderBackend):
     def refuse_folder(self, folder: str) -> None:
         """Refuse a folder without a reward model or without such a label; reads no weights. See `classifier_of`."""
         refuse_no_model(folder)
-        classifier_of(folder, self.label)
+        classifier = classifier_of(folder, self.label)
+        if self.normalize:
+            moments_of(classifier, folder)
 
     def build(self, context: BuildContext) -> TorchRewardModelEngine:
         """Load body and head.
@@ -75,9 +80,25 @@ class TorchRewardModel(FolderBackend):
         head = _head(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
         residence = Residence(mesh.device, [body.gathered.root, head], offload=self.offload)
         budget = body.budget(self.max_tokens)
-        engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, budget, residence)
+        moments = moments_of(classifier, self.model) if self.normalize else (0.0, 1.0)
+        engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, budget, residence, moments)
         engine.refuse_other_classifier(classifier)
         return engine
+
+
+def moments_of(classifier: Any, folder: str) -> tuple[float, float]:
+    """Mean and std of the scores, in the configuration of a classifier. Raises `BindError` if it has none."""
+    found = [getattr(classifier.config, name, None) for name in ("mean", "std")]
+    if any(not isinstance(number, int | float) for number in found) or not found[1] > 0:
+        raise BindError(
+            f"{folder}/config.json has mean={found[0]!r} and std={found[1]!r}, expected numbers by which scores are "
+            f"normalized, std above 0. Write them there, or leave normalize=True out.",
+            code="model.no-moments",
+            folder=folder,
+            mean=found[0],
+            std=found[1],
+        )
+    return float(found[0]), float(found[1])
 
 
 def classifier_of(folder: str, label: int | None) -> Any:
@@ -153,9 +174,17 @@ class TorchRewardModelEngine(Resident):
     """
 
     def __init__(
-        self, folder: str, body: TorchModel, head: nn.Linear, label: int, budget: Budget, residence: Residence
+        self,
+        folder: str,
+        body: TorchModel,
+        head: nn.Linear,
+        label: int,
+        budget: Budget,
+        residence: Residence,
+        moments: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         self.folder, self.residence = folder, residence
+        self._mean, self._std = moments
         self._body, self._head, self._label, self._budget = body, head, label, budget
         config = body.module.config.get_text_config()
         self._pad, self._longest = config.pad_token_id, getattr(config, "max_position_embeddings", None)
@@ -188,7 +217,7 @@ class TorchRewardModelEngine(Resident):
         with self._body.mesh.all_or_none(call):
             self._refuse_too_long(batch.attention_mask)
             inputs = self._last_tokens(TokenInputs.of(batch, self._body.vocabulary))
-        return score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1)
+        return (score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1) - self._mean) / self._std
 
     def _scores(self, batch: Tokens) -> Tensor:
         with torch.autocast(self._body.device.type, enabled=False):
@@ -224,7 +253,8 @@ class TorchRewardModelEngine(Resident):
         classifier.score = self._head
 
         def classify(probe: Inputs) -> Tensor:
-            return cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
+            logits = cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
+            return (logits - self._mean) / self._std
 
         theirs = self._body.probe(classify)
         ids = torch.arange(8)[None] % self._body.vocabulary

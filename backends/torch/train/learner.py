@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -27,6 +28,9 @@ Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """Output and entropy of the rows of a micro-batch."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+
+_SOME_STEPS = 1000
+"""The length of a run for which a schedule as long as the run is checked when it is set."""
 
 
 class AdamW(Spec):
@@ -92,7 +96,8 @@ class TrainedSpec(FolderBackend):
         model: a Hugging Face folder with a tokenizer.
         optimizer: `AdamW` or `SGD`.
         schedule: the factor of the learning rate: one of `flowrl.schedules`, such as
-            ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimizer steps.
+            ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimizer steps. Without
+            ``steps=`` it lasts as long as the run, and with ``warmup=0.03`` the warm-up is that share of it.
         grad_clip: the L2 norm that the gradient of a mini-batch is scaled down to; None does not clip.
         dtype: the compute dtype: ``"bfloat16"`` is autocast over the float32 weights.
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is fused attention if
@@ -123,14 +128,24 @@ class TrainedSpec(FolderBackend):
     @field_validator("schedule")
     @classmethod
     def _refuse_useless(cls, schedule: Schedule) -> Schedule:
-        if negative := [step for step in schedule.sample_steps() if schedule.at(step) < 0]:
-            factor = f"{schedule!r} is {schedule.at(negative[0]):g} after {negative[0]} optimizer steps"
+        one = schedule.over(_SOME_STEPS)
+        if negative := [step for step in one.sample_steps() if one.at(step) < 0]:
+            factor = f"{one!r} is {one.at(negative[0]):g} after {negative[0]} optimizer steps"
             raise ValueError(f"{factor}, which would ascend the loss; expected at least 0")
-        if all(schedule.at(step) == 0 for step in schedule.sample_steps()):
+        if all(one.at(step) == 0 for step in one.sample_steps()):
             raise ValueError(
                 f"{schedule!r} is 0 in every step, so nothing would be trained; expected a schedule above 0"
             )
         return schedule
+
+    @property
+    def over_run(self) -> bool:
+        """Whether `schedule` lasts as long as the run."""
+        return self.schedule.over_run
+
+    def over(self, updates: int) -> Self:
+        """The same with its schedule in a run of this many optimizer steps."""
+        return replace(self, schedule=self.schedule.over(updates)) if self.over_run else self
 
     def mesh(self, context: BuildContext) -> Mesh:
         """The mesh of the weights in this process."""

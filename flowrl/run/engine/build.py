@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from flowrl.errors import BindError
+from flowrl.errors import BindError, ParameterError
 from flowrl.protocols.backend import Backend, refuse_unserved
 from flowrl.protocols.protocols import Closable
 
@@ -15,6 +15,7 @@ class EngineBuilder:
     """Builds each engine once, after those that it shares; the `BuildContext` of the backends."""
 
     def __init__(self, bindings: Mapping[str, Backend], seed: int, rank: int = 0, world_size: int = 1) -> None:
+        _refuse_unknown_length(bindings)
         self.bindings, self._seed = bindings, seed
         self.rank, self.world_size = rank, world_size
         self._built: dict[str, Any] = {}
@@ -72,3 +73,15 @@ class EngineBuilder:
                 if isinstance(engine, Closable):
                     stack.callback(engine.close)
             self._built = {}
+
+
+def _refuse_unknown_length(bindings: Mapping[str, Backend]) -> None:
+    """Refuse backends whose engines depend on the length of the run, which is not known here."""
+    if (role := next((role for role, backend in bindings.items() if backend.over_run), None)) is not None:
+        raise ParameterError(
+            f"The schedule of the role {role!r} lasts as long as the run, and no Training says how long that is. Run "
+            f"the job by Training(job, data, steps=..., prompts=...).run(), or pass steps= to the schedule: "
+            f"Cosine(1.0, 0.1, steps=1000).",
+            code="parameter.unknown-length",
+            role=role,
+        )

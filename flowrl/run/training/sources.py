@@ -352,7 +352,7 @@ def sources_here(graph: Graph, sources: Mapping[str, Source], seed: int) -> Sour
     """The data of a graph, read and tokenized; None if its model or data is not on this machine."""
     if any(source.missing_here() for source in sources.values()):
         return None
-    found = (tokenizer_of(graph, role) for role in graph.generators)
+    found = (tokenizer_of(graph, role) for role in writers_of_tokens(graph) or graph.trained)
     if (tokenizer := next(filter(None, found), None)) or not any(map(gives_tokens, sources.values())):
         return Sources(sources, tokenizer, seed, graph, ())
     return None

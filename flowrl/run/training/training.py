@@ -33,6 +33,7 @@ from flowrl.run.reporting.reporter import Reporter, refuse_bad_reporters
 from flowrl.run.training.checkpoint import Checkpoints, refuse_no_checkpoints
 from flowrl.run.training.identity import backends_of, identity_of
 from flowrl.run.training.job import Job
+from flowrl.run.training.length import over_run
 from flowrl.run.training.loop import Loop, Run
 from flowrl.run.training.provenance import provenance
 from flowrl.run.training.resume import Accepted, accepted, find
@@ -62,7 +63,8 @@ class Training(Spec):
         job: the bound graph.
         data: the source of the graph's input, such as ``PromptData("train.jsonl")``; for a graph with several inputs a
             source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
-        steps: number of steps; or pass `epochs`.
+        steps: number of steps; or pass `epochs`. A learning rate without ``steps=`` in its schedule lasts as long; a
+            run that resumes with another length warns, since the rest of its schedule differs.
         epochs: passes over the data instead of `steps`: as many steps as draw every row of the first input that often.
             The last step may begin another pass. Rows that `Collect` draws in addition do not count.
         prompts: prompts per step, and draws of every other source; rows are prompts times the graph's repeats. If a
@@ -272,7 +274,17 @@ class Training(Spec):
         pinned = self.pinned(commits)
         if commits.record():
             pinned.refuse_unready()
-        return pinned._run(reporters, commits)
+        return pinned._over_run()._run(reporters, commits)
+
+    def _over_run(self) -> Self:
+        """The same training with the length of its schedules."""
+        length = self.sources, self.steps, self.epochs or 1, self.prompts
+        graph = over_run(self.job.graph, *length)
+        return (
+            self
+            if graph is self.job.graph
+            else dataclasses.replace(self, job=dataclasses.replace(self.job, graph=graph))
+        )
 
     def _run(self, reporters: Sequence[Reporter], commits: Commits) -> Run:
         """`run` with all repositories resolved."""

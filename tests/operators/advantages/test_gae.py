@@ -275,18 +275,19 @@ class TestDecoupledGAE:
 
 class TestWhiten:
     @examples(100)
-    @given(masks(), st.integers(0, 2**31), st.booleans())
-    def test_whitening_equals_its_formula(self, mask: Tensor, seed: int, shift_mean: bool) -> None:
+    @given(masks(), st.integers(0, 2**31), st.booleans(), st.booleans())
+    def test_whitening_equals_its_formula(self, mask: Tensor, seed: int, shift_mean: bool, unbiased: bool) -> None:
         x = 3 * numbers(mask, seed) + 2
         flat = [float(v) for v in x[mask]]
         if len(flat) == 1:
             with raises("advantage.single-token"):
                 whiten(x, mask, shift_mean)
             return
-        found = whiten(x, mask, shift_mean)
+        found = whiten(x, mask, shift_mean, unbiased)
         expected = []
         if flat:
-            mean, variance = statistics.fmean(flat), statistics.variance(flat)
+            mean = statistics.fmean(flat)
+            variance = statistics.variance(flat) if unbiased else statistics.pvariance(flat)
             expected = [(v - mean) / math.sqrt(variance + 1e-8) + (0 if shift_mean else mean) for v in flat]
         assert found[mask].tolist() == pytest.approx(expected, abs=1e-5)
         assert found.dtype == torch.float32 and (found[~mask] == 0).all()

@@ -242,6 +242,8 @@ class TestBaselines:
         rewards, mask = torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.ones(4, 1, dtype=torch.bool)
         uid = np.array(["a", "a", "b", "b"], dtype=object)
         assert GPGAdvantage()(rewards, mask, uid).flatten().tolist() == [1.0, -1.0, 0.0, 0.0]
+        third = pytest.approx([2 / 3, -2 / 3, 0.0, 0.0])  # verl: 4 rows, of which 3 have a score
+        assert GPGAdvantage("nonzero")(rewards, mask, uid).flatten().tolist() == third
 
 
 class TestPassAtK:

@@ -166,6 +166,18 @@ class TestEstimators:
         assert x.grad is not None
         assert x.grad.tolist() == pytest.approx([1 - math.exp(4.99), 1.0], rel=1e-5)
 
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
+    def test_a_bound_cuts_the_estimate_and_its_gradient_but_not_that_of_k2(self, estimator: Estimator) -> None:
+        ref = torch.tensor([-0.01, -40.0, -5.5])
+        x, free = (torch.tensor([-5.0, -0.01, -5.0], requires_grad=True) for _ in range(2))
+        found, plain = kl_penalty(x, ref, estimator, bound=10.0), kl_penalty(free, ref, estimator)
+        assert found.tolist() == plain.clamp(-10, 10).tolist()
+        found.sum().backward()
+        plain.sum().backward()
+        assert x.grad is not None and free.grad is not None
+        inside = torch.ones(3) if estimator.endswith("+") else (plain.detach().abs() <= 10).float()
+        torch.testing.assert_close(x.grad, free.grad * inside)
+
     def test_bfloat16_gives_float32_and_shapes_must_match(self) -> None:
         assert kl_penalty(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16(), "k2").dtype == torch.float32
         with raises("rows.shape-mismatch", expected=(2, 3), found=(2, 1)):

@@ -67,6 +67,17 @@ def test_scores_equal_those_of_transformers_row_by_row(kind: str, tmp_path: Path
     assert found.dtype == torch.float32 and torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_scores_are_normalized_by_the_configuration(tmp_path: Path) -> None:
+    folder, batch = reward_folder(tmp_path), ragged(rows=4)
+    plain = build(TorchRewardModel(model=folder, device="cpu")).rewards(batch)
+    with raises("model.no-moments", mean=None, std=None):
+        build(TorchRewardModel(model=folder, device="cpu", normalize=True))
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mean": 0.5, "std": 2.0}))
+    found = build(TorchRewardModel(model=folder, device="cpu", normalize=True)).rewards(batch)
+    torch.testing.assert_close(found, (plain - 0.5) / 2.0)
+
+
 def test_pad_tokens_inside_a_row_do_not_end_it(tmp_path: Path) -> None:
     """Transformers scores the last token that is not padding, also where EOS is the pad token."""
     folder = reward_folder(tmp_path, pad=EOS)
