@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.importers.settings import Settings
-from flowrl.importers.writer import Call, Name, Program, call, is_public, value_of
+from flowrl.importers.writer import Call, Function, Name, Program, call, is_public, value_of, without_functions
 from flowrl.spec import Spec, parameters
 
 
@@ -40,13 +40,16 @@ class GraphPlan:
     replace: dict[str, Any] = field(default_factory=dict)
     insert: dict[str, Any] = field(default_factory=dict)
     drop: list[str] = field(default_factory=list)
+    wire: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    """By path, values that the file defines, such as a loss."""
     bound: dict[str, Any] = field(default_factory=dict)
     """Backends of roles that the graph adds."""
 
     def edited(self) -> Graph:
         """The graph, with None as its reward function, and without operators that the file defines."""
         graph: Graph = value_of(self.head(None))
-        edit = self.edit()
+        edit = self.edit(own=False)
         edit["insert"] = {name: after for name, after in self.insert.items() if _is_public(after)}
         return graph.edit(**value_of({name: part for name, part in edit.items() if part}))
 
@@ -54,8 +57,8 @@ class GraphPlan:
         """The call of the algorithm."""
         return call(self.algorithm, *[reward] * self.has_reward, **self.settings)
 
-    def edit(self) -> dict[str, Any]:
-        """The arguments of the edit; what the algorithm has already is left out."""
+    def edit(self, own: bool = True) -> dict[str, Any]:
+        """The arguments of the edit; what the algorithm has already is left out, and without `own` what the file defines."""
         graph: Graph = value_of(self.head(None))
         drop = [name for name in self.drop if name in graph.nodes]
         changed: dict[str, Any] = {}
@@ -66,7 +69,15 @@ class GraphPlan:
                 for name in rest.split("."):
                     now = getattr(now, name)
                 changed |= _changes(path, now, value)
-        parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "set": changed}
+        if own:
+            changed = {path: value for path, value in changed.items() if path not in self.own} | self.own
+        parts = {
+            "replace": self.replace,
+            "insert": self.insert,
+            "drop": drop,
+            "wire": self.wire,
+            "set": changed,
+        }
         return {name: part for name, part in parts.items() if part}
 
 
@@ -81,11 +92,15 @@ class Imported:
     settings: Settings
     functions: list[str] = field(default_factory=list)
     imports: dict[str, set[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What only a run of the script would decide."""
 
     def program(self, reward: bool = True) -> Program:
-        """The file; without its reward function, the graph can be checked where that does not exist."""
-        head = self.graph.head(self.graph.reward if reward else None)
-        return Program(self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports)
+        """The file; without its reward functions, the graph can be checked where these do not exist."""
+        head, edit = self.graph.head(self.graph.reward), self.graph.edit()
+        if not reward:
+            head, edit = without_functions(self.graph.head(None)), without_functions(edit)
+        return Program(self.title, head, edit, self.bind, self.training, self.functions, self.imports)
 
 
-__all__ = ["Call", "GraphPlan", "Imported", "Name", "call", "value_of"]
+__all__ = ["Call", "Function", "GraphPlan", "Imported", "Name", "call", "value_of"]

@@ -41,8 +41,22 @@ class Name:
     text: str
 
 
+@dataclass
+class Function:
+    """A function of the user's, as an expression; while a graph is planned, a stand-in takes its place."""
+
+    expression: Any
+
+
+def _stand_in(**columns: Any) -> float:
+    """A function with any arguments by name, which no plan calls."""
+    return 0.0
+
+
 def value_of(expression: Any) -> Any:
     """The object that an expression stands for."""
+    if isinstance(expression, Function):
+        return _stand_in
     if isinstance(expression, Call):
         kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
         return expression.target(*map(value_of, expression.args), **kwargs)
@@ -55,9 +69,21 @@ def value_of(expression: Any) -> Any:
     return expression
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Call:
+def call(name: str, /, *args: Any, **kwargs: Any) -> Call:
     """A call of `name`."""
     return Call(name, args, kwargs)
+
+
+def without_functions(value: Any) -> Any:
+    """An expression with None in place of each `Function`, and of what needs one."""
+    if isinstance(value, Function):
+        return None
+    if isinstance(value, Call):
+        kwargs = {name: without_functions(item) for name, item in value.kwargs.items()}
+        return Call(value.name, tuple(map(without_functions, value.args)), kwargs)
+    if isinstance(value, Mapping):
+        return {name: without_functions(item) for name, item in value.items()}
+    return value
 
 
 def module_of(name: str) -> str:
@@ -127,6 +153,8 @@ def _named(value: Any) -> list[str]:
         return [name for item in value.values() for name in _named(item)]
     if isinstance(value, list | tuple):
         return [name for item in value for name in _named(item)]
+    if isinstance(value, Function):
+        return _named(value.expression)
     return [value.text] if isinstance(value, Name) and is_public(value.text) else []
 
 
@@ -142,6 +170,8 @@ def written(value: Any, indent: int = 0) -> str:
     """An expression; long ones are broken over lines that start at `indent`."""
     if isinstance(value, Name):
         return value.text
+    if isinstance(value, Function):
+        return written(value.expression, indent)
     if isinstance(value, Call):
         return _laid_out(value.name, value.arguments(), indent)
     if isinstance(value, Mapping):
