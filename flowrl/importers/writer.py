@@ -132,7 +132,15 @@ class Program:
         heads = [
             f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())
         ]
-        return "\n".join([_docstring(self.title), "", *heads, "", *self.functions, *lines]) + "\n"
+        parts = [_docstring(self.title), "\n".join(heads), *self.functions, "\n".join(lines)]
+        return "".join(f"{part.rstrip()}\n{gap}" for part, gap in zip(parts, _gaps(parts), strict=True))
+
+
+def _gaps(parts: list[str]) -> list[str]:
+    """The blank lines after each part: two around definitions, else one."""
+    defines = [part.startswith(("def ", "async def ", "class ", "@")) for part in parts]
+    around = [one or other for one, other in zip(defines, defines[1:], strict=False)]
+    return [*("\n\n" if two else "\n" for two in around), ""]
 
 
 def _docstring(text: str) -> str:
@@ -175,7 +183,7 @@ def written(value: Any, indent: int = 0) -> str:
     if isinstance(value, Call):
         return _laid_out(value.name, value.arguments(), indent)
     if isinstance(value, Mapping):
-        items = [f"{written(k)}: {written(v, indent)}" for k, v in value.items()]
+        items = [_entry(written(k), v, indent) for k, v in value.items()]
         return _wrapped("{", items, "}", indent)
     if isinstance(value, list | tuple):
         items = [written(item, indent) for item in value]
@@ -185,6 +193,15 @@ def written(value: Any, indent: int = 0) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)  # double quotes, and every escape is Python's, too
     return repr(value)
+
+
+def _entry(key: str, value: Any, indent: int) -> str:
+    """An entry of a dict; a call is broken if the key leaves too little room."""
+    text = f"{key}: {written(value, indent)}"
+    inner = value.expression if isinstance(value, Function) else value
+    if "\n" in text or indent + 4 + len(text) < _WIDTH or not isinstance(inner, Call):
+        return text
+    return f"{key}: {_laid_out(inner.name, inner.arguments(), indent + 4, broken=True)}"
 
 
 def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> str:

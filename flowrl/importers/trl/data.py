@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flowrl.importers.plan import Call, Name, call
+from flowrl.importers.plan import Call, Function, Name, call
 from flowrl.importers.settings import Settings, is_file
 from flowrl.importers.trl.functions import Copies, NotCopied
 from flowrl.importers.trl.rewards import truth_of
@@ -71,7 +71,7 @@ class Prompts:
             **({} if is_file(name) else {"split": first, "name": data.config}),
             shuffle=bool(settings.get("shuffle_dataset")),
             **({"chat_template_kwargs": dict(template)} if template else {}),
-            **({"map": Name("row")} if self._reader else {"columns": columns} if columns else {}),
+            **({"map": Function(Name("row"))} if self._reader else {"columns": columns} if columns else {}),
         )
 
     def _share(self) -> str:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
+import io
 import symtable
 import textwrap
+import tokenize
 from dataclasses import dataclass, field
 
 from flowrl.importers.trl.script import Script
@@ -131,18 +134,24 @@ def _segment(text: str, node: ast.AST) -> str:
     found = ast.get_source_segment(text, node) or ast.unparse(node)
     first = getattr(node, "lineno", 1)
     line = text.splitlines()[first - 1]
-    margin = line[: len(line) - len(line.lstrip())]
-    inside = {
-        number
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant | ast.JoinedStr) and (part.end_lineno or 0) > part.lineno
-        for number in range(part.lineno + 1, (part.end_lineno or 0) + 1)
-    }
+    margin, inside = line[: len(line) - len(line.lstrip())], _inside_strings(text)
     lines = found.splitlines()
-    rest = [
-        one if number in inside else one.removeprefix(margin) for number, one in enumerate(lines[1:], start=first + 1)
-    ]
+    rest = [one if at in inside else one.removeprefix(margin) for at, one in enumerate(lines[1:], start=first + 1)]
     return "\n".join([*lines[:1], *rest])
+
+
+@functools.cache
+def _inside_strings(text: str) -> frozenset[int]:
+    """The lines that start inside a string."""
+    found: set[int] = set()
+    opened = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":
+            opened = token.start[0]
+        elif name in ("STRING", "FSTRING_END"):
+            found |= set(range((opened if name == "FSTRING_END" else token.start[0]) + 1, token.end[0] + 1))
+    return frozenset(found)
 
 
 def _is_plain_signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

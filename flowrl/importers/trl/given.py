@@ -32,8 +32,10 @@ def given_by(script: Script) -> dict[str, Setting]:
     data = made.kwargs.get("train_dataset")
     if isinstance(data, Data):
         given |= _of_data(data, made.line)
-    elif isinstance(data, Unknown):
-        given["train_dataset"] = Setting("train_dataset", None, made.line, (data.why,))
+    elif data is not None or "dataset_name" not in given:
+        given["train_dataset"] = Setting("train_dataset", None, made.line, (_why(data),))
+        made.kwargs["train_dataset"] = Data("prompts.jsonl")
+        given["dataset_name"] = Setting("dataset_name", "prompts.jsonl", made.line)
     for name in made.kwargs.keys() - _READ:
         if made.kwargs[name] is not None:
             given[name] = _short(name, made.kwargs[name], made.line)
@@ -94,6 +96,8 @@ def _of_data(data: Data, line: int) -> dict[str, Setting]:
 
 
 def _why(value: Any) -> str:
+    if value is None:
+        return "the trainer gets no data set"
     found = first_unknown(value)
     return found.why if found else f"{getattr(value, 'kind', type(value).__name__)} is not read"
 

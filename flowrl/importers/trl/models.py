@@ -27,16 +27,16 @@ def processes_of(settings: Settings, launcher: Mapping[str, str]) -> int:
 def dtype_of(settings: Settings) -> str:
     """The precision of the passes; weights are float32."""
     get = settings.get
-    own = get("model_init_kwargs.dtype") or get("model_init_kwargs.torch_dtype") or get("dtype")
-    own = str(own or "float32").rpartition(".")[2]
-    if get("fp16") or own == "float16":
-        settings.refuse("fp16" if get("fp16") else "dtype", "flowrl trains in bfloat16 over float32 weights, or float32")
+    keys = ("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype")
+    key = next((key for key in keys if key in settings), "dtype")
+    get("dtype")
+    own = str(get(key) or "float32").rpartition(".")[2]
+    if get("fp16") or own not in ("auto", "bfloat16", "float32"):
+        settings.refuse("fp16" if get("fp16") else key, "flowrl trains in bfloat16 over float32 weights, or in float32")
     if own == "bfloat16":
-        settings.differ("dtype", "flowrl computes in bfloat16 over weights in float32")
-    elif own not in ("float16", "float32", "auto", "None"):
-        settings.refuse("dtype", "flowrl trains in bfloat16 over float32 weights, or float32")
+        settings.differ(key, "flowrl computes in bfloat16 over weights in float32")
     mixed = get("bf16")  # None is True, unless fp16 is set
-    return "float32" if mixed is False and own in ("float32", "None") else "bfloat16"
+    return "float32" if mixed is False and own == "float32" else "bfloat16"
 
 
 def read_model_arguments(settings: Settings) -> None:

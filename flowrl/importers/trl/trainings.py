@@ -62,6 +62,9 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
         part, script = _script(Path(path), given)
         given = given_by(script)
     settings = Settings(_flat(given), Table.of("trl", part))
+    if "train_dataset" in settings:
+        reason = "; ".join(settings.given["train_dataset"].unknown)
+        settings.refuse("train_dataset", f"{reason}: save its rows as a file")
     model, data = settings.name("model_name_or_path"), settings.name("dataset_name")
     if data is None and (mixture := settings.get("datasets")):
         data = _only(settings, mixture)
@@ -153,7 +156,7 @@ def _of_responses(
     found["data"] = prompts.source(prompts.split(get("dataset_train_split")))
     if (validation := _validation(settings, script, rewards, prompts, steps, copies)) is not None:
         found["validation"] = validation
-    sources = [] if copies is None else [f"{source}\n" for source in copies.sources.values()]
+    sources = [] if copies is None else [*copies.sources.values()]
     bind = _bindings(settings, plan, model, processes)
     return Imported(title, plan, bind, found, settings, [*functions, *sources], imports)
 
