@@ -12,6 +12,7 @@ from flowrl.errors import ImporterError
 from flowrl.importers import hydra, shell
 from flowrl.importers.plan import Imported
 from flowrl.importers.settings import Table
+from flowrl.importers.versions import warnings_of
 from flowrl.importers.words import Word
 
 FRAMEWORKS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
@@ -49,6 +50,13 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
     Raises:
         ImporterError: the file cannot be read, or starts no training of this framework.
     """
+    found, notes = _read(framework, source)
+    found.warnings = warnings_of(framework, source.text(), source.path, found.settings)
+    return found, [*notes, *found.notes]
+
+
+def _read(framework: str, source: Source) -> tuple[Imported, list[str]]:
+    """The training of a file, and notes of the shell."""
     module: Any = importlib.import_module(f"flowrl.importers.{framework}")
     version = Table.version_of(framework)
     title = f"From {source.path.name}, a configuration of {FRAMEWORKS[framework]} {version}."
@@ -66,8 +74,7 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
         settings |= of_arguments([Word(word) for word in source.arguments])
         return module.imported(part, settings, title, {}), []
     if reader == "of_python":
-        found = module.of_python(source.text(), source.path, title, source.arguments)
-        return found, found.notes
+        return module.of_python(source.text(), source.path, title, source.arguments), []
     script = shell.read(source.text(), str(source.path), source.environment, source.arguments)
     started = [one for one in map(module.from_words, script.commands) if one is not None]
     if not started:
@@ -81,8 +88,7 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
     if len(started) > 1:
         notes.append(f"{len(started)} trainings are started; the last one is imported")
     part, settings, launcher = started[-1]
-    training = module.imported(part, settings, title, launcher)
-    return training, [*notes, *training.notes]
+    return module.imported(part, settings, title, launcher), notes
 
 
 def _commands(script: shell.Script) -> str:

@@ -94,6 +94,8 @@ class Imported:
     imports: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What only a run of the script would decide."""
+    warnings: list[str] = field(default_factory=list)
+    """Signs that the configuration is of another version."""
 
     def program(self, reward: bool = True) -> Program:
         """The file; without its reward functions, the graph can be checked where these do not exist."""

@@ -46,6 +46,7 @@ class Function:
     """A function of the user's, as an expression; while a graph is planned, a stand-in takes its place."""
 
     expression: Any
+    is_agent: bool = False
 
 
 def _stand_in(**columns: Any) -> float:
@@ -53,10 +54,15 @@ def _stand_in(**columns: Any) -> float:
     return 0.0
 
 
+async def _agent_stand_in(chat: Any, row: Any) -> float:
+    """An agent, which no plan calls."""
+    return 0.0
+
+
 def value_of(expression: Any) -> Any:
     """The object that an expression stands for."""
     if isinstance(expression, Function):
-        return _stand_in
+        return _agent_stand_in if expression.is_agent else _stand_in
     if isinstance(expression, Call):
         kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
         return expression.target(*map(value_of, expression.args), **kwargs)
@@ -77,7 +83,7 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Call:
 def without_functions(value: Any) -> Any:
     """An expression with None in place of each `Function`, and of what needs one."""
     if isinstance(value, Function):
-        return None
+        return value if value.is_agent else None
     if isinstance(value, Call):
         kwargs = {name: without_functions(item) for name, item in value.kwargs.items()}
         return Call(value.name, tuple(map(without_functions, value.args)), kwargs)

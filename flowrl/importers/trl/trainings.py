@@ -13,6 +13,7 @@ from flowrl.errors import ImporterError
 from flowrl.importers.plan import Imported, call
 from flowrl.importers.settings import Setting, Settings, Table
 from flowrl.importers.trl import graph
+from flowrl.importers.trl.agent import Agent
 from flowrl.importers.trl.commands import PARTS, of_arguments
 from flowrl.importers.trl.data import Prompts
 from flowrl.importers.trl.functions import Copies
@@ -145,8 +146,14 @@ def _of_responses(
         plan = graph.grpo(settings, steps)
     else:
         plan, functions, imports = graph.rloo(settings, steps)
+    agent = Agent(settings, script, rewards) if script is not None and Agent.is_of(script) else None
     prompts = Prompts(settings, None if script is None else _data(script, "train_dataset"), rewards.columns, copies)
-    rewards.add_to(plan, prompts.conversational)
+    if agent is None:
+        rewards.add_to(plan, prompts.conversational)
+    else:
+        agent.add_to(plan)
+        functions.append(agent.source())
+        imports["flowrl.episodes.trl"] = {"play_as_trl"}
     if part == "grpo":
         graph.scale_advantages(settings, plan)
         graph.add_correction(settings, plan)
