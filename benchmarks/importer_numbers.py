@@ -1,6 +1,6 @@
-"""Record TRL's own advantages and gradients for the configurations of `tests/importers/trl_cases.py`.
+"""Record TRL's own advantages and gradients for the configurations of `tests/importers/trl/cases.py`.
 
-    PYTHONPATH=FOLDER python benchmarks/importer_numbers.py   # writes tests/importers/trl_numbers.json
+    PYTHONPATH=FOLDER python benchmarks/importer_numbers.py   # writes tests/importers/trl/numbers.json
 
 FOLDER has TRL with accelerate and datasets, installed by ``pip install --no-deps --target``; ``make race`` sets up such an
 environment, too. TRL's trainers score rows and compute their loss; only the engine, the model and the reward functions are
@@ -20,7 +20,7 @@ import torch
 from peer_numbers import ROOT, recorded_inputs
 from torch import Tensor
 
-from tests.importers.trl_cases import CASES, command, inputs, scores
+from tests.importers.trl.cases import CASES, command, inputs, scores
 
 END, PAD, TOKEN = 1, 0, 2
 
@@ -133,7 +133,7 @@ def numbers(name: str, x: dict[str, Tensor]) -> dict[str, Tensor]:
 def main() -> None:
     x = recorded_inputs()
     found = {name: {key: one.tolist() for key, one in numbers(name, x).items()} for name in CASES}
-    file = ROOT / "tests" / "importers" / "trl_numbers.json"
+    file = ROOT / "tests" / "importers" / "trl" / "numbers.json"
     text = json.dumps({"version": f"trl {version('trl')}", "numbers": found})
     file.write_text(text.replace("}, ", "},\n") + "\n", encoding="utf-8")
     print(f"{len(found)} configurations: {file.relative_to(ROOT)}")

@@ -108,4 +108,4 @@ class Agent:
         )
         plan.replace["generate"] = interact
         plan.drop.append("reward")
-        plan.settings = {key: value for key, value in plan.settings.items() if key not in ("temperature",)}
+        plan.settings = {key: value for key, value in plan.settings.items() if key not in ("max_new_tokens", "temperature")}

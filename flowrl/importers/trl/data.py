@@ -25,24 +25,27 @@ class Prompts:
     Args:
         settings: the configuration.
         data: the data set of a script; None for that of the flags.
-        columns: what the reward functions read.
+        columns: what the reward functions read; None for data without rewards, whose rows remain as they are.
         copies: functions of the script.
     """
 
-    def __init__(self, settings: Settings, data: Data | None, columns: Sequence[str], copies: Copies | None) -> None:
-        self._settings, self._columns, self._copies = settings, columns, copies
+    def __init__(
+        self, settings: Settings, data: Data | None, columns: Sequence[str] | None, copies: Copies | None
+    ) -> None:
+        self._settings, self._columns, self._copies = settings, list(columns or ()), copies
+        self._scored = columns is not None
         self._data = Data(settings.name("dataset_name"), settings.get("dataset_config")) if data is None else data
         self._reader = "" if self._copies is None else self._row(self._data)
 
     def of(self, data: Data) -> Prompts:
         """Other data, for which the function of these prompts makes rows."""
-        other = Prompts(self._settings, self._data, self._columns, None)
+        other = Prompts(self._settings, self._data, self._columns if self._scored else None, None)
         other._data, other._reader = data, self._reader
         return other
 
-    def split(self, default: str) -> str | None:
-        """The split of the data."""
-        return self._data.split if isinstance(self._data.split, str) else default
+    def split(self, default: str) -> str:
+        """The split of the data, or the part of it that is selected."""
+        return f"{self._data.split if isinstance(self._data.split, str) else default}{self._share()}"
 
     @property
     def conversational(self) -> bool:
@@ -62,17 +65,21 @@ class Prompts:
             key.partition(".")[2]: settings.get(key) for key in settings.given if key.startswith("chat_template_kwargs.")
         }
         name = str(data.name) if isinstance(data.name, str) else ""
-        first = f"{split}{self._share()}" if split and self._share() else split
         truth = truth_of(self._columns)
         columns = {} if self._columns == ["solution"] else {"ground_truth": truth if self._columns else None}
         return call(
             "PromptData",
             name,
-            **({} if is_file(name) else {"split": first, "name": data.config}),
+            **({} if is_file(name) else {"split": split, "name": data.config}),
             shuffle=bool(settings.get("shuffle_dataset")),
             **({"chat_template_kwargs": dict(template)} if template else {}),
-            **({"map": Function(Name("row"))} if self._reader else {"columns": columns} if columns else {}),
+            **(self.map or ({"columns": columns} if columns else {})),
         )
+
+    @property
+    def map(self) -> dict[str, Any]:
+        """The function that maps rows, as an argument of a source."""
+        return {"map": Function(Name("row"))} if self._reader else {}
 
     def _share(self) -> str:
         """The part of a split that ``select(range(n))`` or ``take(n)`` leaves."""
@@ -89,16 +96,22 @@ class Prompts:
         body = [f"    {line}" for line in self._steps(data)]
         if not body and len(self._columns) < 2:
             return ""
-        assert self._copies is not None
+        return self._add_row(body, self._made() if self._scored else "example")
+
+    def _made(self) -> str:
+        """The row of flowrl: its prompt, and what the rewards read."""
         truth = truth_of(self._columns)
         rest = [name for name in self._columns if name != truth]
         parts = {"prompt": 'example["prompt"]', "ground_truth": f"example[{written(truth)}]" if self._columns else "None"}
         if rest:
             inner = ", ".join(f"{written(name)}: example[{written(name)}]" for name in rest)
             parts["extra_info"] = f"{{{inner}}}"
-        made = ", ".join(f'"{name}": {value}' for name, value in parts.items())
+        return f"{{{', '.join(f'{written(name)}: {value}' for name, value in parts.items())}}}"
+
+    def _add_row(self, body: Sequence[str], made: str) -> str:
+        assert self._copies is not None
         head = ["def row(example):", f'    """A row of flowrl, as {self._copies.script.path.name} makes it."""']
-        source = "\n".join([*head, *body, f"    return {{{made}}}"])
+        source = "\n".join([*head, *body, f"    return {made}"])
         self._copies.sources["row"] = source
         return source
 

@@ -20,18 +20,27 @@ _MEANS = {
 """By ``loss_type``, the aggregation."""
 _CLIPPED = frozenset({"bnpo", "dapo", "dr_grpo", "grpo", "luspo"})
 
-_OF_RESPONSES = '''class ResponseClip(Loss):
-    """PPO's clipped surrogate of the ratio of whole responses, the product of those of their tokens, as TRL's RLOO."""
+LOSS_IMPORTS: dict[str, set[str]] = {
+    "flowrl": {"Loss"},
+    "flowrl.columns": {"Advantages", "LogProbs", "OldLogProbs", "ResponseMask"},
+    "torch": {"Tensor"},
+}
+"""What the source of a loss needs, by module."""
+
+_OWN = '''class {name}(Loss):
+    """{summary}"""
 
     unit = "row"
 
     def __call__(
         self, log_probs: LogProbs, old_log_probs: OldLogProbs, advantages: Advantages, response_mask: ResponseMask
     ) -> Tensor:
-        ratio = (log_probs - old_log_probs).sum(-1).exp()
-        advantage = advantages.sum(-1) / response_mask.sum(-1).clamp(min=1)
-        return -(ratio * advantage).minimum(ratio.clamp({low}, {high}) * advantage)
+        tokens = response_mask.sum(-1).clamp(min=1)
+        ratio = {ratio}.exp()
+        advantage = advantages.sum(-1) / tokens
+        return -(ratio * advantage).minimum(ratio.clamp({low}, {high}) * advantage){scale}
 '''
+_SUM = "(log_probs - old_log_probs).sum(-1)"
 
 
 class OptimizerSteps:
@@ -244,11 +253,10 @@ def add_correction(settings: Settings, plan: GraphPlan) -> None:
     plan.insert["correction"] = call("After", after, call("RolloutCorrection", level, way, **bounds))
 
 
-def rloo(settings: Settings, steps: OptimizerSteps) -> tuple[GraphPlan, list[str], dict[str, set[str]]]:
-    """RLOO, with the source of its loss and its imports if a generation has several optimizer steps."""
+def rloo(settings: Settings, steps: OptimizerSteps) -> GraphPlan:
+    """RLOO."""
     get = settings.get
-    beta, low = float(get("beta")), float(get("epsilon"))
-    high = low if get("epsilon_high") is None else float(get("epsilon_high"))
+    beta = float(get("beta"))
     plan = GraphPlan("rloo", {**_sampling(settings, steps), "kl_coef": beta})
     _add_sampling(settings, plan)
     if not beta:
@@ -260,12 +268,30 @@ def rloo(settings: Settings, steps: OptimizerSteps) -> tuple[GraphPlan, list[str
         for key in ("epsilon", "epsilon_high"):
             if key in settings:
                 settings.differ(key, "without effect, because a generation has one optimizer step")
-        return plan, [], {}
+    return plan
+
+
+def own_loss(settings: Settings, plan: GraphPlan, steps: OptimizerSteps) -> str | None:
+    """The source of a loss that flowrl does not have: those of whole responses, of RLOO in several steps and LUSPO."""
+    get = settings.get
+    low, high = float(get("epsilon")), get("epsilon_high")
+    bounds = {"low": 1 - low, "high": 1 + (low if high is None else float(high))}
+    if plan.algorithm == "rloo":
+        if steps.updates == 1:  # every ratio is 1
+            return None
+        name, ratio, scale = "ResponseClip", _SUM, ""
+        summary = "TRL's RLOO: the clipped surrogate of the ratio of a whole response."
+    elif (get("loss_type"), get("importance_sampling_level")) == ("luspo", "sequence"):
+        name, ratio, scale = "LUSPO", f"({_SUM} / tokens)", " * tokens"
+        summary = "TRL's luspo: the clipped ratio of a response, as in GSPO, times its tokens."
+        if float(get("beta")):
+            settings.refuse("beta", "flowrl averages KL as the loss, TRL's luspo sums it over tokens")
+        plan.wanted.pop("update_actor.loss")
+    else:
+        return None
     plan.wanted["update_actor.aggregation"] = "seq-mean-token-mean"
-    plan.own["update_actor.loss"] = Name("ResponseClip()")
-    columns = {"Advantages", "LogProbs", "OldLogProbs", "ResponseMask"}
-    imports = {"flowrl": {"Loss"}, "flowrl.columns": columns, "torch": {"Tensor"}}
-    return plan, [_OF_RESPONSES.format(low=1 - low, high=1 + high)], imports
+    plan.own["update_actor.loss"] = Name(f"{name}()")
+    return _OWN.format(name=name, summary=summary, ratio=ratio, scale=scale, **bounds)
 
 
 def clip_reward(settings: Settings, plan: GraphPlan) -> None:

@@ -78,7 +78,7 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
         )
     processes = processes_of(settings, launcher)
     if part in ("dpo", "sft"):
-        found = supervised(part, settings, title, model, data, processes)
+        found = supervised(part, settings, title, model, data, processes, script)
     else:
         found = _of_responses(part, settings, title, model, script, processes)
     found.notes += [] if script is None else script.notes
@@ -142,10 +142,10 @@ def _of_responses(
     steps = graph.OptimizerSteps(settings, processes)
     functions: list[str] = []
     imports: dict[str, set[str]] = {}
-    if part == "grpo":
-        plan = graph.grpo(settings, steps)
-    else:
-        plan, functions, imports = graph.rloo(settings, steps)
+    plan = graph.grpo(settings, steps) if part == "grpo" else graph.rloo(settings, steps)
+    if (loss := graph.own_loss(settings, plan, steps)) is not None:
+        functions.append(loss)
+        imports |= graph.LOSS_IMPORTS
     agent = Agent(settings, script, rewards) if script is not None and Agent.is_of(script) else None
     prompts = Prompts(settings, None if script is None else _data(script, "train_dataset"), rewards.columns, copies)
     if agent is None:

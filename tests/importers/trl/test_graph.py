@@ -1,6 +1,6 @@
-"""Advantages and gradients of imported configurations are those of TRL 1.16.0; tests trl/graph.py and trl/rewards.py.
+"""Advantages and gradients of imported configurations are those of TRL 1.16.0; tests graph.py and rewards.py.
 
-`benchmarks/importer_numbers.py` recorded them in ``trl_numbers.json``, with TRL's own trainers.
+`benchmarks/importer_numbers.py` recorded them in ``numbers.json``, with TRL's own trainers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flowrl.importers.importing import Source, import_file
 from tests.importers.scripts import refused
-from tests.importers.trl_cases import CASES, command, inputs, numbers
+from tests.importers.trl.cases import CASES, command, inputs, numbers
 from tests.operators.test_peer_numbers import GIVEN
 
-TRL = json.loads((Path(__file__).parent / "trl_numbers.json").read_text(encoding="utf-8"))["numbers"]
+TRL = json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))["numbers"]
 
 
 @pytest.mark.parametrize("name", CASES)
