@@ -189,7 +189,7 @@ def written(value: Any, indent: int = 0) -> str:
     if isinstance(value, Call):
         return _laid_out(value.name, value.arguments(), indent)
     if isinstance(value, Mapping):
-        items = [_entry(written(k), v, indent) for k, v in value.items()]
+        items = [_entry(f"{written(k)}: ", v, indent + 4) for k, v in value.items()]
         return _wrapped("{", items, "}", indent)
     if isinstance(value, list | tuple):
         items = [written(item, indent) for item in value]
@@ -201,17 +201,17 @@ def written(value: Any, indent: int = 0) -> str:
     return repr(value)
 
 
-def _entry(key: str, value: Any, indent: int) -> str:
-    """An entry of a dict; a call is broken if the key leaves too little room."""
-    text = f"{key}: {written(value, indent)}"
+def _entry(head: str, value: Any, indent: int) -> str:
+    """An entry of a dict, or an argument; a call is broken if its line is too long."""
+    text = f"{head}{written(value, indent)}"
     inner = value.expression if isinstance(value, Function) else value
-    if "\n" in text or indent + 4 + len(text) < _WIDTH or not isinstance(inner, Call):
+    if "\n" in text or indent + len(text) < _WIDTH or not isinstance(inner, Call):
         return text
-    return f"{key}: {_laid_out(inner.name, inner.arguments(), indent + 4, broken=True)}"
+    return f"{head}{_laid_out(inner.name, inner.arguments(), indent, broken=True)}"
 
 
 def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> str:
-    items = [f"{key}={written(item, indent + 4)}" if key else written(item, indent + 4) for key, item in arguments]
+    items = [_entry(f"{key}=" if key else "", item, indent + 4) for key, item in arguments]
     return _wrapped(f"{name}(", items, ")", indent, broken)
 
 

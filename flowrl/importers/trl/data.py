@@ -64,6 +64,7 @@ class Prompts:
         template = settings.get("chat_template_kwargs") or {
             key.partition(".")[2]: settings.get(key) for key in settings.given if key.startswith("chat_template_kwargs.")
         }
+        settings.get("dataset_config")
         name = str(data.name) if isinstance(data.name, str) else ""
         truth = truth_of(self._columns)
         columns = {} if self._columns == ["solution"] else {"ground_truth": truth if self._columns else None}
