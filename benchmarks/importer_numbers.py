@@ -2,9 +2,9 @@
 
     PYTHONPATH=FOLDER python benchmarks/importer_numbers.py   # writes tests/importers/trl/numbers.json
 
-FOLDER has TRL with accelerate and datasets, installed by ``pip install --no-deps --target``; ``make race`` sets up such an
-environment, too. TRL's trainers score rows and compute their loss; only the engine, the model and the reward functions are
-replaced by numbers.
+FOLDER has TRL with accelerate and datasets, installed by ``pip install --no-deps --target``; ``make race`` sets up
+such an environment, too. TRL's trainers score rows and compute their loss; only the engine, the model and the reward
+functions are replaced by numbers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from flowrl.data.text.transcript import Message
@@ -44,16 +45,16 @@ async def play_as_trl(
     """
     columns = {**row.extra_info, ground_truth: row.ground_truth}
     messages = [dict(message) for message in row.messages]
-    world = None if environment is None else (load_object(environment) if isinstance(environment, str) else environment)()
+    world = (
+        None if environment is None else (load_object(environment) if isinstance(environment, str) else environment)()
+    )
     if world is not None and (text := world.reset(prompt=messages, **columns)) is not None:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
     functions = [resolve(tool) if isinstance(tool, str) else tool for tool in tools]
     toolbox = Toolbox([*map(_as_trl, [*functions, *_methods(world)])], parser)
     chat.use_tools(toolbox)
-    try:
+    with suppress(EpisodeOver):  # the answers so far count
         await chat.answer_by_tools(messages)
-    except EpisodeOver:  # the answers so far count
-        pass
     completion = [_with_calls(message, toolbox) for message in chat.messages[len(messages) :]]
     given = {name: [value] for name, value in columns.items()}
     more = {} if world is None else {"environments": [world]}
@@ -62,8 +63,8 @@ async def play_as_trl(
         values = resolve(name)(prompts=[messages], completions=[completion], **given, **more, log_metric=_ignored)
         values = await values if inspect.isawaitable(values) else values
         total += weight * float(values[0] or 0.0)
-    if hasattr(world, "get_reward"):
-        found = world.get_reward()
+    if (own := getattr(world, "get_reward", None)) is not None:
+        found = own()
         total += float((await found if inspect.isawaitable(found) else found) or 0.0)
     return total
 

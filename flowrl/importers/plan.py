@@ -58,7 +58,7 @@ class GraphPlan:
         return call(self.algorithm, *[reward] * self.has_reward, **self.settings)
 
     def edit(self, own: bool = True) -> dict[str, Any]:
-        """The arguments of the edit; what the algorithm has already is left out, and without `own` what the file defines."""
+        """The arguments of the edit; what the algorithm has is left out, and without `own` what the file defines."""
         graph: Graph = value_of(self.head(None))
         drop = [name for name in self.drop if name in graph.nodes]
         changed: dict[str, Any] = {}

@@ -128,6 +128,11 @@ class Settings:
             return self._resolved(self.table.defaults.get(key, default))
         return self._resolved(setting.value)
 
+    def entries(self, key: str) -> dict[str, Any]:
+        """The entries of a key whose value is a dict, which may have keys of their own: ``key.name``."""
+        given = [name for name in self.given if name.startswith(f"{key}.")]
+        return {name.removeprefix(f"{key}."): self.get(name) for name in given} or self.get(key) or {}
+
     def name(self, key: str) -> str | None:
         """A name or path, in which unknown parts are left out."""
         self.read.add(key)

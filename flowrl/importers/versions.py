@@ -47,10 +47,11 @@ def _text(file: Path) -> str:
 
 def _requirements(framework: str, line: str) -> Iterator[tuple[str, str]]:
     """The versions that a line asks for: ``trl[vllm]>=1.0,<2``, or in a comment ``# trl 1.12.0``."""
-    for match in re.finditer(rf"(?<![\w./-]){framework}(?:\[[\w,\s-]*\])?((?:\s*,?\s*[=~<>!]=?=?\s*{_NUMBER})+)", line, re.I):
+    name = rf"(?<![\w./-]){framework}"
+    for match in re.finditer(rf"{name}(?:\[[\w,\s-]*\])?((?:\s*,?\s*[=~<>!]=?=?\s*{_NUMBER})+)", line, re.I):
         yield from re.findall(rf"([=~<>!]=?=?)\s*{_NUMBER}", match[1])
-    if match := re.search(rf"#.*(?<![\w./-]){framework} (?:version )?v?(\d+\.\d+(?:\.\d+)*)\b", line, re.I):
-        yield "", match[1]
+    if said := re.search(rf"#.*{name} (?:version )?v?(\d+\.\d+(?:\.\d+)*)\b", line, re.I):
+        yield "", said[1]
 
 
 def _allows(sign: str, version: str, pinned: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -145,7 +146,7 @@ class Program:
 def _gaps(parts: list[str]) -> list[str]:
     """The blank lines after each part: two around definitions, else one."""
     defines = [part.startswith(("def ", "async def ", "class ", "@")) for part in parts]
-    around = [one or other for one, other in zip(defines, defines[1:], strict=False)]
+    around = [one or other for one, other in itertools.pairwise(defines)]
     return [*("\n\n" if two else "\n" for two in around), ""]
 
 

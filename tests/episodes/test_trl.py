@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from flowrl.episodes.chat import Chat
 from flowrl.episodes.environment import Row
 from flowrl.episodes.tools import Toolbox
@@ -87,9 +85,7 @@ def test_an_environment_has_its_text_tools_and_reward(tmp_path: Path) -> None:
 
 
 def test_an_episode_without_turns_left_is_scored(tmp_path: Path) -> None:
-    one, _ = _play(
-        tmp_path, [_call("double", number=1)] * 9, {}, turns=3, tools=[f"{tmp_path}/script.py:double"]
-    )
+    one, _ = _play(tmp_path, [_call("double", number=1)] * 9, {}, turns=3, tools=[f"{tmp_path}/script.py:double"])
     assert sum(one.chat.rewards) == 6.0
 
 

@@ -58,7 +58,7 @@ class Agent:
         if isinstance(function, Local):
             if (found := reference(self._script, function)) is not None:
                 return found
-            why = "define it at the top level, and make the trainer below `if __name__ == \"__main__\":`"
+            why = 'define it at the top level, and make the trainer below `if __name__ == "__main__":`'
         elif getattr(function, "statement", ""):
             module, _, name = str(function).rpartition(".")
             return f"{module}:{name}"
@@ -86,16 +86,17 @@ class Agent:
         if any(not isinstance(one, str) for one in self._rewards.terms.values()) or self._rewards.penalties:
             settings.refuse("reward_funcs", "with tools, only functions at the top level of a module are read")
         if self._rewards.model or get("mask_truncated_completions") or get("scale_rewards") == "batch":
-            settings.refuse("tools", "reward models, masked completions and scales of the batch are of single responses")
+            settings.refuse("tools", "reward models, masked completions and scales of the batch need single responses")
         if plan.algorithm != "grpo":
             settings.refuse("multi_objective_aggregation", "an agent returns the sum of its rewards")
         most, longest = plan.settings["max_new_tokens"], get("vllm_max_model_length")
         context = int(longest or max(4096, 2 * most))
         settings.differ(
-            "max_completion_length", f"the limit of each response; an episode has up to {context} tokens, prompt included"
+            "max_completion_length",
+            f"the limit of a response; an episode has up to {context} tokens with its prompt",
         )
         turns = get("max_tool_calling_iterations")
-        template = {key.partition(".")[2]: get(key) for key in settings.given if key.startswith("chat_template_kwargs.")}
+        template = settings.entries("chat_template_kwargs")
         interact = call(
             "Interact",
             Function(Name("agent"), is_agent=True),
@@ -108,4 +109,4 @@ class Agent:
         )
         plan.replace["generate"] = interact
         plan.drop.append("reward")
-        plan.settings = {key: value for key, value in plan.settings.items() if key not in ("max_new_tokens", "temperature")}
+        plan.settings.pop("max_new_tokens"), plan.settings.pop("temperature")

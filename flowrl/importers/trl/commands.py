@@ -56,7 +56,7 @@ def _underscored(text: str) -> str:
 
 
 def of_file(path: Path) -> tuple[str, dict[str, Setting]]:
-    """The settings of a YAML file, and the trainer whose table has most of their keys; the first of these among equals."""
+    """The settings of a YAML file, and the trainer whose table has most of their keys; among equals, the first."""
     settings = _of_yaml(path)
     keys = {key.partition(".")[0] for key in settings}
     known = {part: len(keys & Table.of("trl", part).defaults.keys()) for part in ("sft", "dpo", "grpo", "rloo")}
@@ -66,4 +66,3 @@ def of_file(path: Path) -> tuple[str, dict[str, Setting]]:
 def _of_yaml(path: Path) -> dict[str, Setting]:
     """The settings of a file, without the environment variables that it sets."""
     return {one.key: one for one in hydra.of_file(path) if not one.key.startswith("env.")}
-

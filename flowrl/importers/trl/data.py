@@ -61,9 +61,7 @@ class Prompts:
     def source(self, split: str | None) -> Call:
         """The prompts of a split."""
         settings, data = self._settings, self._data
-        template = settings.get("chat_template_kwargs") or {
-            key.partition(".")[2]: settings.get(key) for key in settings.given if key.startswith("chat_template_kwargs.")
-        }
+        template = settings.entries("chat_template_kwargs")
         settings.get("dataset_config")
         name = str(data.name) if isinstance(data.name, str) else ""
         truth = truth_of(self._columns)
@@ -101,13 +99,14 @@ class Prompts:
 
     def _made(self) -> str:
         """The row of flowrl: its prompt, and what the rewards read."""
+
+        def column(name: str) -> Name:
+            return Name(f"example[{written(name)}]")
+
         truth = truth_of(self._columns)
-        rest = [name for name in self._columns if name != truth]
-        parts = {"prompt": 'example["prompt"]', "ground_truth": f"example[{written(truth)}]" if self._columns else "None"}
-        if rest:
-            inner = ", ".join(f"{written(name)}: example[{written(name)}]" for name in rest)
-            parts["extra_info"] = f"{{{inner}}}"
-        return f"{{{', '.join(f'{written(name)}: {value}' for name, value in parts.items())}}}"
+        rest = {name: column(name) for name in self._columns if name != truth}
+        made = {"prompt": column("prompt"), "ground_truth": column(truth) if self._columns else None}
+        return written({**made, **({"extra_info": rest} if rest else {})}, 4)
 
     def _add_row(self, body: Sequence[str], made: str) -> str:
         assert self._copies is not None

@@ -1,4 +1,4 @@
-"""Functions of a script: by reference where an import of the script starts no training, else copied with what they read.
+"""Functions of a script: by reference if an import of the script starts no training, else copied with what they read.
 
 A copy is a definition alone: its imports are inside it, so that loading the written file runs nothing of the script.
 """
@@ -80,7 +80,9 @@ class Copies:
         """A constant, as the script writes it if it is a literal there."""
         same = node is not None and _is_literal(node)
         text = _segment(self.script.text, node) if same and node is not None else ""
-        return f"(\n{textwrap.indent(text, '    ')}\n)" if "\n" in text and text[:1] in "\"'" else text or written(value)
+        return (
+            f"(\n{textwrap.indent(text, '    ')}\n)" if "\n" in text and text[:1] in "\"'" else text or written(value)
+        )
 
     def _source(self, node: ast.FunctionDef | ast.AsyncFunctionDef, imports: list[str]) -> str:
         """The definition without annotations that are more than builtins, and with its imports at its start."""

@@ -109,4 +109,3 @@ def _short(key: str, value: Any, line: int) -> Setting:
     if isinstance(value, Made):
         return Setting(key, value.kind, line)
     return Setting(key, getattr(value, "name", None) or type(value).__name__, line)
-

@@ -18,7 +18,7 @@ _MEANS = {
     "sapo": "seq-mean-token-mean",
 }
 """By ``loss_type``, the aggregation."""
-_CLIPPED = frozenset({"bnpo", "dapo", "dr_grpo", "grpo", "luspo"})
+_OF_STEP = "a mean over the tokens of an optimizer step"
 
 LOSS_IMPORTS: dict[str, set[str]] = {
     "flowrl": {"Loss"},
@@ -95,10 +95,8 @@ def _add_sampling(settings: Settings, plan: GraphPlan) -> None:
     """Further parameters of the engine."""
     get = settings.get
     plan.wanted |= {"generate.top_p": float(get("top_p")), "generate.top_k": max(0, int(get("top_k") or 0))}
-    given = get("generation_kwargs") or {
-        key.partition(".")[2]: get(key) for key in settings.given if key.startswith("generation_kwargs.")
-    }
-    for name, value in given.items() if isinstance(given, dict) else ():
+    given = settings.entries("generation_kwargs")
+    for name, value in given.items():
         if name in ("stop", "stop_token_ids"):
             plan.wanted[f"generate.{name}"] = tuple(value) if isinstance(value, list | tuple) else (value,)
         elif name in ("ignore_eos", "temperature", "top_k", "top_p"):
@@ -177,9 +175,13 @@ def _loss(settings: Settings, kind: str, level: str) -> Any:
 def _say_means(settings: Settings, kind: str, steps: OptimizerSteps) -> None:
     """Where TRL averages other rows than those of an optimizer step."""
     if kind == "bnpo" and steps.accumulates:
-        settings.differ("loss_type", "a mean over the tokens of an optimizer step; TRL's is the mean of those of its passes")
+        settings.differ(
+            "loss_type", "a mean over the tokens of an optimizer step; TRL's is the mean of those of its passes"
+        )
     if kind in ("dapo", "cispo") and steps.mini_batch is not None:
-        settings.differ("loss_type", "a mean over the tokens of an optimizer step; TRL divides by the mean of all steps")
+        settings.differ(
+            "loss_type", "a mean over the tokens of an optimizer step; TRL divides by the mean of all steps"
+        )
 
 
 def _add_kl(settings: Settings, plan: GraphPlan, level: str) -> None:
@@ -202,7 +204,7 @@ def _add_entropy(settings: Settings, plan: GraphPlan, kind: str, steps: Optimize
     if _MEANS.get(kind) != "token-mean":
         settings.refuse("entropy_coef", f"flowrl averages the entropy as the loss, TRL's {kind} over tokens")
     elif steps.accumulates:
-        settings.differ("entropy_coef", "a mean over the tokens of an optimizer step; TRL's is the mean of those of its passes")
+        settings.differ("entropy_coef", f"{_OF_STEP}; TRL's is the mean of those of its passes")
     if coef < 0:
         settings.refuse("entropy_coef", "flowrl has a bonus only")
 

@@ -92,12 +92,9 @@ def schedule(settings: Settings) -> Any:
     steps = max(0, int(get("max_steps") or 0))
     kind = str(get("lr_scheduler_type")).rpartition(".")[2].lower()
     warmup = _warmup(settings, steps, kind)
-    more = {
-        key.partition(".")[2]: get(key) for key in settings.given if key.startswith("lr_scheduler_kwargs.")
-    } or get("lr_scheduler_kwargs")
     if kind in ("constant", "constant_with_warmup"):
         return call("Constant", 1.0, warmup=warmup)
-    floor = _floor(settings, kind, more or {})
+    floor = _floor(settings, kind, settings.entries("lr_scheduler_kwargs"))
     if floor is None:
         settings.refuse(
             "lr_scheduler_type", "flowrl has `Constant`, `Linear`, `Cosine` and `WSD`; write a `Schedule` for another"
@@ -151,9 +148,7 @@ def lora_of(settings: Settings) -> Any:
         settings.differ("lora_target_modules", "without the commas, which PEFT would take as parts of the names")
     names = [name.rstrip(",") for name in names]
     whole = len(names) == 1 and names[0] == "all-linear"
-    return call(
-        "LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=names[0] if whole else tuple(names)
-    )
+    return call("LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=names[0] if whole else tuple(names))
 
 
 def training(settings: Settings, prompts: int, updates: int = 1) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Rewards:
             self._weigh(plan, scored)
         for number, penalty in enumerate(self.penalties):
             if plan.algorithm == "gdpo":
-                self.settings.refuse("reward_funcs", f"with normalize_then_sum, {_OVERLONG} needs a function of its own")
+                self.settings.refuse("reward_funcs", f"normalize_then_sum needs a function for {_OVERLONG}")
             name = "overlong_penalty" + (f"_{number + 1}" if number else "")
             plan.insert[name] = call("After", "reward", penalty)
 

@@ -106,7 +106,11 @@ class Script:
     def _import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
-            one = ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], node.level)
+            one = (
+                ast.Import([alias])
+                if isinstance(node, ast.Import)
+                else ast.ImportFrom(node.module, [alias], node.level)
+            )
             name = alias.asname or alias.name.partition(".")[0]
             full = f"{module}{alias.name}" if alias.asname or module else name
             scope.values[name] = Named(full, ast.unparse(ast.fix_missing_locations(one)))
@@ -133,7 +137,7 @@ class Script:
             case ast.Tuple() | ast.List():
                 count = len(target.elts)
                 if isinstance(value, Flags):
-                    values = [value] * count
+                    values: list[Any] = [value] * count
                 else:
                     fits = isinstance(value, list | tuple) and len(value) == count
                     values = list(value) if fits else [unknown(node, "is not read")] * count
@@ -155,7 +159,9 @@ class Script:
         match node:
             case ast.Name():
                 found = scope.get(node.id)
-                return unknown(node, "is not set") if isinstance(found, Unknown) and "is not set" in found.why else found
+                return (
+                    unknown(node, "is not set") if isinstance(found, Unknown) and "is not set" in found.why else found
+                )
             case ast.Lambda():
                 return Local(node, scope)
             case ast.Attribute():

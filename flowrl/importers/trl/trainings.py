@@ -101,8 +101,8 @@ def _script(path: Path, given: Mapping[str, Setting]) -> tuple[str, Script]:
     if part is None or script is None or not script.trainers:
         found = ", ".join(f"{name} (line {line})" for name, line in trainers.items()) or "no trainer"
         raise ImporterError(
-            f"{path} calls {found}; flowrl reads a call of GRPOTrainer, RLOOTrainer, SFTTrainer or DPOTrainer. Pass the "
-            f"command line or the YAML of a supported trainer.",
+            f"{path} calls {found}; flowrl reads GRPOTrainer, RLOOTrainer, SFTTrainer and DPOTrainer. Pass the "
+            f"command line or the YAML of one of them.",
             code="import.no-training",
             file=path,
         )
@@ -208,7 +208,6 @@ def _validation(
 
 def _bindings(settings: Settings, plan: Any, model: str, processes: int) -> dict[str, Any]:
     """Backends by role, and the place."""
-    get = settings.get
     ranks = {"ranks": processes} if processes > 1 else {}
     actor = trainer(settings, model, processes)
     lora = {"lora": actor.kwargs["lora"]} if "lora" in actor.kwargs else {}
@@ -227,7 +226,7 @@ def _engine(settings: Settings, model: str, processes: int, lora: Mapping[str, A
     """vLLM, or the model itself."""
     get = settings.get
     if not get("use_vllm"):
-        return call("TorchRollout", *([model] if processes > 1 else []), **({"ranks": processes} if processes > 1 else {}))
+        return call("TorchRollout", model, ranks=processes) if processes > 1 else call("TorchRollout")
     if get("vllm_mode") == "server":
         settings.differ("vllm_mode", "flowrl starts the engine, on the GPUs of the training")
     tensor = max(1, min(int(get("vllm_tensor_parallel_size") or 1), processes))

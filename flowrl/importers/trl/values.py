@@ -104,10 +104,6 @@ class Scope:
             return self.nodes.get(name)
         return self.outer.node(name)
 
-    def is_global(self, name: str) -> bool:
-        """Whether a name is set at the top level of the script."""
-        return name in self.values and self.outer is None or (self.outer is not None and self.outer.is_global(name))
-
 
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -1,4 +1,4 @@
-"""Command lines, scripts and YAML files of SFT and DPO; tests trainings.py, supervised.py, models.py and commands.py."""
+"""Command lines, scripts and YAML of SFT and DPO; tests trainings.py, supervised.py, models.py and commands.py."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_processes_of_the_launcher(tmp_path: Path) -> None:
 
 
 def test_an_adapter_has_the_layers_of_peft(tmp_path: Path) -> None:
-    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --use_peft --lora_target_modules \"q_proj\", \"v_proj\"\n")
+    found, _ = imported(tmp_path, "trl", f'trl dpo {FLAGS} --use_peft --lora_target_modules "q_proj", "v_proj"\n')
     assert value_of(found.bind["actor"]).lora == LoRA(16, 32.0, ("q_proj", "v_proj"))
     differing = [remark.key for remark in found.settings.report(()).differing]
     assert "lora_dropout" in differing  # 0.05 by default
