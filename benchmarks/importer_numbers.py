@@ -34,6 +34,19 @@ class Model:
         self.log_probs = log_probs
 
 
+def _accelerator() -> SimpleNamespace:
+    """One process."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=1,
+        process_index=0,
+        gather=lambda t: t,
+        gather_for_metrics=lambda t: t,
+        reduce=lambda t, reduction: t,
+        sync_gradients=False,
+    )
+
+
 def trainer_of(part: str, flags: list[str], x: dict[str, Tensor]) -> Any:
     """A trainer of TRL with these flags, whose engine, models and reward functions are the numbers of `x`."""
     import trl
@@ -66,10 +79,7 @@ def trainer_of(part: str, flags: list[str], x: dict[str, Tensor]) -> Any:
             self.reward_weights = torch.tensor(weights, dtype=torch.float32)
             self.reward_funcs = self.reward_func_names = functions
             self.model, self.ref_model = Model(x["old_log_probs"]), Model(x["ref_log_prob"])
-            self.accelerator = SimpleNamespace(
-                device=torch.device("cpu"), num_processes=1, process_index=0, gather=lambda t: t,
-                gather_for_metrics=lambda t: t, reduce=lambda t, reduction: t, sync_gradients=False,
-            )  # fmt: skip
+            self.accelerator = _accelerator()
             self.environment_factories, self.environments, self.tools = None, None, []
             self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [END]
             self._metrics: Any = defaultdict(lambda: defaultdict(list))

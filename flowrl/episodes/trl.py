@@ -45,9 +45,8 @@ async def play_as_trl(
     """
     columns = {**row.extra_info, ground_truth: row.ground_truth}
     messages = [dict(message) for message in row.messages]
-    world = (
-        None if environment is None else (load_object(environment) if isinstance(environment, str) else environment)()
-    )
+    factory = load_object(environment) if isinstance(environment, str) else environment
+    world = None if factory is None else factory()
     if world is not None and (text := world.reset(prompt=messages, **columns)) is not None:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
     functions = [resolve(tool) if isinstance(tool, str) else tool for tool in tools]

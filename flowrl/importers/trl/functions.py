@@ -10,7 +10,6 @@ import builtins
 import functools
 import io
 import symtable
-import textwrap
 import tokenize
 from dataclasses import dataclass, field
 
@@ -77,12 +76,16 @@ class Copies:
         return list(dict.fromkeys(imports))
 
     def _constant(self, value: object, node: ast.expr | None) -> str:
-        """A constant, as the script writes it if it is a literal there."""
-        same = node is not None and _is_literal(node)
-        text = _segment(self.script.text, node) if same and node is not None else ""
-        return (
-            f"(\n{textwrap.indent(text, '    ')}\n)" if "\n" in text and text[:1] in "\"'" else text or written(value)
-        )
+        """A constant, as the script writes it if it is a literal there; parentheses join strings side by side."""
+        if node is None or not _is_literal(node):
+            return written(value)
+        first, *rest = _segment(self.script.text, node).splitlines()
+        inside = _inside_strings(self.script.text)
+        outside = [number not in inside for number, _ in enumerate(rest, start=node.lineno + 1)]
+        if not isinstance(value, str) or not any(outside):
+            return "\n".join([first, *rest])
+        lines = [f"    {line}" if own else line for line, own in zip(rest, outside, strict=True)]
+        return "\n".join(["(", f"    {first}", *lines, ")"])
 
     def _source(self, node: ast.FunctionDef | ast.AsyncFunctionDef, imports: list[str]) -> str:
         """The definition without annotations that are more than builtins, and with its imports at its start."""

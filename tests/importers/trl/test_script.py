@@ -265,6 +265,17 @@ def test_files_of_yaml_know_their_trainer(tmp_path: Path) -> None:
         assert found.graph.algorithm == algorithm and not refused(found)
 
 
+@pytest.mark.parametrize(
+    "constant",
+    ['"""one\n  two"""', '("one"\n    """two\n three""")', "'a' 'b'", '["x", 1.5]', '{"a": [None, True]}', "-3"],
+)
+def test_constants_are_copied_with_their_values(constant: str, tmp_path: Path) -> None:
+    text = RLOO_SCRIPT.replace('["yes", "indeed"]', constant)
+    found, _ = imported(tmp_path, "trl", text, "rloo.py")
+    assert not refused(found)
+    assert _loaded(found)["GOOD"] == ast.literal_eval(constant)
+
+
 @pytest.mark.parametrize("text", [GSPO_SCRIPT, RLOO_SCRIPT, AGENT_SCRIPT % "tools=[look]"])
 def test_written_files_are_python_within_120_columns(text: str, tmp_path: Path) -> None:
     found, _ = imported(tmp_path, "trl", text.replace("org/", ""), "run.py")
