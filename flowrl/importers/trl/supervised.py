@@ -40,7 +40,7 @@ def supervised(
     count = int(get("per_device_train_batch_size")) * int(get("gradient_accumulation_steps")) * processes
     found = training(settings, count)
     copies = None if script is None else Copies(script)
-    rows = Prompts(settings, None if script is None else script.trainers[-1].kwargs["train_dataset"], None, copies)
+    rows = Prompts(settings, None if script is None else script.trainers[-1].kwargs.get("train_dataset"), None, copies)
     found["data"] = _data(settings, source, data, rows)
     if str(get("eval_strategy")).rpartition(".")[2].lower() not in ("no", "none"):
         settings.differ("eval_strategy", "a loss on held-out rows is not a validation of flowrl: none is written")

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,30 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
     else:
         found = _of_responses(part, settings, title, model, script, processes)
     found.notes += [] if script is None else script.notes
+    _say_idle(settings)
     return found
+
+
+_IDLE: Mapping[str, Sequence[str]] = {
+    "eval_strategy": ("dataset_test_split", "eval_steps", "num_generations_eval"),
+    "sync_ref_model": ("ref_model_*",),
+    "use_adaptive_entropy": ("entropy_coef_*", "entropy_target"),
+    "use_peft": ("lora_*", "use_dora", "use_rslora"),
+    "use_vllm": ("vllm_*",),
+}
+"""By switch, the keys that have no effect while it is off."""
+
+
+def _say_idle(settings: Settings) -> None:
+    """List the keys that TRL does not read in this configuration."""
+    loss = str(settings.get("loss_type"))
+    for key in settings.given.keys() - settings.read:
+        for switch, names in _IDLE.items():
+            off = str(settings.get(switch)).rpartition(".")[2].lower() in ("no", "none", "false")
+            if off and any(fnmatchcase(key, name) for name in names):
+                settings.differ(key, f"without effect, because {switch} is off")
+        if key.startswith(("sapo_", "vespo_")) and not key.startswith(f"{loss}_"):
+            settings.differ(key, f"without effect, because loss_type is {loss}")
 
 
 def _script(path: Path, given: Mapping[str, Setting]) -> tuple[str, Script]:

@@ -250,6 +250,15 @@ def test_reward_functions_by_flags(tmp_path: Path) -> None:
     assert refused(none) == ["reward_funcs"]
 
 
+def test_keys_without_effect_are_taken_with_the_reason(tmp_path: Path) -> None:
+    idle = "--vllm_mode server --lora_r 4 --eval_steps 5 --sapo_temperature_neg 2 --ref_model_sync_steps 9"
+    flags = "--model_name_or_path m --dataset_name d.jsonl --max_steps 4 --reward_funcs a.b"
+    found, _ = imported(tmp_path, "trl", f"trl grpo {flags} {idle}\n")
+    assert not refused(found)
+    taken = {remark.key: remark.text for remark in found.settings.report(()).taken}
+    assert all(taken[flag].startswith("without effect") for flag in idle.replace("--", "").split()[::2])
+
+
 def test_a_copied_function_scores_as_in_the_script(tmp_path: Path) -> None:
     found, _ = imported(tmp_path, "trl", RLOO_SCRIPT, "rloo.py")
     score = from_trl(_loaded(found)["short"], ground_truth="answer", conversational=False)
