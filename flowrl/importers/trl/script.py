@@ -99,9 +99,8 @@ class Script:
             case ast.Return():
                 raise _Returned(None if node.value is None else self.value(node.value, scope))
             case ast.For() | ast.While() | ast.AugAssign():
-                for name in (one for one in ast.walk(node) if isinstance(one, ast.Name)):
-                    if isinstance(name.ctx, ast.Store):
-                        scope.values[name.id] = unknown(node, "was not run")
+                for name in _changed(node):
+                    scope.values[name] = unknown(node, "was not run")
 
     def _import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -230,6 +229,9 @@ class Script:
                 if method == "update":
                     return owner.update(args[0] if isinstance(args[0], dict) else {})
                 return owner.get(args[0], *args[1:2])
+            case list() if method in ("append", "extend") and len(args) == 1:
+                more = args if method == "append" else args[0]
+                return owner.extend(more) if isinstance(more, list | tuple) else unknown(node, "was not run")
             case Made() if method in _PARSES:
                 return self.flags
             case Made() if method == "add_argument":
@@ -277,6 +279,19 @@ class Script:
         finally:
             self.depth -= 1
         return None
+
+
+def _changed(node: ast.stmt) -> set[str]:
+    """The names that a statement may change: those that it sets, and whose items or methods it uses."""
+    found: set[str] = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        owner = one.func if isinstance(one, ast.Call) else one
+        changes = isinstance(one, ast.Call) or isinstance(getattr(one, "ctx", None), ast.Store)
+        if changes and isinstance(owner, ast.Attribute | ast.Subscript) and isinstance(owner.value, ast.Name):
+            found.add(owner.value.id)
+    return found
 
 
 def setting(key: str, value: Any, line: int) -> Setting:

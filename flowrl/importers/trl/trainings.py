@@ -32,8 +32,9 @@ def of_python(text: str, path: Path, title: str, arguments: Sequence[str]) -> Im
     Raises:
         ImporterError: it is not valid Python, or has no trainer that flowrl reads.
     """
-    words = [Word(word) for word in arguments or _documented(text)]
-    return imported("", of_arguments(words), title, {"script": str(path)})
+    given = of_arguments([Word(word) for word in arguments or _documented(text)])
+    own = path.stem in PARTS and "def make_parser(subparsers" in text  # a script of TRL itself, which its command runs
+    return imported(path.stem, given, title, {}) if own else imported("", given, title, {"script": str(path)})
 
 
 def _documented(text: str) -> list[str]:

@@ -198,6 +198,8 @@ def _computed(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
             return test if isinstance(test, Unknown) else value(node.body if test else node.orelse)
         case ast.Compare(ops=[op], comparators=[right]):
             one, other = value(node.left), value(right)
+            if isinstance(op, ast.Lt | ast.Gt | ast.LtE | ast.GtE) and not is_plain([one, other]):
+                return unknown(node, "was not run")
             return first_unknown([one, other]) or _COMPARE[type(op)](one, other)
         case ast.Starred():
             return value(node.value)

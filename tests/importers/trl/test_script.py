@@ -36,6 +36,9 @@ SYSTEM = (
     "Then answer."
 )
 shutil.rmtree("kept")
+MANY = []
+for name in ("a", "b"):
+    MANY.append(name)
 
 
 def exact(completions, solution, **kwargs):
@@ -203,6 +206,8 @@ def test_tools_and_environments(more: str, expected: str, tmp_path: Path) -> Non
         ("SYSTEM = (", "SYSTEM = open('x').read() or (", "train_dataset"),
         ("def exact(", "@cached\ndef exact(", ""),
         ("[think_format_reward, exact]", "[make(exact)]", "reward_funcs"),
+        ("    trainer = ", "    found = []\n    for one in [exact]:\n        found.append(one)\n    trainer = ", ""),
+        ("[think_format_reward, exact]", "MANY", "reward_funcs"),
         ("--max_steps 40", "--max_steps 40 --top_entropy_quantile 0.2", "top_entropy_quantile"),
         ("--beta 0.0", "--beta 0.1", "use_bias_correction_kl"),
         ("--loss_type grpo", "--loss_type vespo", "loss_type"),
@@ -220,9 +225,13 @@ def test_what_cannot_be_said_is_named(old: str, new: str, key: str, tmp_path: Pa
 
 
 def test_conditions_that_only_a_run_decides_are_notes(tmp_path: Path) -> None:
-    text = GSPO_SCRIPT.replace("    trainer.train()", "    if torch.cuda.is_available():\n        train = None\n")
+    script = GSPO_SCRIPT.replace("[think_format_reward, exact]", "few").replace(
+        "    trainer = ", "    few = []\n    few.append(exact)\n    trainer = "
+    )
+    text = script.replace("    trainer.train()", "    if torch.cuda.is_available():\n        train = None\n")
     (tmp_path / "gspo.py").write_text(text)
-    _, notes = import_file("trl", Source(tmp_path / "gspo.py"))
+    found, notes = import_file("trl", Source(tmp_path / "gspo.py"))
+    assert not refused(found) and "gspo.py:exact" in found.program().source()
     assert len(notes) == 1 and "torch.cuda.is_available()" in notes[0]
 
 
