@@ -34,6 +34,8 @@ _SHARED = (
     "scripts/utils.py:ScriptArguments",
     "scripts/utils.py:DatasetMixtureConfig",
 )
+_SCRIPTS = {"grpo": "scripts/grpo.py:GRPOScriptArguments", "rloo": "scripts/rloo.py:RLOOScriptArguments"}
+"""Further arguments of the scripts of some trainers."""
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -74,7 +76,10 @@ def trl(folder: Path) -> dict[str, dict[str, Any]]:
     }
     base = fields(root, "trainer/base_config.py:_BaseConfig")
     shared = {key: value for name in _SHARED for key, value in fields(root, name).items()}
-    return {part: {**inherited, **base, **shared, **fields(root, name)} for part, name in _TRL.items()}
+    more = {part: fields(root, name) for part, name in _SCRIPTS.items()}
+    return {
+        part: {**inherited, **base, **shared, **more.get(part, {}), **fields(root, name)} for part, name in _TRL.items()
+    }
 
 
 def fields(root: Path, name: str) -> dict[str, Any]:

@@ -149,6 +149,21 @@ class Chat:
         """The conversation so far."""
         return self._row.messages if self.transcript is None else self.transcript.messages
 
+    def use_tools(self, toolbox: Toolbox) -> None:
+        """Give the policy tools of this episode alone, such as methods of its own object; before the first answer.
+
+        Raises:
+            EpisodeError: the policy has answered, so the chat template has described other tools.
+        """
+        if self.transcript is not None:
+            raise EpisodeError(
+                "The agent set tools after the first answer, when the prompt had described others. Call "
+                "chat.use_tools(...) before chat.answer(...).",
+                code="tool.invalid",
+                tools=toolbox.names,
+            )
+        self._toolbox = toolbox
+
     async def answer(self, messages: Sequence[Message] | str | None = None) -> Answer:
         """The policy's next answer.
 

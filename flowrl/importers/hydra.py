@@ -37,6 +37,11 @@ def override(word: Word) -> Setting | None:
     return Setting(found[2], None if found[1] == "~" else parsed(found[3]), word.line, word.unknown)
 
 
+def overrides(words: Sequence[Word]) -> dict[str, Setting]:
+    """The settings of words such as ``actor.lr=1e-6``."""
+    return {found.key: found for word in words if (found := override(word)) is not None}
+
+
 def flags(words: Sequence[Word]) -> dict[str, Setting]:
     """The settings of flags such as ``--lr 1e-6``, ``--lr=1e-6`` and ``--fast``; several values are a list."""
     values: dict[str, list[Word]] = {}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ImporterError
-from flowrl.importers import shell
+from flowrl.importers import hydra, shell
 from flowrl.importers.plan import Imported
 from flowrl.importers.settings import Table
+from flowrl.importers.versions import warnings_of
+from flowrl.importers.words import Word
 
 FRAMEWORKS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
 _READERS = {".yaml": "of_file", ".yml": "of_file", ".py": "of_python"}
@@ -48,6 +50,13 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
     Raises:
         ImporterError: the file cannot be read, or starts no training of this framework.
     """
+    found, notes = _read(framework, source)
+    found.warnings = warnings_of(framework, source.text(), source.path, found.settings)
+    return found, [*notes, *found.notes]
+
+
+def _read(framework: str, source: Source) -> tuple[Imported, list[str]]:
+    """The training of a file, and notes of the shell."""
     module: Any = importlib.import_module(f"flowrl.importers.{framework}")
     version = Table.version_of(framework)
     title = f"From {source.path.name}, a configuration of {FRAMEWORKS[framework]} {version}."
@@ -61,12 +70,14 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
         )
     if reader == "of_file":
         part, settings = module.of_file(source.path)
+        of_arguments = getattr(module, "of_arguments", hydra.overrides)
+        settings |= of_arguments([Word(word) for word in source.arguments])
         return module.imported(part, settings, title, {}), []
     if reader == "of_python":
         return module.of_python(source.text(), source.path, title, source.arguments), []
     script = shell.read(source.text(), str(source.path), source.environment, source.arguments)
-    found = [one for one in map(module.from_words, script.commands) if one is not None]
-    if not found:
+    started = [one for one in map(module.from_words, script.commands) if one is not None]
+    if not started:
         raise ImporterError(
             f"{source.path} starts no training of {FRAMEWORKS[framework]}: {_commands(script)}. Pass a script that "
             f"starts {module.STARTS}.",
@@ -74,9 +85,9 @@ def import_file(framework: str, source: Source) -> tuple[Imported, list[str]]:
             file=source.path,
         )
     notes = [*script.notes]
-    if len(found) > 1:
-        notes.append(f"{len(found)} trainings are started; the last one is imported")
-    part, settings, launcher = found[-1]
+    if len(started) > 1:
+        notes.append(f"{len(started)} trainings are started; the last one is imported")
+    part, settings, launcher = started[-1]
     return module.imported(part, settings, title, launcher), notes
 
 

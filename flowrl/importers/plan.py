@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.importers.settings import Settings
-from flowrl.importers.writer import Call, Name, Program, call, is_public, value_of
+from flowrl.importers.writer import Call, Function, Name, Program, call, is_public, value_of, without_functions
 from flowrl.spec import Spec, parameters
 
 
@@ -43,13 +43,15 @@ class GraphPlan:
     wire: dict[str, str] = field(default_factory=dict)
     allow: dict[str, str] = field(default_factory=dict)
     """By rule, why the graph may break it: the other framework does."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """By path, values that the file defines, such as a loss."""
     bound: dict[str, Any] = field(default_factory=dict)
     """Backends of roles that the graph adds."""
 
     def edited(self) -> Graph:
         """The graph, with None as its reward function, and without operators that the file defines."""
         graph: Graph = value_of(self.head(None))
-        edit = self.edit()
+        edit = self.edit(own=False)
         edit["insert"] = {name: after for name, after in self.insert.items() if _is_public(after)}
         edit["allow"] = {}
         return graph.edit(**value_of({name: part for name, part in edit.items() if part}))
@@ -86,8 +88,8 @@ class GraphPlan:
         graph: Graph = value_of(self.head(None))
         return graph.edit(drop=[name for name in self.drop if name in graph.nodes])
 
-    def edit(self) -> dict[str, Any]:
-        """The arguments of the edit; what the algorithm has already is left out."""
+    def edit(self, own: bool = True) -> dict[str, Any]:
+        """The arguments of the edit; what the algorithm has is left out, and without `own` what the file defines."""
         graph: Graph = value_of(self.head(None))
         drop = [name for name in self.drop if name in graph.nodes]
         changed: dict[str, Any] = {}
@@ -98,6 +100,8 @@ class GraphPlan:
                 for name in rest.split("."):
                     now = getattr(now, name)
                 changed |= _changes(path, now, value)
+        if own:
+            changed = {path: value for path, value in changed.items() if path not in self.own} | self.own
         parts = {"replace": self.replace, "insert": self.insert, "drop": drop, "wire": self.wire, "set": changed}
         parts["allow"] = self.allow
         return {name: part for name, part in parts.items() if part}
@@ -114,11 +118,17 @@ class Imported:
     settings: Settings
     functions: list[str] = field(default_factory=list)
     imports: dict[str, set[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What only a run of the script would decide."""
+    warnings: list[str] = field(default_factory=list)
+    """Signs that the configuration is of another version."""
 
     def program(self, reward: bool = True) -> Program:
-        """The file; without its reward function, the graph can be checked where that does not exist."""
-        head = self.graph.head(self.graph.reward if reward else None)
-        return Program(self.title, head, self.graph.edit(), self.bind, self.training, self.functions, self.imports)
+        """The file; without its reward functions, the graph can be checked where these do not exist."""
+        head, edit = self.graph.head(self.graph.reward), self.graph.edit()
+        if not reward:
+            head, edit = without_functions(self.graph.head(None)), without_functions(edit)
+        return Program(self.title, head, edit, self.bind, self.training, self.functions, self.imports)
 
 
-__all__ = ["Call", "GraphPlan", "Imported", "Name", "call", "value_of"]
+__all__ = ["Call", "Function", "GraphPlan", "Imported", "Name", "call", "value_of"]

@@ -66,11 +66,15 @@ class Table:
         text = (files("flowrl.importers") / "tables" / f"{framework}.json").read_text(encoding="utf-8")
         return str(json.loads(text)["version"])
 
+    def group(self, key: str) -> Mapping[str, Any] | None:
+        """The first group of keys that a key is in."""
+        fits = (one for one in self.groups if any(key == name or fnmatchcase(key, name) for name in one["keys"]))
+        return next(fits, None)
+
     def here(self, key: str) -> tuple[str, str]:
         """Status of a key (Y, P, N or 0) and what flowrl has in its place; N for unknown ones."""
-        for group in self.groups:
-            if any(key == name or fnmatchcase(key, name) for name in group["keys"]):
-                return group["status"], group["here"]
+        if (group := self.group(key)) is not None:
+            return group["status"], group["here"]
         if key in self.defaults:
             return "N", ""
         return "N", f"no key of {self.framework} {self.version}; {offer(key, _near(key, self.defaults), 'near it are')}"
@@ -109,6 +113,11 @@ class Settings:
     def __contains__(self, key: str) -> bool:
         return key in self.given
 
+    def is_unknown(self, key: str) -> bool:
+        """Whether the framework has no such key, nor one of which it is a part."""
+        whole = key.partition(".")[0]
+        return not {key, whole} & (self.read | self.table.defaults.keys()) and not self.table.group(key)
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key: given, else the framework's default. What a script alone knows is refused."""
         self.read.add(key)
@@ -118,6 +127,11 @@ class Settings:
             self.refuse(key, f"cannot be resolved: {'; '.join(setting.unknown)}")
             return self._resolved(self.table.defaults.get(key, default))
         return self._resolved(setting.value)
+
+    def entries(self, key: str) -> dict[str, Any]:
+        """The entries of a key whose value is a dict, which may have keys of their own: ``key.name``."""
+        given = [name for name in self.given if name.startswith(f"{key}.")]
+        return {name.removeprefix(f"{key}."): self.get(name) for name in given} or self.get(key) or {}
 
     def name(self, key: str) -> str | None:
         """A name or path, in which unknown parts are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,8 +45,28 @@ class Name:
     text: str
 
 
+@dataclass
+class Function:
+    """A function of the user's, as an expression; while a graph is planned, a stand-in takes its place."""
+
+    expression: Any
+    is_agent: bool = False
+
+
+def _stand_in(**columns: Any) -> float:
+    """A function with any arguments by name, which no plan calls."""
+    return 0.0
+
+
+async def _agent_stand_in(chat: Any, row: Any) -> float:
+    """An agent, which no plan calls."""
+    return 0.0
+
+
 def value_of(expression: Any) -> Any:
     """The object that an expression stands for."""
+    if isinstance(expression, Function):
+        return _agent_stand_in if expression.is_agent else _stand_in
     if isinstance(expression, Call):
         kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
         return expression.target(*map(value_of, expression.args), **kwargs)
@@ -58,9 +79,21 @@ def value_of(expression: Any) -> Any:
     return expression
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Call:
+def call(name: str, /, *args: Any, **kwargs: Any) -> Call:
     """A call of `name`."""
     return Call(name, args, kwargs)
+
+
+def without_functions(value: Any) -> Any:
+    """An expression with None in place of each `Function`, and of what needs one."""
+    if isinstance(value, Function):
+        return value if value.is_agent else None
+    if isinstance(value, Call):
+        kwargs = {name: without_functions(item) for name, item in value.kwargs.items()}
+        return Call(value.name, tuple(map(without_functions, value.args)), kwargs)
+    if isinstance(value, Mapping):
+        return {name: without_functions(item) for name, item in value.items()}
+    return value
 
 
 def module_of(name: str) -> str:
@@ -109,7 +142,15 @@ class Program:
         heads = [
             f"from {module} import {', '.join(sorted(found, key=_order))}" for module, found in sorted(names.items())
         ]
-        return "\n".join([_docstring(self.title), "", *heads, "", *self.functions, *lines]) + "\n"
+        parts = [_docstring(self.title), "\n".join(heads), *self.functions, "\n".join(lines)]
+        return "".join(f"{part.rstrip()}\n{gap}" for part, gap in zip(parts, _gaps(parts), strict=True))
+
+
+def _gaps(parts: list[str]) -> list[str]:
+    """The blank lines after each part: two around definitions, else one."""
+    defines = [part.startswith(("def ", "async def ", "class ", "@")) for part in parts]
+    around = [one or other for one, other in itertools.pairwise(defines)]
+    return [*("\n\n" if two else "\n" for two in around), ""]
 
 
 def _docstring(text: str) -> str:
@@ -130,6 +171,8 @@ def _named(value: Any) -> list[str]:
         return [name for item in value.values() for name in _named(item)]
     if isinstance(value, list | tuple):
         return [name for item in value for name in _named(item)]
+    if isinstance(value, Function):
+        return _named(value.expression)
     return [value.text] if isinstance(value, Name) and is_public(value.text) else []
 
 
@@ -145,10 +188,12 @@ def written(value: Any, indent: int = 0) -> str:
     """An expression; long ones are broken over lines that start at `indent`."""
     if isinstance(value, Name):
         return value.text
+    if isinstance(value, Function):
+        return written(value.expression, indent)
     if isinstance(value, Call):
         return _laid_out(value.name, value.arguments(), indent)
     if isinstance(value, Mapping):
-        items = [f"{written(k)}: {written(v, indent)}" for k, v in value.items()]
+        items = [_entry(f"{written(k)}: ", v, indent + 4) for k, v in value.items()]
         return _wrapped("{", items, "}", indent)
     if isinstance(value, list | tuple):
         items = [written(item, indent) for item in value]
@@ -160,8 +205,17 @@ def written(value: Any, indent: int = 0) -> str:
     return repr(value)
 
 
+def _entry(head: str, value: Any, indent: int) -> str:
+    """An entry of a dict, or an argument; a call is broken if its line is too long."""
+    text = f"{head}{written(value, indent)}"
+    inner = value.expression if isinstance(value, Function) else value
+    if "\n" in text or indent + len(text) < _WIDTH or not isinstance(inner, Call):
+        return text
+    return f"{head}{_laid_out(inner.name, inner.arguments(), indent, broken=True)}"
+
+
 def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> str:
-    items = [f"{key}={written(item, indent + 4)}" if key else written(item, indent + 4) for key, item in arguments]
+    items = [_entry(f"{key}=" if key else "", item, indent + 4) for key, item in arguments]
     return _wrapped(f"{name}(", items, ")", indent, broken)
 
 

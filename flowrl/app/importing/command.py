@@ -73,6 +73,7 @@ def _import(
     }.items():
         _print(out, f"{title} ({len(remarks)})", remarks)
     _print(out, "decided without a run", notes)
+    _print(out, "perhaps of another version", found.warnings)
     findings = check_imported(found)
     _print(out, "not on this machine, so not checked", findings.absent)
     _print(out, "problems", findings.problems)

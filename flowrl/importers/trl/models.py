@@ -1,0 +1,179 @@
+"""The trained model of TRL's configurations: precision, optimizer, schedule of the learning rate, and adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.importers.plan import call
+from flowrl.importers.settings import Settings
+
+_IGNORED = frozenset({"device_map", "low_cpu_mem_usage", "torch_dtype", "use_cache", "use_kernels"})
+"""Arguments of ``from_pretrained`` that change no result, or are read under another name."""
+
+
+def processes_of(settings: Settings, launcher: Mapping[str, str]) -> int:
+    """How many processes the launcher starts; 1 if it does not say."""
+    given = launcher.get("processes")
+    if given is None:
+        return 1
+    if given.isdigit():
+        return max(1, int(given))
+    settings.differ("num_processes", "its launcher does not say how many: one GPU; pass --num_processes for more")
+    return 1
+
+
+def dtype_of(settings: Settings) -> str:
+    """The precision of the passes; weights are float32."""
+    get = settings.get
+    keys = ("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype")
+    key = next((key for key in keys if key in settings), "dtype")
+    get("dtype")
+    own = str(get(key) or "float32").rpartition(".")[2]
+    if get("fp16") or own not in ("auto", "bfloat16", "float32"):
+        settings.refuse("fp16" if get("fp16") else key, "flowrl trains in bfloat16 over float32 weights, or in float32")
+    if own == "bfloat16":
+        settings.differ(key, "flowrl computes in bfloat16 over weights in float32")
+    mixed = get("bf16")  # None is True, unless fp16 is set
+    return "float32" if mixed is False and own == "float32" else "bfloat16"
+
+
+def read_model_arguments(settings: Settings) -> None:
+    """What a model is loaded with, besides its precision."""
+    get = settings.get
+    for key in ("load_in_4bit", "load_in_8bit", "trust_remote_code"):
+        if get(key):
+            settings.refuse(key, "flowrl has no quantization, and runs no code of a model")
+    if get("attn_implementation") not in (None, "eager", "sdpa"):
+        settings.differ("attn_implementation", "flowrl's attention is sdpa")
+    get("model_init_kwargs")
+    for key in [key for key in settings.given if key.startswith("model_init_kwargs.")]:
+        name, value = key.partition(".")[2], get(key)
+        if name == "attn_implementation" and value not in (None, "eager", "sdpa"):
+            settings.differ(key, "flowrl's attention is sdpa")
+        elif name not in (*_IGNORED, "attn_implementation", "dtype") and value not in (None, False, "main"):
+            settings.refuse(key, "flowrl loads a model by its folder or name, without quantization or code of its own")
+
+
+def trainer(settings: Settings, model: str, processes: int) -> Any:
+    """The trained model with its optimizer."""
+    get = settings.get
+    read_model_arguments(settings)
+    if str(get("optim")).rpartition(".")[2].lower() not in ("adamw_torch", "adamw_torch_fused", "none"):
+        settings.refuse("optim", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+    decay = float(get("weight_decay"))
+    if decay:
+        settings.differ("weight_decay", "flowrl decays every weight; transformers leaves out biases and norms")
+    adam = call(
+        "AdamW",
+        lr=float(get("learning_rate")),
+        betas=(float(get("adam_beta1")), float(get("adam_beta2"))),
+        eps=float(get("adam_epsilon")),
+        weight_decay=decay,
+    )
+    lora = lora_of(settings)
+    return call(
+        "TorchTrainer",
+        model,
+        optimizer=adam,
+        schedule=schedule(settings),
+        grad_clip=float(get("max_grad_norm") or 0.0) or None,
+        dtype=dtype_of(settings),
+        gradient_checkpointing=bool(get("gradient_checkpointing")),
+        **({"ranks": processes} if processes > 1 else {}),
+        **({"lora": lora} if lora else {}),
+    )
+
+
+def schedule(settings: Settings) -> Any:
+    """The schedule of the learning rate; one that ends needs `max_steps`."""
+    get = settings.get
+    steps = max(0, int(get("max_steps") or 0))
+    kind = str(get("lr_scheduler_type")).rpartition(".")[2].lower()
+    warmup = _warmup(settings, steps, kind)
+    if kind in ("constant", "constant_with_warmup"):
+        return call("Constant", 1.0, warmup=warmup)
+    floor = _floor(settings, kind, settings.entries("lr_scheduler_kwargs"))
+    if floor is None:
+        settings.refuse(
+            "lr_scheduler_type", "flowrl has `Constant`, `Linear`, `Cosine` and `WSD`; write a `Schedule` for another"
+        )
+    elif steps:
+        return call("Linear" if kind == "linear" else "Cosine", 1.0, floor, steps=steps, warmup=warmup)
+    else:
+        settings.differ(
+            "lr_scheduler_type",
+            f"{kind} needs max_steps: the learning rate is constant until you pass schedule=... with its steps",
+        )
+    return call("Constant", 1.0, warmup=warmup)
+
+
+def _warmup(settings: Settings, steps: int, kind: str) -> int:
+    """Optimizer steps of the warm-up, which may be given as a share of all."""
+    given = float(settings.get("warmup_steps") or 0)
+    if kind == "constant" or not given:
+        if given:
+            settings.differ("warmup_steps", "without effect, because lr_scheduler_type is constant")
+        return 0
+    if given < 1 and not steps:
+        settings.refuse("warmup_steps", "flowrl counts steps: pass their number, or max_steps")
+        return 0
+    return math.ceil(given * steps) if given < 1 else int(given)
+
+
+def _floor(settings: Settings, kind: str, more: Mapping[str, Any]) -> float | None:
+    """The share of the learning rate that a schedule ends at; None for a schedule that flowrl does not have."""
+    if kind in ("linear", "cosine") and not more:
+        return 0.0
+    if kind == "cosine_with_min_lr" and more.keys() <= {"min_lr", "min_lr_rate"} and more:
+        rate, lowest = more.get("min_lr_rate"), more.get("min_lr")
+        return float(rate) if rate is not None else float(lowest or 0.0) / float(settings.get("learning_rate"))
+    return None
+
+
+def lora_of(settings: Settings) -> Any:
+    """The adapter; None without."""
+    get = settings.get
+    if not get("use_peft"):
+        return None
+    if float(get("lora_dropout") or 0):
+        settings.differ("lora_dropout", "flowrl's `LoRA` has no dropout")
+    targets = get("lora_target_modules")
+    if targets is None:
+        targets = ["q_proj", "v_proj"]
+        settings.differ("lora_target_modules", "PEFT's default for Llama, Qwen, Mistral and Gemma; other models differ")
+    names = [targets] if isinstance(targets, str) else [str(name) for name in targets]
+    if any(name.endswith(",") for name in names):
+        settings.differ("lora_target_modules", "without the commas, which PEFT would take as parts of the names")
+    names = [name.rstrip(",") for name in names]
+    whole = len(names) == 1 and names[0] == "all-linear"
+    return call("LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=names[0] if whole else tuple(names))
+
+
+def training(settings: Settings, prompts: int, updates: int = 1) -> dict[str, Any]:
+    """Length, folder and checkpoints of a training whose steps have `updates` optimizer steps."""
+    get = settings.get
+    given, epochs = max(0, int(get("max_steps") or 0)), float(get("num_train_epochs"))
+    if given and "num_train_epochs" in settings:
+        settings.differ("num_train_epochs", f"max_steps={given} holds")
+    if not given and epochs != int(epochs):
+        settings.refuse("num_train_epochs", "flowrl counts whole epochs: pass max_steps")
+    if given % updates:
+        settings.differ("max_steps", f"a step of flowrl has {updates} optimizer steps: rounded up")
+    saved = get("save_steps") if str(get("save_strategy")).rpartition(".")[2].lower() == "steps" else None
+    if saved and float(saved) < 1:
+        settings.refuse("save_steps", "flowrl counts steps: pass their number")
+        saved = None
+    kept = get("save_total_limit")
+    return {
+        "data": None,
+        "steps": math.ceil(given / updates) if given else None,
+        "epochs": None if given else max(1, int(epochs)),
+        "prompts": prompts,
+        "seed": get("seed"),
+        "folder": settings.name("output_dir") or "runs/trl",
+        "checkpoint_every": math.ceil(int(saved) / updates) if saved else None,
+        **({"max_checkpoints": kept} if kept else {}),
+        **({"resume": "or-start"} if get("resume_from_checkpoint") else {}),
+    }

@@ -1,0 +1,73 @@
+"""Whether a configuration is of another version than the one that its keys and defaults are read by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from flowrl.importers.settings import Settings
+
+_NUMBER = r"v?(\d+(?:\.\d+)*)"
+_BESIDE = ("requirements.txt", "pyproject.toml")
+"""Files next to a script that may name versions."""
+
+
+def warnings_of(framework: str, text: str, path: Path, settings: Settings) -> list[str]:
+    """Signs of another version: what the file or one next to it names, the installed package, and unknown keys."""
+    pinned = settings.table.version
+    read = f"keys and defaults are read as those of {framework} {pinned}"
+    found = [f"{where} names {framework} {version}: {read}" for where, version in _named(framework, text, path, pinned)]
+    try:
+        installed = metadata.version(framework)
+    except metadata.PackageNotFoundError:
+        installed = pinned
+    if installed != pinned:
+        found.append(f"{framework} {installed} is installed here: {read}")
+    if unknown := [key for key in settings.given if settings.is_unknown(key)]:
+        found.append(f"{', '.join(unknown[:5])}: no key of {framework} {pinned}; the file may be of another version")
+    return found
+
+
+def _named(framework: str, text: str, path: Path, pinned: str) -> Iterator[tuple[str, str]]:
+    """Where another version is required, and how."""
+    beside = [path.parent / name for name in _BESIDE]
+    texts = {path.name: text} | {file.name: _text(file) for file in beside if file.is_file()}
+    for where, content in texts.items():
+        for line, one in enumerate(content.splitlines(), 1):
+            for sign, version in _requirements(framework, one):
+                if not _allows(sign, version, pinned):
+                    yield f"{where}, line {line}", f"{sign}{version}"
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _requirements(framework: str, line: str) -> Iterator[tuple[str, str]]:
+    """The versions that a line asks for: ``trl[vllm]>=1.0,<2``, or in a comment ``# trl 1.12.0``."""
+    name = rf"(?<![\w./-]){framework}"
+    for match in re.finditer(rf"{name}(?:\[[\w,\s-]*\])?((?:\s*,?\s*[=~<>!]=?=?\s*{_NUMBER})+)", line, re.I):
+        yield from re.findall(rf"([=~<>!]=?=?)\s*{_NUMBER}", match[1])
+    if said := re.search(rf"#.*{name} (?:version )?v?(\d+\.\d+(?:\.\d+)*)\b", line, re.I):
+        yield "", said[1]
+
+
+def _allows(sign: str, version: str, pinned: str) -> bool:
+    """Whether a requirement includes the pinned version."""
+    one, own = (tuple(map(int, number.split("."))) for number in (version, pinned))
+    width = max(len(one), len(own))
+    exact, padded = one, own[: len(one)]
+    one, own = (number + (0,) * (width - len(number)) for number in (one, own))
+    match sign:
+        case "" | "==" | "===":
+            return exact == padded
+        case "~=":
+            return own >= one and padded[:-1] == exact[:-1]
+        case "!=":
+            return own != one
+        case ">=" | "<=":
+            return own >= one if sign == ">=" else own <= one
+        case _:
+            return own > one if sign == ">" else own < one
