@@ -292,6 +292,11 @@ TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_l
 RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a row")]
 """The score of a whole response, such as that of another response to the same prompt, as its baseline."""
 
+Margin = Annotated[Float32[Tensor, "batch"], Column("margin", "margin of a pair")]
+"""The margin by which the chosen response of a pair should lead, at both of its rows; 0 if the data has none."""
+KLBaseline = Annotated[Float32[Tensor, "batch"], Column("kl_baseline", "KL baseline")]
+"""An estimate of KL to the reference, the same for all rows; see `flowrl.operators.KTOBaseline`."""
+
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; all later log-probs of the row use it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]

@@ -21,7 +21,7 @@ from flowrl.operators.explains import Explains, exact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.losses.objective import KLLoss
 from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
-from flowrl.operators.losses.preferences import DPO, NLL, PPOClipNLL
+from flowrl.operators.losses.preferences import DPO, IPO, KTO, NLL, ORPO, PPOClipNLL, SimPO
 from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge, conversation
 from flowrl.operators.reward.models import ModelReward, TextModelReward
@@ -30,6 +30,7 @@ from flowrl.operators.reward.scaling import ClipReward, NormalizeReward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows.feedback import Feedback
 from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
+from flowrl.operators.rows.mismatched import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
@@ -43,7 +44,10 @@ __all__ = [
     "GKD",
     "GMPO",
     "GSPO",
+    "IPO",
+    "KTO",
     "NLL",
+    "ORPO",
     "SAPO",
     "AdaptiveKL",
     "ClipCov",
@@ -64,12 +68,14 @@ __all__ = [
     "KLCov",
     "KLLoss",
     "KLShape",
+    "KTOBaseline",
     "Length",
     "LogitNorm",
     "MajorityAtK",
     "MaskOverlong",
     "Matches",
     "Mismatch",
+    "MismatchResponses",
     "ModelReward",
     "NormalizeReward",
     "OPOAdvantage",
@@ -90,6 +96,7 @@ __all__ = [
     "Reward",
     "RolloutCorrection",
     "RowScore",
+    "SimPO",
     "Spread",
     "SubtractBaseline",
     "Sync",
