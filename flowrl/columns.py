@@ -278,6 +278,10 @@ TeacherHiddenStates = Annotated[
 """A teacher's head turns it into distributions over the whole vocabulary; see `flowrl.protocols.heads`."""
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """The critic's current values, with a gradient: for losses."""
+NewScores = Annotated[
+    Float32[Tensor, "batch response"], Column("new_scores", "score of the reward model that is trained", 0.0)
+]
+"""The reward model's current scores, with a gradient, each on the last token on the mask: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
 LogitNorms = Annotated[
     Float32[Tensor, "batch response"], Column("logit_norms", "squared norm in the logits of the old policy", 0.0)

@@ -13,6 +13,7 @@ from flowrl.graphs.losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, onli
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.preferences import ipo, kto, orpo, simpo
 from flowrl.graphs.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo
+from flowrl.graphs.reward_model import reward_model
 from flowrl.graphs.sft import grpo_sft, sft
 from flowrl.graphs.vapo import vapo
 from flowrl.graphs.variants import DistillSettings as DistillSettings
@@ -51,6 +52,7 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "reward_model",
     "rloo",
     "sapo",
     "sft",

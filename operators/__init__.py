@@ -21,7 +21,7 @@ from flowrl.operators.explains import Explains, exact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.losses.objective import KLLoss
 from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
-from flowrl.operators.losses.preferences import DPO, IPO, KTO, NLL, ORPO, PPOClipNLL, SimPO
+from flowrl.operators.losses.preferences import DPO, IPO, KTO, NLL, ORPO, BradleyTerry, PPOClipNLL, SimPO
 from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge, conversation
 from flowrl.operators.reward.models import ModelReward, TextModelReward
@@ -33,6 +33,7 @@ from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
 from flowrl.operators.rows.mismatched import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
+from flowrl.operators.updates.reward_model import UpdateRewardModel
 from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "ORPO",
     "SAPO",
     "AdaptiveKL",
+    "BradleyTerry",
     "ClipCov",
     "ClipReward",
     "Collect",
@@ -107,6 +109,7 @@ __all__ = [
     "TurnGroupAdvantage",
     "UpdateActor",
     "UpdateCritic",
+    "UpdateRewardModel",
     "Value",
     "ValueClip",
     "ValueHuber",

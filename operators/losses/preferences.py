@@ -226,6 +226,32 @@ class ORPO(Loss):
         return ((-log_p[best] - self.coef * logsigmoid(margin)) * pairs)[group]
 
 
+class BradleyTerry(Loss):
+    """The negative log-likelihood of preferences under a reward model (InstructGPT: Ouyang et al. 2022,
+    arXiv:2203.02155, eq. 1).
+
+    ``-log sigmoid(r_chosen - r_rejected - margin)``, with the margin of the pair if the data has one (Llama 2: Touvron
+    et al. 2023, arXiv:2307.09288, eq. 2), else 0. Groups as in `DPO`. Reports ``reward_model/accuracy`` (share of pairs
+    whose chosen response scores higher) and ``reward_model/margin``, of ``r_chosen - r_rejected``.
+    """
+
+    unit: ClassVar[Unit] = "group"
+
+    def __call__(
+        self,
+        new_scores: c.NewScores,
+        token_level_scores: c.TokenLevelScores,
+        margin: c.Margin,
+        uid: c.Uid,
+        metrics: Metrics = INJECTED,
+    ) -> Tensor:
+        best, worst, group = pairs_of(token_level_scores.sum(-1), uid)
+        rewards = new_scores.sum(-1)
+        lead, pairs = rewards[best] - rewards[worst], best != worst
+        report_margins("reward_model/", lead, pairs, metrics)
+        return (-logsigmoid(lead - margin[best]) * pairs)[group]
+
+
 class KTO(Loss):
     """Kahneman-Tversky optimization on responses with a label each (KTO: Ethayarajh et al. 2024, arXiv:2402.01306,
     eqs. 7, 8).
