@@ -24,7 +24,7 @@ from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, 
 from flowrl.operators.losses.preferences import DPO, IPO, KTO, NLL, ORPO, BradleyTerry, PPOClipNLL, SimPO
 from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge, conversation
-from flowrl.operators.reward.models import ModelReward, TextModelReward
+from flowrl.operators.reward.models import ModelReward, PreferenceAccuracy, TextModelReward
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.reward.scaling import ClipReward, NormalizeReward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
@@ -88,6 +88,7 @@ __all__ = [
     "PPOClipNLL",
     "PassAtK",
     "PassAtKAdvantage",
+    "PreferenceAccuracy",
     "RLOOAdvantage",
     "Ranked",
     "RefLogProb",
