@@ -25,7 +25,7 @@ def ipo(*, tau: float = 0.1, per_token: bool = False, **settings: Unpack[DPOSett
     return dpo(**settings).edit(set={"update_actor.loss": IPO(tau, per_token)}, name="ipo")
 
 
-@edit_of(dpo, without=("beta", "label_smoothing"))
+@edit_of(dpo, without=("label_smoothing",))
 def simpo(*, beta: float = 2.0, gamma: float = 1.0, **settings: Unpack[DPOSettings]) -> Graph:
     """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734, eq. 6): DPO without a reference.
 
