@@ -12,6 +12,7 @@ from flowrl.backends.torch.score.reward_model import TorchRewardModel
 from flowrl.backends.torch.score.rows import take
 from flowrl.backends.torch.train.critic import TorchCritic
 from flowrl.backends.torch.train.learner import SGD, AdamW
+from flowrl.backends.torch.train.reward_trainer import TorchRewardTrainer
 from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.protocols.backend import Backend
@@ -25,6 +26,7 @@ __all__ = [
     "SGLang",
     "TorchCritic",
     "TorchRewardModel",
+    "TorchRewardTrainer",
     "TorchRollout",
     "TorchScorer",
     "TorchTrainer",

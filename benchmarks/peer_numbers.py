@@ -165,12 +165,89 @@ def trl_numbers(x: dict[str, Tensor]) -> dict[str, Tensor]:
         "old_per_token_logps": x["old_log_probs"],
         "ref_per_token_logps": x["ref_log_prob"],
     }
-    return {
+    found = {
         name: gradient(
             lambda leaf, corrected=corrected: OfLogProbs(corrected)._compute_loss(leaf, batch), x["log_probs"]
         )
         for name, corrected in (("kl", False), ("kl with the ratio", True))
     }
+    return found | {name: gradient(loss, x["log_probs"]) for name, loss in trl_preferences(x).items()}
+
+
+def trl_preferences(x: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Losses of TRL in log-probs: of the best and the worst row of each group, and of all rows with a label each.
+
+    ORPO's likelihood is the paper's, since TRL's includes the prompt.
+    """
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    best, worst = peer_rows.best_and_worst(x)
+    mask, ref, lengths = x["mask"], x["ref_log_prob"] * x["mask"], x["mask"].sum(-1)
+    accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda t: t)
+    common = {"beta": 0.3, "accelerator": accelerator, "alpha": 0.0, "label_smoothing": 0.0}
+
+    def mean(leaf: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = (leaf * mask).sum(-1) / lengths
+        return log_p[best], log_p[worst]
+
+    def simpo(leaf: Tensor) -> Tensor:
+        settings = SimpleNamespace(**common, loss_type="simpo", simpo_gamma=0.6)
+        return CPOTrainer.cpo_loss(settings, *mean(leaf))[0].mean()
+
+    def orpo(leaf: Tensor) -> Tensor:
+        return -mean(leaf)[0].mean() - ORPOTrainer.odds_ratio_loss(SimpleNamespace(**common), *mean(leaf))[0].mean()
+
+    order = torch.cat([best, worst])
+    labels = peer_rows.labels(x)
+    moved = ((x["log_probs"] - x["ref_log_prob"]) * mask).sum(-1)  # in place of mismatched rows, as any estimate
+    return {
+        "dpo": lambda leaf: _of_trl("DPOTrainer", leaf * mask, ref, mask, order, loss_types=["sigmoid"]),
+        "ipo": lambda leaf: _of_trl("DPOTrainer", leaf * mask, ref, mask, order, loss_types=["ipo"]),
+        "simpo": simpo,
+        "orpo": orpo,
+        "kto": lambda leaf: _of_trl("KTOTrainer", leaf * mask, ref, mask, None, label=labels, kl=moved),
+    }
+
+
+def _of_trl(trainer: str, new: Tensor, ref: Tensor, mask: Tensor, order: Tensor | None, **settings: Any) -> Tensor:
+    """`_compute_loss` of a trainer of TRL, with log-probs in place of a model: those of `order`, or all rows."""
+    import trl
+
+    rows = slice(None) if order is None else order
+    label, kl = settings.pop("label", None), settings.pop("kl", None)
+    self = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda t: t, gather_for_metrics=lambda t: t),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        beta=0.3,
+        label_smoothing=0.0,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        use_weighting=False,
+        f_divergence_type="reverse_kl",
+        loss_weights=[1.0],
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        desirable_weight=1.3,
+        undesirable_weight=0.6,
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+        _compute_kl_logps=lambda model, batch: kl,
+        **settings,
+    )
+    shifted = torch.cat([torch.zeros(len(mask), 1, dtype=torch.bool), mask], 1)[rows].long()
+    none = torch.zeros_like(new[rows])
+    output = SimpleNamespace(log_probs=new[rows], entropy=none, mean_logits=none, is_top1=none.bool())
+    inputs = {"input_ids": shifted, "attention_mask": torch.ones_like(shifted), "completion_mask": shifted}
+    sums = ref[rows].sum(-1)
+    if order is not None:
+        inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), sums.chunk(2), strict=True))
+    else:
+        inputs |= {"ref_logps": sums, "ref_KL_logps": torch.zeros_like(sums), "label": label}
+    found: Tensor = getattr(trl, trainer)._compute_loss(self, lambda **_: output, inputs, False)
+    return found
 
 
 def record(peer: str) -> None:

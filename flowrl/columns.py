@@ -278,6 +278,10 @@ TeacherHiddenStates = Annotated[
 """A teacher's head turns it into distributions over the whole vocabulary; see `flowrl.protocols.heads`."""
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """The critic's current values, with a gradient: for losses."""
+NewScores = Annotated[
+    Float32[Tensor, "batch response"], Column("new_scores", "score of the reward model that is trained", 0.0)
+]
+"""The reward model's current scores, with a gradient, each on the last token on the mask: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
 LogitNorms = Annotated[
     Float32[Tensor, "batch response"], Column("logit_norms", "squared norm in the logits of the old policy", 0.0)
@@ -291,6 +295,11 @@ TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_l
 
 RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a row")]
 """The score of a whole response, such as that of another response to the same prompt, as its baseline."""
+
+Margin = Annotated[Float32[Tensor, "batch"], Column("margin", "margin of a pair")]
+"""The margin by which the chosen response of a pair should lead, at both of its rows; 0 if the data has none."""
+KLBaseline = Annotated[Float32[Tensor, "batch"], Column("kl_baseline", "KL baseline")]
+"""An estimate of KL to the reference, the same for all rows; see `flowrl.operators.KTOBaseline`."""
 
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; all later log-probs of the row use it."""

@@ -61,7 +61,8 @@ class DemoBatch(NamedTuple):
 
 class PreferenceBatch(NamedTuple):
     """Pairs of responses: of each, the chosen one in a row that scores 1, followed by the rejected one, which scores
-    0. The two rows of a pair share their `uid`; no policy has sampled them: their `policy_version` is -1."""
+    0. The two rows of a pair share their `uid` and their `margin`; no policy has sampled them: their `policy_version`
+    is -1."""
 
     prompts: c.Prompts
     responses: c.Responses
@@ -76,6 +77,7 @@ class PreferenceBatch(NamedTuple):
     uid: c.Uid
     row_id: c.RowId
     token_level_scores: c.TokenLevelScores
+    margin: c.Margin
 
     @staticmethod
     def rows_per_item() -> int:
@@ -159,6 +161,12 @@ class Updated(NamedTuple):
 
 class CriticUpdated(NamedTuple):
     """The critic was updated; `version` is that of its new weights."""
+
+    version: int
+
+
+class RewardModelUpdated(NamedTuple):
+    """The reward model was updated; `version` is that of its new weights."""
 
     version: int
 

@@ -11,10 +11,13 @@ from flowrl.graphs.filtered import pf_ppo, raft
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
 from flowrl.graphs.ppo import ppo
+from flowrl.graphs.preferences import ipo, kto, orpo, simpo
 from flowrl.graphs.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo
+from flowrl.graphs.reward_model import reward_model
 from flowrl.graphs.sft import grpo_sft, sft
 from flowrl.graphs.vapo import vapo
 from flowrl.graphs.variants import DistillSettings as DistillSettings
+from flowrl.graphs.variants import DPOSettings as DPOSettings
 from flowrl.graphs.variants import GRPOSettings as GRPOSettings
 from flowrl.graphs.variants import PPOSettings as PPOSettings
 from flowrl.graphs.variants import edit_of as edit_of
@@ -35,9 +38,12 @@ __all__ = [
     "grpo",
     "grpo_sft",
     "gspo",
+    "ipo",
     "kl_cov",
+    "kto",
     "online_dpo",
     "opo",
+    "orpo",
     "otb",
     "pass_at_k",
     "pf_ppo",
@@ -46,8 +52,10 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "reward_model",
     "rloo",
     "sapo",
     "sft",
+    "simpo",
     "vapo",
 ]

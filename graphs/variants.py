@@ -42,6 +42,14 @@ class PPOSettings(GRPOSettings, total=False):
     critic_warmup: int
 
 
+class DPOSettings(TypedDict, total=False):
+    """Settings of `flowrl.graphs.dpo`."""
+
+    beta: float
+    label_smoothing: float
+    mini_batch: int | None
+
+
 class DistillSettings(TypedDict, total=False):
     """Settings of `flowrl.graphs.distill_full`."""
 

@@ -21,18 +21,20 @@ from flowrl.operators.explains import Explains, exact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.losses.objective import KLLoss
 from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
-from flowrl.operators.losses.preferences import DPO, NLL, PPOClipNLL
+from flowrl.operators.losses.preferences import DPO, IPO, KTO, NLL, ORPO, BradleyTerry, PPOClipNLL, SimPO
 from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge, conversation
-from flowrl.operators.reward.models import ModelReward, TextModelReward
+from flowrl.operators.reward.models import ModelReward, PreferenceAccuracy, TextModelReward
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.reward.scaling import ClipReward, NormalizeReward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows.feedback import Feedback
 from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
 from flowrl.operators.rows.mismatch import MaskMismatch
+from flowrl.operators.rows.mismatched import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
+from flowrl.operators.updates.reward_model import UpdateRewardModel
 from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
 
 __all__ = [
@@ -44,9 +46,13 @@ __all__ = [
     "GKD",
     "GMPO",
     "GSPO",
+    "IPO",
+    "KTO",
     "NLL",
+    "ORPO",
     "SAPO",
     "AdaptiveKL",
+    "BradleyTerry",
     "ClipCov",
     "ClipReward",
     "Collect",
@@ -65,6 +71,7 @@ __all__ = [
     "KLCov",
     "KLLoss",
     "KLShape",
+    "KTOBaseline",
     "Length",
     "LogitNorm",
     "MajorityAtK",
@@ -72,6 +79,7 @@ __all__ = [
     "MaskOverlong",
     "Matches",
     "Mismatch",
+    "MismatchResponses",
     "ModelReward",
     "NormalizeReward",
     "OPOAdvantage",
@@ -82,6 +90,7 @@ __all__ = [
     "PPOClipNLL",
     "PassAtK",
     "PassAtKAdvantage",
+    "PreferenceAccuracy",
     "RLOOAdvantage",
     "Ranked",
     "RefLogProb",
@@ -92,6 +101,7 @@ __all__ = [
     "Reward",
     "RolloutCorrection",
     "RowScore",
+    "SimPO",
     "Spread",
     "SubtractBaseline",
     "Sync",
@@ -102,6 +112,7 @@ __all__ = [
     "TurnGroupAdvantage",
     "UpdateActor",
     "UpdateCritic",
+    "UpdateRewardModel",
     "Value",
     "ValueClip",
     "ValueHuber",

@@ -162,22 +162,23 @@ def without_use(unexpected: Collection[str], with_head: bool) -> set[str]:
     return {name for name in unexpected if with_head or not name.startswith("score.")}
 
 
-def skeleton(folder: str, attention: Attention | None = None, auto: Any = None) -> PreTrainedModel:
+def skeleton(folder: str, attention: Attention | None = None, auto: Any = None, **changes: Any) -> PreTrainedModel:
     """The model of a Hugging Face folder without its weights: on the meta device, buffers included.
 
     Args:
         attention: the attention implementation; None is transformers' choice (fused if the architecture declares
             support), but plain if an architecture is built for only one, so that they cannot be compared.
         auto: transformers' class that selects the architecture; None is that of causal LMs.
+        changes: entries of ``config.json`` to replace.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, **_LOCAL)
+    config = AutoConfig.from_pretrained(folder, **_LOCAL, **changes)
     build: Any = (auto or AutoModelForCausalLM).from_config
     with torch.device("meta"):
         lm: PreTrainedModel = build(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
         if attention is None and lm.config._attn_implementation != "eager" and not lm._can_set_attn_implementation():
-            return skeleton(folder, "eager", auto)
+            return skeleton(folder, "eager", auto, **changes)
     return lm
 
 

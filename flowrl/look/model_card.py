@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,14 @@ from flowrl.draw import mermaid
 from flowrl.errors import DataError, ParameterError
 from flowrl.look.recorded_run import RecordedRun
 
-_METRICS = ("reward/mean", "kl/ref", "actor/entropy", "response_length/mean")
+_METRICS = (
+    "reward/mean",
+    "kl/ref",
+    "actor/entropy",
+    "response_length/mean",
+    "reward_model/loss",
+    "reward_model/accuracy",
+)
 """The metrics of steps that a card shows, if the run has them."""
 
 
@@ -62,7 +70,7 @@ def model_card(run: RecordedRun, role: str, repository: str) -> str:
     data = ModelCardData(
         base_model=None if base is None else base["repository"],
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if _is_classifier(run.path / role) else "text-generation",
         tags=["flowrl", "reinforcement-learning", run.graph.name],
         datasets=[pin["repository"] for pin in pins if pin["kind"] == "dataset"] or None,
     )
@@ -80,6 +88,12 @@ def model_card(run: RecordedRun, role: str, repository: str) -> str:
         _table(("metric", "first", "last"), _metrics(run)),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _is_classifier(folder: Path) -> bool:
+    """Whether a model's folder is a sequence classifier, as those of reward models are."""
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
+    return any(name.endswith("ForSequenceClassification") for name in named)
 
 
 def _settings(described: Mapping[str, Any], bound: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

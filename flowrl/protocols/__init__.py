@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Synced,
         Trainer,
     )
-    from flowrl.protocols.scorers import LogitScorer, NormScorer, RewardScorer, TextRewardScorer, Top
+    from flowrl.protocols.scorers import LogitScorer, NormScorer, RewardScorer, RewardTrainer, TextRewardScorer, Top
 
 __all__ = [
     "Adapted",
@@ -61,6 +61,7 @@ __all__ = [
     "Request",
     "Response",
     "RewardScorer",
+    "RewardTrainer",
     "Rollout",
     "Sampled",
     "Sampling",
@@ -98,6 +99,7 @@ __getattr__ = lazy(
         "Request": "protocols",
         "Response": "protocols",
         "RewardScorer": "scorers",
+        "RewardTrainer": "scorers",
         "Rollout": "protocols",
         "Sampled": "protocols",
         "Sampling": "protocols",

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from flowrl.protocols.protocols import Scorer
+from flowrl.data.metrics import Metrics
+from flowrl.protocols.protocols import Batch, MiniBatch, Objective, Scorer
 from flowrl.records import Sequences, Tokens
 
 
@@ -50,6 +51,25 @@ class RewardScorer(Protocol):
 
     def rewards(self, batch: Tokens) -> Tensor:
         """The score of each row: float32 ``[batch]``."""
+        ...
+
+
+@runtime_checkable
+class RewardTrainer(RewardScorer, Protocol):
+    """A reward model that is trained."""
+
+    @property
+    def version(self) -> int:
+        """The number of updates so far."""
+        ...
+
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
+        """One optimizer step per mini-batch on the objective of the scores, each on the last token on
+        `response_mask`, then increment `version`; otherwise as `Trainer.update`."""
+        ...
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a Hugging Face folder of a sequence classifier with one label, with its tokenizer."""
         ...
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from flowrl.core.graphs.graph import Graph
 from flowrl.errors import GraphError, ParameterError, RuleError, offer
 from flowrl.protocols.protocols import Critic, Trainer
+from flowrl.protocols.scorers import RewardTrainer
 from flowrl.rules import advantages, critics, episodes, losses, rows, updates, weights
 from flowrl.rules.rule import RETIRED, RULES, Finding, Rule, writers
 
@@ -138,6 +139,6 @@ def _found(graph: Graph, prompts: int | None, rules: Sequence[Rule]) -> list[Fin
             code="parameter.invalid",
             prompts=prompts,
         )
-    trains = bool(writers(graph, Trainer) or writers(graph, Critic))
+    trains = any(writers(graph, protocol) for protocol in (Trainer, Critic, RewardTrainer))
     applicable = [rule for rule in rules if trains or rule.everywhere]
     return [Finding(rule.id, node, message) for rule in applicable for node, message in rule.check(graph, prompts)]

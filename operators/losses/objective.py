@@ -32,6 +32,7 @@ _REPORTED: dict[ModelQuantity, str] = {
     "log-probs": "actor/pg_loss",
     "distributions": "actor/divergence",
     "values": "critic/vf_loss",
+    "scores": "reward_model/loss",
 }
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -163,11 +164,12 @@ class TokenObjective:
     def __call__(self, output: Tensor, entropy: Tensor | None, batch: Any, weights: Tensor, metrics: Metrics) -> Tensor:
         """The objective over some rows of a mini-batch: a float32 scalar.
 
-        Reports the loss as ``actor/pg_loss``, ``actor/divergence`` (a loss of distributions) or ``critic/vf_loss``, and
-        if available ``actor/entropy`` (mean per token, in nats) and ``actor/kl_loss`` (before its coefficient).
+        Reports the loss as ``actor/pg_loss``, ``actor/divergence`` (a loss of distributions), ``critic/vf_loss`` or
+        ``reward_model/loss``, and if available ``actor/entropy`` (mean per token, in nats) and ``actor/kl_loss``
+        (before its coefficient).
 
         Args:
-            output: float ``[rows response]``, log-probs or values under the current weights; or the result of
+            output: float ``[rows response]``, log-probs, values or scores under the current weights; or the result of
                 `of_distribution`.
             entropy: float ``[rows response]``, or None.
             batch: the columns of these rows that the loss reads, by name.
@@ -205,7 +207,7 @@ class TokenObjective:
 
     def _per_token(self, new: Tensor, entropy: Tensor | None, batch: Any, on: Tensor, metrics: Metrics) -> Tensor:
         """The loss of each token: float ``[rows response]``, 0 off the mask."""
-        outputs = {"log-probs": new, "values": new, "entropies": entropy}
+        outputs = {"log-probs": new, "values": new, "scores": new, "entropies": entropy}
         columns = {parameter: outputs[quantity] for quantity, parameter in self.loss.model_ports.items()}
         if "entropies" in self.loss.model_ports:
             columns[self.loss.model_ports["entropies"]] = select(

@@ -1,4 +1,4 @@
-"""Reward models: `ModelReward` reads tokens, `TextModelReward` text."""
+"""Reward models: `ModelReward` reads tokens, `TextModelReward` text; `PreferenceAccuracy` validates one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from flowrl.columns import RawPrompt, ResponseMask, TokenLevelScores
+from flowrl.columns import RawPrompt, ResponseMask, TokenLevelScores, Uid
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
+from flowrl.operators.losses.preferences import pairs_of, report_margins
 from flowrl.operators.reward.operator import Scorable, place_scores
+from flowrl.operators.rows.held_out import Estimated
 from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.records import Tokens
 
@@ -70,6 +72,32 @@ class TextModelReward(Operator):
         ]
         scores = self.reward_model.rewards_of(conversations)
         return place_row_scores(self.name, self.log, scores, rollout.response_mask, metrics)
+
+
+class PreferenceAccuracy(Operator):
+    """Score pairs of responses by a reward model, and compare it with the preferences: for a validation.
+
+    Of each group, the response with the highest of the given scores is preferred to that with the lowest. Reports
+    ``<log>/accuracy`` (share of pairs whose preferred response the model scores higher) and ``<log>/margin``, the mean
+    lead of the preferred response.
+
+    Args:
+        log: prefix of the metrics.
+        reward_model: the model.
+    """
+
+    granularity: ClassVar[Granularity] = "group"
+    log: str = "reward_model"
+    reward_model: Reads[RewardScorer] = Role("reward_model")
+
+    def __call__(
+        self, rollout: Tokens, token_level_scores: TokenLevelScores, uid: Uid, metrics: Metrics = INJECTED
+    ) -> Estimated:
+        scores = self.reward_model.rewards(rollout).to(token_level_scores.device)
+        best, worst, _ = pairs_of(token_level_scores.sum(-1), uid)
+        lead, pairs = scores[best] - scores[worst], best != worst
+        report_margins(f"{self.log}/", lead, pairs, metrics)
+        return Estimated(float((lead > 0)[pairs].double().mean()))
 
 
 def place_row_scores(node: str, log: str, scores: Tensor, response_mask: ResponseMask, metrics: Metrics) -> Tensor:

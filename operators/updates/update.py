@@ -44,7 +44,7 @@ from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSeq
 from flowrl.spec import parameters
 
 
-class _Update:
+class Update:
     """Base of updates: optimizer steps over mini-batches on an objective with a loss."""
 
     loss: Loss
@@ -61,7 +61,7 @@ class _Update:
             raise ParameterError(
                 f"{type(self).__name__} needs a loss of {' or '.join(sorted(self.trains, reverse=True))}, and "
                 f"{self.loss!r} reads {' and '.join(self.loss.model_ports)}. Pass another loss, such as PPOClip() to "
-                f"UpdateActor or ValueClip() to UpdateCritic.",
+                f"UpdateActor, ValueClip() to UpdateCritic or BradleyTerry() to UpdateRewardModel.",
                 code="update.wrong-loss",
                 loss=type(self.loss).__name__,
                 expected=sorted(self.trains, reverse=True),
@@ -135,7 +135,7 @@ class _Update:
         return metrics
 
 
-class UpdateActor(_Update, ModelInputs, Operator):
+class UpdateActor(Update, ModelInputs, Operator):
     """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
     The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
@@ -339,7 +339,7 @@ def _without_old(loss: Signature) -> Signature:
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
-class UpdateCritic(_Update, ModelInputs, Operator):
+class UpdateCritic(Update, ModelInputs, Operator):
     """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:

@@ -11,6 +11,9 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from flowrl import PreferenceData, Training
+from flowrl.backends import TorchRewardTrainer
+from flowrl.graphs import reward_model
 from tests.support.command_line import Command, is_paragraph, write
 from tests.support.hub import Hub
 from tests.support.hub import hub as hub  # a fixture
@@ -104,3 +107,12 @@ def test_a_role_that_was_not_trained_is_refused_with_those_that_were(command: Co
     assert result.code == 2 and "--role actor" in result.err and "[run.no-model]" in result.err
     assert command("push", "own", "me/trained", "--role", "actor", "--card", "card.md").code == 0
     assert Path("card.md").read_text().startswith("---\nbase_model: org/tiny\n")
+
+
+def test_the_card_of_a_reward_model_is_that_of_a_classifier(command: Command, tiny: str) -> None:
+    pairs = [{"prompt": f"q{i}", "chosen": "12", "rejected": "abc"} for i in range(4)]
+    job = reward_model().bind(reward_model=TorchRewardTrainer(tiny, device="cpu"))
+    Training(job, PreferenceData(pairs), steps=1, prompts=4, folder="own").run()
+    assert command("push", "own", "me/trained", "--card", "card.md").code == 0
+    card = Path("card.md").read_text()
+    assert "pipeline_tag: text-classification" in card and "| reward_model/loss |" in card

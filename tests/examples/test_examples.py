@@ -190,6 +190,19 @@ def test_think_is_a_target_of_the_command_line(
     ]
 
 
+def test_rlhf_learns_preferences_and_then_what_they_prefer(tmp_path: Path) -> None:
+    """Each stage starts from the folder of an earlier one; the policy has not seen what is right."""
+    out = execute("rlhf.py", tmp_path, STEPS="10").splitlines()
+    accuracy, scores, truth = ([float(x) for x in line.rpartition(": ")[2].split()] for line in out[-3:])
+    assert accuracy[0] > 0.9
+    assert scores[-1] > scores[0] + 0.5 and truth[-1] > truth[0] + 0.1
+    models = {name: tmp_path / "runs/rlhf" / name for name in ("sft/actor", "rm/reward_model", "ppo/actor")}
+    assert all((folder / "config.json").is_file() for folder in models.values())
+    described = json.loads((tmp_path / "runs/rlhf/ppo/run.json").read_text())["graph"]["bindings"]
+    assert Path(described["actor"]["model"]) == Path("runs/rlhf/sft/actor")
+    assert Path(described["reward_model"]["model"]) == Path("runs/rlhf/rm/reward_model")
+
+
 @pytest.mark.parametrize(("engine", "bound"), [("vllm", "VLLM"), ("sglang", "SGLang")])
 def test_think_by_engine_changes_one_binding(
     engine: str,

@@ -21,8 +21,10 @@ from tests.support.runs import walk
 
 pytestmark = pytest.mark.runs
 
-APART = {"distill", "distill_full", "distill_top", "dpo", "grpo_sft", "sft"}
-"""They take no reward function, or data of another kind: see `test_distill` and `test_sft`."""
+OFFLINE = {"dpo", "ipo", "kto", "orpo", "reward_model", "sft", "simpo"}
+APART = {"distill", "distill_full", "distill_top", "grpo_sft", *OFFLINE}
+"""They take no reward function, or data of another kind: see `test_distill`, `test_sft`, `test_preferences` and
+`test_reward_model`."""
 EVERY = [getattr(graphs, name) for name in graphs.__all__ if name not in APART]
 every = pytest.mark.parametrize("algorithm", EVERY, ids=lambda algorithm: algorithm.__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowrl import DemoData, PreferenceData, PromptData, Recording, Training, graphs
-from flowrl.backends import TorchScorer
+from flowrl import DemoData, PreferenceData, PromptData, Recording, Training, UnpairedData, graphs
+from flowrl.backends import TorchRewardTrainer, TorchScorer
 from flowrl.graph import Graph
 from tests.support.jobs import bind_tiny, write_prompts
 from tests.support.rewards import asks_for_digits, digits
@@ -20,7 +20,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "vapo": {"critic_warmup": 1},
     "distill_top": {"k": 4},
 }
-_OF_DATA = ("sft", "dpo")
+_OF_PAIRS = ("dpo", "ipo", "orpo", "reward_model", "simpo")
+_OF_DATA = ("sft", "kto", *_OF_PAIRS)
 
 
 def graph_of(name: str) -> Graph:
@@ -38,10 +39,13 @@ def data_of(name: str, folder: Path) -> Any:
     prompts = PromptData(write_prompts(folder / "prompts.jsonl"))
     demos = [{"prompt": f"q{i}", "response": "12" * (1 + i % 3)} for i in range(6)]
     pairs = [{"prompt": f"q{i}", "chosen": "12" * (1 + i % 3), "rejected": "abc"} for i in range(6)]
+    labeled = [{"prompt": f"q{i}", "completion": "12" * (1 + i % 3), "label": i % 2 == 0} for i in range(6)]
     match name:
         case "sft":
             return DemoData(write_jsonl(folder / "demos.jsonl", demos))
-        case "dpo":
+        case "kto":
+            return UnpairedData(write_jsonl(folder / "labeled.jsonl", labeled))
+        case _ if name in _OF_PAIRS:
             return PreferenceData(write_jsonl(folder / "pairs.jsonl", pairs))
         case "grpo_sft":
             return {"batch": prompts, "demos": DemoData(write_jsonl(folder / "demos.jsonl", demos))}
@@ -50,7 +54,8 @@ def data_of(name: str, folder: Path) -> Any:
 
 def record(graph: Graph, folder: Path, model: str, data: Any, **settings: Any) -> Path:
     """Run a graph with all columns recorded, by default for 3 steps of 4 prompts; returns the run folder."""
-    job = bind_tiny(graph, model, teacher=TorchScorer(model, device="cpu"))
+    teacher, trainer = TorchScorer(model, device="cpu"), TorchRewardTrainer(model, device="cpu")
+    job = bind_tiny(graph, model, teacher=teacher, reward_model=trainer)
     settings = {"steps": 3, "prompts": 4, "save_model": False, "recording": Recording(columns="all")} | settings
     return Training(job, data, folder=str(folder), **settings).run().folder
 

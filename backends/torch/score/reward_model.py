@@ -16,7 +16,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no
 from flowrl.backends.torch.probes import Attention, Inputs, known, relative_error, tolerance
 from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
-from flowrl.backends.torch.score.rows import Budget, TokenInputs, score_rows
+from flowrl.backends.torch.score.rows import Budget, TokenInputs, last_of, score_rows
 from flowrl.data.text.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError
 from flowrl.protocols.protocols import BuildContext, Sleeper
@@ -60,9 +60,9 @@ class TorchRewardModel(FolderBackend):
     offload: bool = False
 
     def refuse_folder(self, folder: str) -> None:
-        """Refuse a folder without a reward model or without such a label; reads no weights. See `classifier_of`."""
+        """Refuse a folder without a reward model or without such a label; reads no weights."""
         refuse_no_model(folder)
-        classifier = classifier_of(folder, self.label)
+        refuse_label(classifier := classifier_of(folder), folder, self.label)
         if self.normalize:
             moments_of(classifier, folder)
 
@@ -73,11 +73,12 @@ class TorchRewardModel(FolderBackend):
             BindError: the folder has no complete sequence classifier of a decoder; it has several labels and `label`
                 is None; or this process is not one of `ranks`.
         """
-        classifier = classifier_of(self.model, self.label)
+        classifier = classifier_of(self.model)
+        refuse_label(classifier, self.model, self.label)
         mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False, with_head=False)
         body.module.requires_grad_(False)
-        head = _head(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
+        head = head_of(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
         residence = Residence(mesh.device, [body.gathered.root, head], offload=self.offload)
         budget = body.budget(self.max_tokens)
         moments = moments_of(classifier, self.model) if self.normalize else (0.0, 1.0)
@@ -101,13 +102,13 @@ def moments_of(classifier: Any, folder: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def classifier_of(folder: str, label: int | None) -> Any:
-    """The sequence classifier of a folder without its weights. Raises `BindError` if transformers has none for this
-    architecture, it is not a decoder, or `label` is not one of its labels."""
+def classifier_of(folder: str, **changes: Any) -> Any:
+    """The sequence classifier of a folder without its weights, with these `changes` to its configuration. Raises
+    `BindError` if transformers has none for this architecture, or it is not a decoder."""
     from transformers import AutoModelForSequenceClassification
 
     with loading(folder, "a sequence classifier"):
-        classifier: Any = skeleton(folder, None, AutoModelForSequenceClassification)
+        classifier: Any = skeleton(folder, None, AutoModelForSequenceClassification, **changes)
     if not isinstance(getattr(classifier, "score", None), nn.Linear):
         raise BindError(
             f"The model folder {folder!r} contains a {type(classifier).__name__}, which does not score a sequence by a "
@@ -116,6 +117,11 @@ def classifier_of(folder: str, label: int | None) -> Any:
             path=folder,
             architecture=type(classifier).__name__,
         )
+    return classifier
+
+
+def refuse_label(classifier: Any, folder: str, label: int | None) -> None:
+    """Refuse a label that the classifier lacks, or none of several. Raises `BindError`."""
     names, count = classifier.config.id2label, classifier.num_labels
     if (label is None and count > 1) or (label is not None and label >= count):
         problem = "none is selected" if label is None else f"label={label} is not one of them"
@@ -127,10 +133,9 @@ def classifier_of(folder: str, label: int | None) -> Any:
             label=label,
             labels=tuple(names.values()),
         )
-    return classifier
 
 
-def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
+def head_of(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
     """The head of a folder, or a random one, on the CPU."""
     shape, bias = tuple(classifier.score.weight.shape), classifier.score.bias is not None
     with ExitStack() as files:
@@ -221,15 +226,19 @@ class TorchRewardModelEngine(Resident):
 
     def _scores(self, batch: Tokens) -> Tensor:
         with torch.autocast(self._body.device.type, enabled=False):
-            logits = self._head(self._body.states(batch).float())
+            logits = self._logits(self._body.states(batch).float())
         return scatter(logits[:, self._label], batch.response_mask)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """The logits of all labels: ``[tokens labels]``."""
+        return cast(Tensor, self._head(states))
 
     def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
         """The rows with only their last token under the mask, which here covers the whole sequence."""
         read = batch.attention_mask.bool()
         counted = read if self._pad is None else read & (batch.input_ids != self._pad)
         counted = torch.where(counted.any(1, keepdim=True), counted, read)
-        last = counted & (counted.flip(1).cumsum(1).flip(1) == 1)
+        last = last_of(counted)
         ids, mask, place = (nn.functional.pad(x, (0, 1)) for x in (batch.input_ids, read, batch.position_ids))
         return TokenInputs(ids, mask, place, last)
 

@@ -191,6 +191,11 @@ def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Tenso
         yield None, idle
 
 
+def last_of(mask: Tensor) -> Tensor:
+    """Only the last true element of each row of a bool mask."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+
 def ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """First attended column of each row and one past the last; ``(width, 0)`` for a row without attended tokens."""
     width, mask = attention_mask.shape[1], attention_mask.bool()

@@ -17,6 +17,7 @@ from flowrl.backends.torch.score.engine import (
     Residence,
     TorchTrainerEngine,
 )
+from flowrl.backends.torch.score.log_prob_cache import CachedEngine
 from flowrl.backends.torch.score.model import Dtype, TorchModel
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
@@ -42,6 +43,10 @@ class TorchScorer(FolderBackend):
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
+        cache: a folder on a disk of this machine in which the log-probs of each row are kept, so that the epochs of an
+            offline algorithm, and a resumed run, do not compute them again (TRL's ``precompute_ref_log_probs``). Rows
+            are found by their tokens and the digest of the weights. In an epoch that computes nothing, log-probs are
+            those of the first one; uncached they differ by rounding, since micro-batches have other rows.
     """
 
     serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)
@@ -55,6 +60,7 @@ class TorchScorer(FolderBackend):
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
+    cache: Folder | None = None
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> Self:
@@ -88,7 +94,8 @@ class TorchScorer(FolderBackend):
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
         budget = model.budget(self.max_tokens)
-        return FrozenEngine(self.model, model, budget, self.logprob_chunk, residence)
+        settings = self.model, model, budget, self.logprob_chunk, residence
+        return FrozenEngine(*settings) if self.cache is None else CachedEngine(*settings, self.cache)
 
 
 class TorchTrainer(TrainedSpec):

@@ -7,8 +7,8 @@ Like an operator, a loss is a frozen record of hyper-parameters plus one `__call
             return -advantages * log_probs
 
 ``UpdateActor(Reinforce())`` has a port `advantages`, since its loss reads that. The update passes the current output of
-the model (`LogProbs`, `Entropies`, `NewValues`); everything else is wired. Columns ``[rows response]`` are 0 off the
-mask, and the loss there is ignored. The update also aggregates over tokens and adds KL and entropy terms.
+the model (`LogProbs`, `Entropies`, `NewValues`, `NewScores`); everything else is wired. Columns ``[rows response]`` are
+0 off the mask, and the loss there is ignored. The update also aggregates over tokens and adds KL and entropy terms.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from flowrl.spec import defining_frame, where_defined
 
 Unit = Literal["token", "row", "group", "batch"]
 
-ModelQuantity = Literal["log-probs", "values", "entropies", "distributions"]
+ModelQuantity = Literal["log-probs", "values", "scores", "entropies", "distributions"]
 
 _QUANTITIES: dict[str, ModelQuantity] = {
     "log-prob of the policy that is trained": "log-probs",
     "value of the critic that is trained": "values",
+    "score of the reward model that is trained": "scores",
     "entropy of the policy that is trained": "entropies",
     "distribution of the policy that is trained": "distributions",
 }
@@ -64,8 +65,8 @@ class Loss(HasEffects):
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: it reads something other than columns, does
-            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, has an unknown
-            unit, or a `State`, which only operators have.
+            not read exactly one of `LogProbs`, `Distributions`, `NewValues` and `NewScores`, returns no tensor, has
+            an unknown unit, or a `State`, which only operators have.
     """
 
     unit: ClassVar[Unit] = "token"
@@ -126,7 +127,7 @@ def _model_ports(reads: Signature, where: str) -> dict[ModelQuantity, str]:
         raise DefinitionError(
             f"{where}.__call__ reads {', '.join(found.values()) or 'nothing'} of the trained model. Declare "
             f"`log_probs: LogProbs`, optionally with `entropies: Entropies`, or `distributions: Distributions` for a "
-            f"policy, or `new_values: NewValues` for a critic.",
+            f"policy, `new_values: NewValues` for a critic, or `new_scores: NewScores` for a reward model.",
             code="loss.ports",
             where=where,
             found=list(found.values()),

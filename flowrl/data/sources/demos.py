@@ -28,6 +28,7 @@ from flowrl.data.sources.layouts import (
     characters_of,
     conversation,
     label_of,
+    margin_of,
     pair,
     refuse_same,
     response_of,
@@ -66,6 +67,7 @@ class Demonstration:
     responses: dict[str, Response]
     scores: dict[str, float]
     turns: dict[str, Turns]
+    margin: float = 0.0
 
     @property
     def index(self) -> int:
@@ -160,7 +162,7 @@ class _Responses(FileSource):
             refuse_answered(where, messages)
         responses = {name: response_of(where, name, given[name]) for name in self.parts}
         row = Row(index, [], "", None, {}, messages, arguments)
-        return Demonstration(row, responses, self._scores(where, given), {})
+        return Demonstration(row, responses, self._scores(where, given), {}, self._margin(where, given))
 
     def _arguments(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """The record's own arguments of the chat template, with its tools."""
@@ -177,6 +179,10 @@ class _Responses(FileSource):
     def _scores(self, where: str, record: Mapping[str, Any]) -> dict[str, float]:
         """The score of each response."""
         return dict.fromkeys(self.parts, 0.0)
+
+    def _margin(self, where: str, record: Mapping[str, Any]) -> float:
+        """The margin of a pair."""
+        return 0.0
 
 
 _DOCUMENT: list[Any] = []
@@ -232,12 +238,15 @@ class PreferenceData(_Responses):
     A batch has two rows per pair, with the same `uid`, the chosen one first. ``Training(prompts=8)`` samples 8 pairs
     per step.
 
+    A row may have a ``margin``, a number that `BradleyTerry` subtracts from the lead of the chosen response; by default
+    it is 0.
+
     Args:
         max_response_length: maximum tokens of a response, including its end token; None is no limit.
     """
 
     record: ClassVar[type] = PreferenceBatch
-    reads: ClassVar[Sequence[str]] = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+    reads: ClassVar[Sequence[str]] = ("prompt", "chosen", "rejected", "margin", "tools", "chat_template_kwargs")
     required: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
     parts: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
@@ -250,6 +259,9 @@ class PreferenceData(_Responses):
 
     def _scores(self, where: str, record: Mapping[str, Any]) -> dict[str, float]:
         return {"chosen": 1.0, "rejected": 0.0}
+
+    def _margin(self, where: str, record: Mapping[str, Any]) -> float:
+        return margin_of(where, record.get("margin"))
 
 
 class UnpairedData(_Responses):
@@ -291,6 +303,8 @@ class ResponseStream(RowStream[Demonstration]):
             hasher.update(json.dumps([row.index, *map(len, parts)]).encode())
             for ids in parts:
                 hasher.update(array("q", ids))
+            if row.margin:
+                hasher.update(json.dumps(row.margin).encode())
             for turns in row.turns.values():
                 if not all(turns.mask):
                     hasher.update(bytes(turns.mask))
@@ -324,6 +338,8 @@ class ResponseStream(RowStream[Demonstration]):
             scores = torch.zeros(mask.shape)
             scores[torch.arange(len(rows)), present.sum(-1) - 1] = torch.tensor([row.scores[n] for _, row, n in rows])
             columns["token_level_scores"] = scores
+        if "margin" in cast(Any, self._record)._fields:
+            columns["margin"] = torch.tensor([row.margin for _, row, _ in rows])
         return DataProto(columns)
 
 

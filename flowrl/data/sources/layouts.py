@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -138,6 +139,22 @@ def label_of(where: str, label: Any) -> bool:
             found=short(label, 80),
         )
     return label
+
+
+def margin_of(where: str, margin: Any) -> float:
+    """The margin of a pair; 0 if it is None."""
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"{where}: margin is {short(margin, 80)}. Expected a finite number; leave the key out to read none: "
+            f"columns={{'margin': None}}.",
+            code="prompts.wrong-type",
+            where=where,
+            key="margin",
+            found=short(margin, 80),
+        )
+    return float(margin)
 
 
 def tools_of(where: str, tools: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from flowrl.files.graph_io import graph_to_dict
 from flowrl.files.values import encode
 from flowrl.hub.repositories import Commits
 from flowrl.protocols.protocols import Trainer
+from flowrl.protocols.scorers import RewardTrainer
 from flowrl.run.alarms.defaults import DEFAULT
 from flowrl.run.alarms.rule import Check, Rule
 from flowrl.run.prediction.costs import Costs
@@ -186,9 +187,11 @@ class Training(Spec):
 
     @property
     def policies(self) -> list[str]:
-        """The roles whose language model is trained."""
-        roles = self.job.graph.roles().items()
-        return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
+        """The roles whose model is written as a folder: policies and reward models that are trained."""
+        found = self.job.graph.roles().items()
+        trained = {role: [use for use in uses if use.mode == "writes"] for role, uses in found}
+        protocols = (Trainer, RewardTrainer)
+        return [role for role, uses in trained.items() if any(use.goes_through(p) for use in uses for p in protocols)]
 
     @property
     def whole(self) -> Job[Any]:

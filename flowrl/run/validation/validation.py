@@ -80,7 +80,9 @@ class Validation(Spec):
             wire=self.wire,
             bind=self.bind,
         )
-        return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
+        of_job = {r: graph.bindings[r] for r in changed.roles() if r in graph.bindings and r not in changed.bindings}
+        always = {node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS}
+        return edit(changed, when=always, bind=of_job)
 
     def pinned(self, commits: Commits) -> Self:
         """The same validation with the repositories of its data and backends resolved."""

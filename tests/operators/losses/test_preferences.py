@@ -1,8 +1,9 @@
-"""NLL and DPO as their papers write them, row by row, in float64; gradients are autograd's."""
+"""NLL, DPO, IPO, SimPO, ORPO and KTO as their papers write them, row by row, in float64; gradients are autograd's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowrl.core.operators.loss import Loss
 from flowrl.data.metrics import Metrics
-from flowrl.operators import DPO, NLL
+from flowrl.operators import DPO, IPO, KTO, NLL, ORPO, SimPO
 from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
 from flowrl.operators.updates.mini_batches import record
 from tests.operators.advantages.ragged import masks, numbers
@@ -35,7 +37,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensor, list[int], list[float]]:
 
 
 def objective_of(
-    loss: DPO | NLL, new: Tensor, mask: Tensor, aggregation: Aggregation, norm: float | None, **columns: object
+    loss: Loss, new: Tensor, mask: Tensor, aggregation: Aggregation, norm: float | None, **columns: object
 ) -> tuple[float, Tensor, Metrics]:
     """The objective of `loss`, its gradient on the mask, and what was reported."""
     output, metrics = new.clone().requires_grad_(), Metrics()
@@ -129,3 +131,117 @@ def test_a_group_of_one_row_is_refused() -> None:
             DPO(), torch.zeros(1, 1), mask, "token-mean", None,
             ref_log_prob=torch.zeros(1, 1), token_level_scores=torch.zeros(1, 1), uid=column(["a"]),
         )  # fmt: skip
+
+
+Row = tuple[Tensor, Tensor]
+"""The log-probs of the policy and of the reference at the tokens of a row, float64."""
+
+
+def ipo(chosen: Row, rejected: Row, tau: float, per_token: bool) -> Tensor:
+    """Equation 17, with h of equation 9; TRL divides each log-ratio by the length of its row."""
+    ratios = [(new - ref).sum() / (len(new) if per_token else 1) for new, ref in (chosen, rejected)]
+    return (ratios[0] - ratios[1] - 1 / (2 * tau)) ** 2
+
+
+def simpo(chosen: Row, rejected: Row, beta: float, gamma: float) -> Tensor:
+    """Equation 6."""
+    (w, _), (l, _) = chosen, rejected  # noqa: E741
+    return -torch.log(torch.sigmoid(beta / len(w) * w.sum() - beta / len(l) * l.sum() - gamma))
+
+
+def orpo(chosen: Row, rejected: Row, coef: float) -> Tensor:
+    """Equations 6 and 7, with the odds of equation 4, of the probability of equation 3."""
+    p_w, p_l = (new.mean().exp() for new, _ in (chosen, rejected))
+    odds_ratio = (p_w / (1 - p_w)) / (p_l / (1 - p_l))
+    return -torch.log(p_w) + coef * -torch.log(torch.sigmoid(torch.log(odds_ratio)))
+
+
+def of_pairs(tokens: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs of the policy and of the reference, mask and scores of pairs of rows with these lengths; the second
+    row of every pair is the chosen one."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(max(tokens)) < torch.tensor(tokens)[:, None]
+    new, ref = (torch.where(mask, -0.05 - torch.rand(mask.shape, generator=generator), 0.0) for _ in range(2))
+    scores = torch.zeros(mask.shape)
+    scores[1::2, 0] = 1.0
+    return new, ref, mask, scores
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (IPO(), lambda w, l: ipo(w, l, 0.1, False)),  # noqa: E741
+        (IPO(0.7, per_token=True), lambda w, l: ipo(w, l, 0.7, True)),  # noqa: E741
+        (SimPO(), lambda w, l: simpo(w, l, 2.0, 1.0)),  # noqa: E741
+        (SimPO(0.5, 0.0), lambda w, l: simpo(w, l, 0.5, 0.0)),  # noqa: E741
+        (ORPO(), lambda w, l: orpo(w, l, 0.1)),  # noqa: E741
+        (ORPO(1.5), lambda w, l: orpo(w, l, 1.5)),  # noqa: E741
+    ],
+    ids=repr,
+)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 99))
+def test_losses_of_pairs_match_their_equations(
+    loss: Loss, formula: Callable[[Row, Row], Tensor], lengths: list[int], seed: int
+) -> None:
+    new, ref, mask, scores = of_pairs([n for length in lengths for n in (length, 1 + length % 5)], seed)
+    uid = column([f"p{row // 2}" for row in range(len(mask))])
+    found, gradient, metrics = objective_of(
+        loss, new, mask, "seq-mean-token-mean", None,
+        ref_log_prob=ref, token_level_scores=scores, uid=uid, response_mask=mask,
+    )  # fmt: skip
+    exact = new.double().requires_grad_()
+    rows = [(exact[row][mask[row]], ref[row][mask[row]].double()) for row in range(len(mask))]
+    expected = torch.stack([formula(rows[i + 1], rows[i]) for i in range(0, len(rows), 2)]).mean()
+    [slope] = torch.autograd.grad(expected, exact)
+    assert found == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(gradient, slope[mask], rtol=2e-4, atol=1e-5)
+    name = type(loss).__name__.lower()
+    assert metrics[f"actor/{name}_accuracy"].weight == len(lengths)
+
+
+@pytest.mark.parametrize("loss", [IPO(), SimPO(), ORPO()], ids=repr)
+def test_a_group_of_equal_scores_has_no_pair(loss: Loss) -> None:
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    found, gradient, _ = objective_of(
+        loss, torch.tensor([[-1.0], [-0.5]]), mask, "seq-mean-token-mean", None,
+        ref_log_prob=torch.zeros(2, 1), token_level_scores=torch.zeros(2, 1), uid=column(["a", "a"]),
+    )  # fmt: skip
+    assert found == 0.0 and not gradient.any()
+
+
+def test_certain_tokens_have_finite_odds() -> None:
+    """A log-prob of 0, or one far below, where a naive ``log(1 - exp(x))`` or its gradient is not finite."""
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    scores, uid = torch.tensor([[1.0], [0.0]] * 2), column(["a", "a", "b", "b"])
+    found, gradient, _ = objective_of(
+        ORPO(), torch.tensor([[0.0], [-200.0], [-200.0], [0.0]]), mask, "seq-mean-token-mean", None,
+        token_level_scores=scores, uid=uid,
+    )  # fmt: skip
+    assert math.isfinite(found) and gradient.isfinite().all()
+
+
+@given(masks(), st.integers(0, 99), st.sampled_from([0.1, 1.0]), st.sampled_from([0.0, 0.7]))
+def test_kto_matches_equation_8(mask: Tensor, seed: int, beta: float, baseline: float) -> None:
+    """``E[lambda_y - v(x, y)]`` with the value of equation 8, label by label; the baseline has no gradient."""
+    new, ref = numbers(mask, seed, off=0.0), numbers(mask, seed + 1000, off=0.0)
+    labels = [row % 3 != 1 for row in range(len(mask))]
+    scores = torch.where(mask.cumsum(1).eq(1) & mask, torch.tensor(labels)[:, None].float(), 0.0)
+    found, gradient, metrics = objective_of(
+        KTO(beta, desirable=1.3, undesirable=0.6), new, mask, "seq-mean-token-mean", None,
+        ref_log_prob=ref, token_level_scores=scores, kl_baseline=torch.full((len(mask),), baseline),
+    )  # fmt: skip
+    exact = new.double().requires_grad_()
+    losses = []
+    for row, good in enumerate(labels):
+        if mask[row].any():
+            r = (exact[row] - ref[row].double())[mask[row]].sum()
+            value = 1.3 * torch.sigmoid(beta * (r - baseline)) if good else 0.6 * torch.sigmoid(beta * (baseline - r))
+            losses.append((1.3 if good else 0.6) - value)
+    if losses:
+        expected = torch.stack(losses).mean()
+        [slope] = torch.autograd.grad(expected, exact)
+        assert found == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(gradient, slope[mask], rtol=1e-4, atol=1e-6)
+    assert metrics["actor/kto_desirable"].weight == sum(
+        good and bool(mask[row].any()) for row, good in enumerate(labels)
+    )

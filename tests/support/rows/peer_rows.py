@@ -12,17 +12,24 @@ from torch import Tensor
 
 from flowrl.data.metrics import Metrics
 from flowrl.operators import (
+    DPO,
     DPPO,
+    IPO,
+    KTO,
+    ORPO,
     CorrectLogitNorms,
     GDPOAdvantage,
     KLLoss,
+    KTOBaseline,
     OptimalTokenBaseline,
     PPOClip,
     RolloutCorrection,
+    SimPO,
 )
 from flowrl.operators.advantages.per_token import Estimator, kl_penalty
-from flowrl.operators.losses.objective import TokenObjective, token_weights
+from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
 
+BY_ROW: Aggregation = "seq-mean-token-mean"
 ESTIMATORS: tuple[Estimator, ...] = ("k1+", "k3+", "abs", "k1", "k2", "k3")
 ROWS_OF_A_GROUP = 3
 
@@ -77,11 +84,39 @@ def verl_numbers(x: Columns) -> dict[str, Tensor]:
     return found
 
 
+def best_and_worst(x: Columns) -> tuple[Tensor, Tensor]:
+    """The rows of each group with the highest and the lowest score."""
+    scores = x["rewards of mask"].sum(-1).view(-1, ROWS_OF_A_GROUP)
+    first = torch.arange(len(scores)) * ROWS_OF_A_GROUP
+    return first + scores.argmax(1), first + scores.argmin(1)
+
+
+def labels(x: Columns) -> Tensor:
+    """Whether each row is desirable: every other row is."""
+    return torch.arange(len(x["mask"])) % 2 == 0
+
+
 def trl_numbers(x: Columns) -> dict[str, Tensor]:
-    """The numbers of TRL."""
-    return {
+    """The numbers of TRL; KTO's baseline is the mean log-ratio of the rows."""
+    found = {
         name: gradient(TokenObjective(PPOClip(0.2), kl=KLLoss("k3", 0.3, ratio=ratio)), x)
         for name, ratio in (("kl", False), ("kl with the ratio", True))
+    }
+    pairs = {"token_level_scores": x["rewards of mask"], "uid": groups(x)}
+    losses = {
+        "dpo": DPO(0.3),
+        "ipo": IPO(0.3, per_token=True),
+        "simpo": SimPO(0.3, 0.6),
+        "orpo": ORPO(0.3),
+    }
+    found |= {name: gradient(TokenObjective(loss, BY_ROW), x, **pairs) for name, loss in losses.items()}
+    mask = x["mask"]
+    scores = torch.where(mask.cumsum(1) == 1, labels(x)[:, None].float(), 0.0)
+    baseline = KTOBaseline()(x["log_probs"], x["ref_log_prob"], mask, metrics=Metrics())
+    return found | {
+        "kto": gradient(
+            TokenObjective(KTO(0.3, 1.3, 0.6), BY_ROW), x, token_level_scores=scores * mask, kl_baseline=baseline
+        )
     }
 
 

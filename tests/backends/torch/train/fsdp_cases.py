@@ -31,6 +31,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.protocols import MiniBatch
 from flowrl.schedules import Cosine
+from tests.backends.torch.train.reward_case import reward_model
 from tests.support.models import ragged
 
 ROWS = 7
@@ -337,6 +338,7 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "covariance": lambda r: over_rows(r, COVARIANCE),
     "critic": critic,
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
+    "reward model": reward_model,
     "resuming": resuming,
     "lora llama": lambda r: lora(r, "llama"),
     "lora gpt2": lambda r: lora(r, "gpt2", offload=r.world_size > 1, gradient_checkpointing=True),
@@ -431,10 +433,8 @@ def main(rank: int, size: int, folder: Path, every: bool) -> None:
     torch.set_num_threads(1)
 
     def group(name: str, seconds: int) -> None:
-        store = f"file://{folder / name}"
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-        )
+        store, timeout = f"file://{folder / name}", timedelta(seconds=seconds)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
 
     ranks, found = Ranks(rank, size, folder), {}
     group("first-group", 300)  # imports of one rank may take much longer than of the other

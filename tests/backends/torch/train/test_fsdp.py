@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, TorchCritic, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.schedules import Cosine
@@ -215,6 +215,19 @@ def test_a_critic_saved_by_two_ranks_loads_in_one_process(found: Any) -> None:
     folder, _, ranks = found
     critic = TorchCritic(str(folder / "saved-critic-2"), device="cpu").build(Ranks(0, 1, folder))
     torch.testing.assert_close(critic.values(sequences()), ranks[0]["critic checkpointed"]["all"], atol=1e-6, rtol=1e-6)
+
+
+def test_a_sharded_reward_model_equals_that_of_one_process(found: Any) -> None:
+    folder, alone, ranks = found
+    truth = alone["reward model"]
+    assert truth["after"].std() > 0.01 and not torch.allclose(truth["after"][truth["rows"]], truth["before"], atol=0.01)
+    for rank in (one["reward model"] for one in ranks):
+        torch.testing.assert_close(rank["before"], truth["before"][rank["rows"]], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(rank["after"], truth["after"], atol=1e-5, rtol=1e-5)
+    log = merged([rank["reward model"]["metrics"] for rank in ranks])
+    assert log == pytest.approx(truth["metrics"].compute(), rel=1e-5, abs=1e-6)
+    saved = TorchRewardModel(ranks[0]["reward model"]["folder"], device="cpu").build(Ranks(0, 1, folder))
+    torch.testing.assert_close(saved.rewards(sequences()), truth["after"], atol=1e-5, rtol=1e-5)
 
 
 def test_resuming_is_bit_equal_on_as_many_ranks_and_close_on_another_number(found: Any) -> None:

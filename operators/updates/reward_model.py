@@ -1,0 +1,65 @@
+"""`UpdateRewardModel`: optimizer steps of a reward model on pairs of responses."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from flowrl.core.operators.loss import Loss, ModelQuantity
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.ports import INJECTED, FromParameters
+from flowrl.core.operators.roles import Role, Writes
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
+from flowrl.operators.engines.model_inputs import ModelInputs
+from flowrl.operators.losses.objective import Aggregation, TokenObjective
+from flowrl.operators.losses.preferences import BradleyTerry
+from flowrl.operators.updates.update import Update
+from flowrl.protocols.scorers import RewardTrainer
+from flowrl.records import RewardModelUpdated, Tokens
+
+
+class UpdateRewardModel(Update, ModelInputs, Operator):
+    """Train the reward model on pairs of responses: one optimizer step per mini-batch, on the mean over rows.
+
+    Args:
+        loss: a loss of scores; the update has a port for each column that it reads.
+        ppo_epochs: passes over the rows.
+        mini_batch: rows per optimizer step, two per pair; None for all rows.
+        reads: record of the model's inputs; None for tokens. See `ModelInputs`.
+        reward_model: the model.
+
+    Raises:
+        ParameterError: the loss is not of scores.
+        DataError: `mini_batch` does not divide the rows, or splits pairs.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
+    trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"scores"})
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    norm: ClassVar[float | None] = None
+    loss: Loss = BradleyTerry()
+    ppo_epochs: int = Field(default=1, ge=1)
+    mini_batch: int | None = Field(default=None, ge=1)
+    reward_model: Writes[RewardTrainer] = Role("reward_model")
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """The effects of the loss."""
+        return self.loss.effects
+
+    def __call__(
+        self,
+        rollout: Tokens,
+        *,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+        now: Now = INJECTED,
+        **columns: FromParameters,
+    ) -> RewardModelUpdated:
+        objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
+        metrics.merge(self._train(self.reward_model, rollout, columns, objective, key, now.shard))
+        return RewardModelUpdated(self.reward_model.version)
