@@ -63,6 +63,12 @@ class ByDataSource(RewardFunction):
             **more,
         )
 
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The answer as the function of this data source finds it."""
+        fn = self._function(data_source)
+        found = fn if isinstance(fn, RewardFunction) else super()
+        return found.answer(data_source, solution_str)
+
     def _function(self, data_source: str) -> Any:
         if data_source in self.rewards:
             return self.rewards[data_source]

@@ -52,13 +52,26 @@ ALLOWED: dict[str, set[str]] = {
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
     "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "operators", "run"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
+    "top": {
+        *LANGUAGE,
+        "rules",
+        "files",
+        "edits",
+        "draw",
+        "run",
+        "distributed",
+        "evaluation",
+        "auditing",
+        "look",
+        "report",
+    },
     "importers": {"ground", "top"},
     "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "rewards", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
     "backends": {"ground", "hub", "data", "protocols", "sync"},
+    "evaluation": {*LANGUAGE, "hub", "files", "run", "operators", "rewards"},
 }
 ALLOWED["app"] = {*ALLOWED}
 
