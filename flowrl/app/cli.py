@@ -1,5 +1,5 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | evaluate | operators | demo``, and
-those on run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | evaluate | operators | demo``,
+and those on run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.

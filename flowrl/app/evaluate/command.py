@@ -15,7 +15,27 @@ from flowrl.app.printing import print_json
 from flowrl.app.run import complain, ended
 from flowrl.errors import ParameterError, offer, type_of
 
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Model folder, name on the Hub, or run folder.", show_default=False)
+]
+Data = Annotated[
+    str, typer.Argument(metavar="DATA", help="File, data set on the Hub, or FILE.py:name.", show_default=False)
+]
+RewardName = Annotated[
+    str | None, typer.Option(help="Such as gsm8k, or FILE.py:name. [default: by the data source, as verl]")
+]
+AnswerName = Annotated[str | None, typer.Option(help="FILE.py:name: the answer of a response, for maj@k.")]
+K = Annotated[str, typer.Option(help="k of pass@k and maj@k, such as 1,4,16.")]
+N = Annotated[int | None, typer.Option("-n", help="Responses per prompt. [default: the largest k]")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. [default: 0, or 1 for several responses]")]
+Length = Annotated[int, typer.Option(help="Most tokens of a response.")]
+Limit = Annotated[int | None, typer.Option(help="Only so many prompts, the first.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the sampling.")]
 Engine = Annotated[str, typer.Option(help="Engine: vllm, sglang or torch.")]
+Checkpoint = Annotated[str, typer.Option(help="Of a run: last, best, or a step.")]
+RoleName = Annotated[str | None, typer.Option(help="Of a run: the trained role, if there are several.")]
+Folder = Annotated[str | None, typer.Option(help="Output folder. [default: runs/evaluate-001, ...]")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def add_to(app: typer.Typer, out: Console) -> None:
@@ -23,33 +43,22 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
     @app.command()
     def evaluate(
-        model: Annotated[
-            str,
-            typer.Argument(metavar="MODEL", help="Model folder, name on the Hub, or run folder.", show_default=False),
-        ],
-        data: Annotated[
-            str,
-            typer.Argument(metavar="DATA", help="File, data set on the Hub, or FILE.py:name.", show_default=False),
-        ],
-        reward: Annotated[
-            str | None,
-            typer.Option(help="Such as gsm8k, or FILE.py:name. [default: by the data source, as verl]"),
-        ] = None,
-        answer: Annotated[str | None, typer.Option(help="FILE.py:name: the answer of a response, for maj@k.")] = None,
-        k: Annotated[str, typer.Option(help="k of pass@k and maj@k, such as 1,4,16.")] = "1",
-        n: Annotated[int | None, typer.Option("-n", help="Responses per prompt. [default: the largest k]")] = None,
-        temperature: Annotated[
-            float | None, typer.Option(help="0 is greedy. [default: 0, or 1 for several responses]")
-        ] = None,
-        max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a response.")] = 1024,
-        limit: Annotated[int | None, typer.Option(help="Only so many prompts, the first.")] = None,
-        seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+        model: Model,
+        data: Data,
+        reward: RewardName = None,
+        answer: AnswerName = None,
+        k: K = "1",
+        n: N = None,
+        temperature: Temperature = None,
+        max_new_tokens: Length = 1024,
+        limit: Limit = None,
+        seed: Seed = 0,
         engine: Engine = "torch",
-        checkpoint: Annotated[str, typer.Option(help="Of a run: last, best, or a step.")] = LAST,
-        role: Annotated[str | None, typer.Option(help="Of a run: the trained role, if there are several.")] = None,
-        folder: Annotated[str | None, typer.Option(help="Output folder. [default: runs/evaluate-001, ...]")] = None,
+        checkpoint: Checkpoint = LAST,
+        role: RoleName = None,
+        folder: Folder = None,
         settings: Set = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        as_json: Json = False,
     ) -> None:
         """Evaluate a model without training. With --folder, the same command continues an interrupted evaluation.
 
@@ -59,17 +68,14 @@ def add_to(app: typer.Typer, out: Console) -> None:
         from flowrl.app.changes.engine import kinds
         from flowrl.evaluation.evaluation import Evaluation
         from flowrl.operators import Generate, Reward
-        from flowrl.run.training.run_folder import jsonable
-        from flowrl.run.training.signals import Ended
 
-        sizes = _sizes(k)
+        kind, sizes = kinds()[engine_of(engine)], _sizes(k)
         count = n or max(sizes)
-        heat = float(count > 1) if temperature is None else temperature
         evaluation = Evaluation(
-            kinds()[engine_of(engine)](model_of(model, checkpoint, role), frozen=True),
+            kind(model_of(model, checkpoint, role), frozen=True),
             _data(data),
             Reward(_reward(reward)),
-            Generate(temperature=heat, max_new_tokens=max_new_tokens),
+            Generate(float(count > 1) if temperature is None else temperature, max_new_tokens=max_new_tokens),
             n=count,
             k=sizes,
             answer=answer,
@@ -77,21 +83,29 @@ def add_to(app: typer.Typer, out: Console) -> None:
             seed=seed,
             folder=folder,
         )
-        evaluation = _changed(evaluation, split(settings or ()))
-        bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        try:
-            with Progress(*bar, console=out, disable=as_json or not out.is_terminal, transient=True) as progress:
-                task = progress.add_task("prompts", total=None)
-                found = evaluation.run(lambda done, prompts: progress.update(task, completed=done, total=prompts))
-        except (KeyboardInterrupt, Ended) as error:
-            what, code = ended(error)
-            complain(f"{what}; the same command with --folder={folder or 'runs/evaluate-...'} continues it.")
-            raise typer.Exit(code) from None
-        if as_json:
-            values = {name: one._asdict() for name, one in found.estimates.items()}
-            print_json(out, jsonable({**found._asdict(), "estimates": values}))
-        else:
-            out.print(str(found), markup=False)
+        _run(_changed(evaluation, split(settings or ())), out, as_json)
+
+
+def _run(evaluation: Any, out: Console, as_json: bool) -> None:
+    """Run an evaluation with a progress bar, and print its result."""
+    from flowrl.run.training.run_folder import jsonable
+    from flowrl.run.training.signals import Ended
+
+    bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    try:
+        with Progress(*bar, console=out, disable=as_json or not out.is_terminal, transient=True) as progress:
+            task = progress.add_task("prompts", total=None)
+            found = evaluation.run(lambda done, prompts: progress.update(task, completed=done, total=prompts))
+    except (KeyboardInterrupt, Ended) as error:
+        what, code = ended(error)
+        folder = evaluation.folder or "runs/evaluate-..."
+        complain(f"{what}; the same command with --folder={folder} continues it.")
+        raise typer.Exit(code) from None
+    if as_json:
+        values = {name: one._asdict() for name, one in found.estimates.items()}
+        print_json(out, jsonable({**found._asdict(), "estimates": values}))
+    else:
+        out.print(str(found), markup=False)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
