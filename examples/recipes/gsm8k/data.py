@@ -15,7 +15,7 @@ WORDS = (BEGIN, MIDDLE, END, f" {ASK}", " apples.\n", "<<", ">>", "#### ")
 
 def problem(numbers: random.Random) -> dict[str, Any]:
     """A question, and its solution with the annotations of a calculator."""
-    a, b = numbers.randint(1, 30), numbers.randint(1, 9)
+    a, b = numbers.randint(1, 9), numbers.randint(1, 5)
     solution = f"{BEGIN}{a}+{b}=<<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}"
     return {"question": f"{BEGIN}{a}{MIDDLE}{b}{END}", "answer": solution}
 
