@@ -6,6 +6,7 @@ A stand-in of the Hub has the tiny models and data; only sizes are set.
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ SIZES = {
         "--set=collect.on_underfill=repeat",
     ],
     "dpo": [],
+    "search": [
+        "--engine=torch",
+        "--set=interact.max_new_tokens=16",
+        "--set=interact.context=160",
+        "--test=validation[:8]",
+    ],
     "rlhf": ["--engine=torch", "--set=generate.max_new_tokens=8"],
 }
 
@@ -45,7 +52,7 @@ def _own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each recipe has a module ``recipe``, which its ``data.py`` imports by this name."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield
-    for name in ("recipe", "tiny", "imitation", "arithmetic"):
+    for name in ("recipe", "tiny", "imitation", "arithmetic", "bm25"):
         sys.modules.pop(name, None)
 
 
@@ -83,7 +90,9 @@ def test_a_recipe_trains_with_the_names_of_the_hub(
     trained = [line for line in steps if "timing/step" in line]
     assert len(trained) == 2
     if recipe == "calculator":
-        assert trained[-1]["episodes/tool_calls"] > 0 and trained[-1]["episodes/turns"] > 1
+        assert trained[-1]["episodes/tool_calls"] > 0
+    if recipe in ("calculator", "search"):
+        assert trained[-1]["episodes/turns"] > 1
     if recipe not in ("dpo", "rlhf"):
         assert max(line["reward/max"] for line in trained) == 1.0  # the tiny model solves some
 
@@ -126,3 +135,15 @@ def test_other_expressions_are_refused(expression: str) -> None:
 def test_countdown_scores_the_last_answer(response: str, score: float) -> None:
     countdown: Any = load_object(f"{RECIPES / 'countdown' / 'recipe.py'}:countdown")
     assert countdown("countdown", response, {"target": 16, "numbers": [2, 3, 5]}) == score
+
+
+def test_bm25_equals_its_formula() -> None:
+    retriever: Any = load_object(f"{RECIPES / 'search' / 'bm25.py'}:BM25")
+    found = retriever(["a b b", "B c", "c c c d"])
+    mean, k1, b = 3.0, 1.2, 0.75
+    weight = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))  # of "b" and of "c", each in two documents
+    first = weight * 2 * (k1 + 1) / (2 + k1 * (1 - b + b * 3 / mean))
+    second = weight * 1 * (k1 + 1) / (1 + k1 * (1 - b + b * 2 / mean))
+    assert found.scores("b x") == pytest.approx([first, second, 0.0])
+    assert found.top("B", 3) == ["a b b", "B c"] and found.top("B", 1) == ["a b b"] and found.top("x", 2) == []
+    assert retriever([]).top("b", 1) == []
