@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,8 @@ def test_the_readme_of_a_recipe_names_its_commands() -> None:
         assert f"flowrl run examples/recipes/{recipe}/recipe.py:training\n" in text
         assert f"python examples/recipes/{recipe}/data.py tiny\n" in text
         assert [size for size in sizes if size not in text] == []
+        links = re.findall(r"\]\((?!https?:)([^)\s#]+)", text)
+        assert [link for link in links if not (RECIPES / recipe / link).exists()] == []
 
 
 @pytest.mark.parametrize(
