@@ -66,8 +66,9 @@ class ByDataSource(RewardFunction):
     def answer(self, data_source: str, solution_str: str) -> str | None:
         """The answer as the function of this data source finds it."""
         fn = self._function(data_source)
-        found = fn if isinstance(fn, RewardFunction) else super()
-        return found.answer(data_source, solution_str)
+        if isinstance(fn, RewardFunction):
+            return fn.answer(data_source, solution_str)
+        return super().answer(data_source, solution_str)
 
     def _function(self, data_source: str) -> Any:
         if data_source in self.rewards:
