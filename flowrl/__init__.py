@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
+    from flowrl.evaluation.evaluation import Evaluation
     from flowrl.graph import Graph, algorithm, load, open, save
     from flowrl.look.comparing.compare import compare
     from flowrl.look.recorded_run import RecordedRun
@@ -69,6 +70,7 @@ __all__ = [
     "DemoBatch",
     "DemoData",
     "EarlyStopping",
+    "Evaluation",
     "FlowrlError",
     "Graph",
     "Job",
@@ -140,6 +142,7 @@ __getattr__ = lazy(
         "Split": "distributed.place",
         "PromptData": "data.sources.prompts",
         "After": "core.graphs.after",
+        "Evaluation": "evaluation.evaluation",
         "FlowrlError": "errors",
         "Graph": "graph",
         "Job": "run.training.job",

@@ -1,5 +1,5 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | operators | demo``, and those on
-run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | evaluate | operators | demo``,
+and those on run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -28,6 +28,7 @@ from flowrl.app import rows as rows_commands
 from flowrl.app import run as run_command
 from flowrl.app import runs as runs_commands
 from flowrl.app.changes.changes import Set, load_changed
+from flowrl.app.evaluate import command as evaluate_command
 from flowrl.app.importing import command as importing_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
@@ -267,6 +268,7 @@ def diff(
 
 run_command.add_to(app, out)
 sweep_command.add_to(app, out)
+evaluate_command.add_to(app, out)
 importing_command.add_to(app, out)
 
 

@@ -44,6 +44,11 @@ class GSM8K(RewardFunction):
         found = _last_number(solution_str, self.method == "strict")
         return 0.0 if found is None else 1.0 if found == expected else self.format_score
 
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The number of the response; equal numbers have equal texts."""
+        found = _last_number(solution_str, self.method == "strict")
+        return None if found is None else f"{found.normalize() + 0:f}"
+
 
 def _last_number(text: str, marked: bool) -> Decimal | None:
     """The last number of a text, or the last after ``####``."""
@@ -81,10 +86,11 @@ class Choice(RewardFunction):
                 code="reward.invalid-ground-truth",
                 found=repr(ground_truth),
             )
-        return float(self._letter(solution_str) == self.choices[index])
+        return float(self.answer(data_source, solution_str) == self.choices[index])
 
-    def _letter(self, text: str) -> str | None:
-        """The letter that a response chooses."""
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The letter that the response chooses."""
+        text = solution_str
         letter = rf"[\s*_$({{]*([{self.choices}])(?![A-Za-z0-9])"
         stated = re.findall(rf"(?i:answer(?:\s+is)?)\**\s*:?{letter}|\\boxed\{{(?:\\text\{{)?{letter}", text)
         if stated:

@@ -43,6 +43,16 @@ class Math(RewardFunction):
         found = [] if answer is None else _parsed(answer)
         return float(_verify.verify(right, found, timeout_seconds=None))
 
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """What is in the last ``\\boxed{}``, without spaces; or else, unless `boxed`, the last number.
+
+        Two ways to write a value are two answers: math-verify, which may take very long, is not asked.
+        """
+        if (box := last_boxed(solution_str)) is not None:
+            return "".join(box[len("\\boxed{") : -1].split()) or None
+        numbers = [] if self.boxed else re.findall(r"-?\d[\d,]*(?:\.\d+)?", solution_str)
+        return numbers[-1].replace(",", "") if numbers else None
+
 
 def _parsed(text: str) -> list[Any]:
     kinds = (_verify.LatexExtractionConfig(boxed_match_priority=0), _verify.ExprExtractionConfig())

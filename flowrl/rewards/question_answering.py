@@ -31,13 +31,21 @@ class _BestAnswer(RewardFunction):
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
         """The best score over the answers of the ground truth: a text, a list, or a dict with a ``target``."""
-        answer: str | None = solution_str
-        if self.tag is not None:
-            name = re.escape(self.tag)
-            found = re.findall(rf"<{name}>(.*?)</{name}>", solution_str, re.DOTALL)
-            answer = found[-1] if found else None
-        right = _texts(ground_truth)
+        answer, right = self._tagged(solution_str), _texts(ground_truth)
         return 0.0 if answer is None else max(self._compare(answer, text) for text in right)
+
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The answer after SQuAD's normalization."""
+        answer = self._tagged(solution_str)
+        return None if answer is None else normalize_answer(answer) or None
+
+    def _tagged(self, text: str) -> str | None:
+        """The text in the last `tag`; all of it without one."""
+        if self.tag is None:
+            return text
+        name = re.escape(self.tag)
+        found = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        return found[-1] if found else None
 
     def _compare(self, answer: str, right: str) -> float:
         raise NotImplementedError

@@ -22,6 +22,10 @@ class RewardFunction(Spec):
         """The score of a response: a number, or a dict with one under ``"score"``."""
         raise NotImplementedError(f"{type(self).__name__} does not define score")
 
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The answer of a response, which votes in maj@k; None for no vote. By default the whole response."""
+        return solution_str.strip() or None
+
     @property
     def reads_prompt(self) -> bool:
         """Whether `score` also takes ``prompt``, the messages of the prompt."""

@@ -63,6 +63,13 @@ class ByDataSource(RewardFunction):
             **more,
         )
 
+    def answer(self, data_source: str, solution_str: str) -> str | None:
+        """The answer as the function of this data source finds it."""
+        fn = self._function(data_source)
+        if isinstance(fn, RewardFunction):
+            return fn.answer(data_source, solution_str)
+        return super().answer(data_source, solution_str)
+
     def _function(self, data_source: str) -> Any:
         if data_source in self.rewards:
             return self.rewards[data_source]

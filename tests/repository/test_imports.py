@@ -55,13 +55,26 @@ ALLOWED: dict[str, set[str]] = {
     "auditing": {*LANGUAGE, "edits", "run", "operators"},
     "report": {"ground", "data", "run"},
     "look": {*LANGUAGE, "hub", "rules", "files", "edits", "draw", "operators", "run"},
-    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing", "look", "report"},
+    "top": {
+        *LANGUAGE,
+        "rules",
+        "files",
+        "edits",
+        "draw",
+        "run",
+        "distributed",
+        "evaluation",
+        "auditing",
+        "look",
+        "report",
+    },
     "importers": {"ground", "top"},
     "rewards": {"ground", "core.operators"},
     "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
     "operators": {*LANGUAGE, "workers", "rewards", "episodes"},
     "graphs": {*LANGUAGE, "operators", "top"},
     "backends": {"ground", "hub", "data", "protocols", "sync"},
+    "evaluation": {*LANGUAGE, "hub", "files", "run", "operators", "rewards"},
 }
 ALLOWED["app"] = {*ALLOWED}
 
@@ -299,7 +312,7 @@ def test_the_public_names_are_pinned() -> None:
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "Best", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "EarlyStopping", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow",
+        "DemoBatch", "DemoData", "EarlyStopping", "Evaluation", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow",
             "Metrics", "Now",
         "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",

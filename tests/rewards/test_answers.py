@@ -74,3 +74,19 @@ def test_a_ground_truth_without_an_answer_is_refused() -> None:
             choice("cais/mmlu", "Answer: A", truth)
     with raises("parameter.invalid"):
         choice(choices="abc")
+
+
+def test_equal_numbers_are_one_answer() -> None:
+    texts = ("#### 1,000", "#### $1000.00", "so #### 1000.", "#### 0100", "#### 100", "#### -0", "1000", "#### 1e3")
+    found = ["1000", "1000", "1000", "100", "100", "0", None, "1"]
+    assert [gsm8k.answer("openai/gsm8k", text) for text in texts] == found
+    assert gsm8k(method="flexible").answer("openai/gsm8k", "3 and .50") == "0.5"
+
+
+def test_the_answer_of_a_choice_is_its_letter() -> None:
+    assert [choice.answer("mmlu", text) for text in ("The answer is (C).", "\\boxed{B}", "d", "none")] == [
+        "C",
+        "B",
+        None,
+        None,
+    ]

@@ -58,3 +58,17 @@ def test_braces_in_a_box_match() -> None:
 def test_a_ground_truth_without_an_expression_is_refused() -> None:
     with raises("reward.invalid-ground-truth"):
         math("MATH", "1", "")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "boxed"),
+    [
+        (r"So \boxed{\frac{1}{2}}, or \boxed{ x + 1 }", "x+1", "x+1"),
+        (r"it is 1,234.5 then", "1234.5", None),
+        (r"\boxed{}", None, None),
+        ("nothing", None, None),
+    ],
+)
+def test_the_answer_is_in_the_last_box_or_the_last_number(response: str, answer: str | None, boxed: str | None) -> None:
+    assert math.answer("MATH", response) == answer
+    assert math(boxed=True).answer("MATH", response) == boxed

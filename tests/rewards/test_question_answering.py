@@ -39,3 +39,10 @@ def test_an_answer_can_be_in_a_tag() -> None:
 def test_a_ground_truth_without_answers_is_refused(truth: object) -> None:
     with raises("reward.invalid-ground-truth"):
         exact_match("squad", "x", truth)
+
+
+def test_answers_are_normalized() -> None:
+    assert exact_match.answer("nq", "The  Paris!") == f1.answer("nq", "paris") == "paris"
+    assert exact_match(tag="answer").answer("nq", "<answer>A Cat</answer>") == "cat"
+    assert exact_match(tag="answer").answer("nq", "A Cat") is None
+    assert exact_match.answer("nq", "the") is None

@@ -45,3 +45,10 @@ def test_the_data_sources_of_verl() -> None:
     tests = '{"inputs": ["1", "2"], "outputs": ["1", "3"]}'
     assert by("apps", "```python\nprint(input())\n```", tests) == {"score": 0.5, "passed": 0.5}
     assert "apps" not in verl_sources()
+
+
+def test_the_answer_is_that_of_the_function_of_the_data_source() -> None:
+    by = by_data_source({"openai/gsm8k": gsm8k, "own": constant(1.0)})
+    assert by.answer("openai/gsm8k", "so #### 7") == "7"
+    assert by.answer("own", " so #### 7 ") == "so #### 7"
+    assert by.answer("own", " ") is None

@@ -25,7 +25,7 @@ def with_engine(training: Training, name: Engine) -> tuple[Training, list[str]]:
     Raises:
         ParameterError: no engine is synced, or it has no model to load.
     """
-    job, kind = training.job, _kinds()[name]
+    job, kind = training.job, kinds()[name]
     roles = [role for node in Plan(job.graph).syncs for role in node.writes if role in job.graph.bindings]
     if not roles:
         raise ParameterError(
@@ -40,7 +40,8 @@ def with_engine(training: Training, name: Engine) -> tuple[Training, list[str]]:
     return dataclasses.replace(training, job=job.edit(bind=found)), lines
 
 
-def _kinds() -> dict[Engine, type[Any]]:
+def kinds() -> dict[Engine, type[Any]]:
+    """The backends by the names of engines."""
     from flowrl.backends import VLLM, SGLang, TorchRollout  # here: they import transformers
 
     return {"vllm": VLLM, "sglang": SGLang, "torch": TorchRollout}

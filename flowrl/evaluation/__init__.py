@@ -1,0 +1,1 @@
+"""Evaluations: a model answers held-out prompts, without training."""
