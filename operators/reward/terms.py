@@ -18,7 +18,7 @@ from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
-from flowrl.operators.advantages.groups import Groups
+from flowrl.operators.advantages.groups import GroupAdvantage, Groups, group_advantage
 from flowrl.operators.advantages.per_token import select, select_rewards
 from flowrl.operators.explains import exact, tokens_on
 from flowrl.operators.reward.models import report
@@ -191,6 +191,22 @@ class GDPOAdvantage(_Terms, Operator):
 
     def __call__(self, response_mask: ResponseMask, uid: Uid, **terms: FromParameters) -> Advantages:
         return gdpo_advantage(terms, self.weights, response_mask, uid, self.eps, self.normalize_std)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask, uid = inputs["response_mask"], inputs["uid"]
+        if not (on := tokens_on(mask, row)):
+            return ""
+        of_group = GroupAdvantage(self.normalize_std, self.eps)
+        groups = {name: Groups(inputs[name], mask, uid) for name in self.weights}
+        terms = {n: group_advantage(inputs[n], mask, uid, self.normalize_std, self.eps).sum(-1) for n in self.weights}
+        terms = {name: term.double() / mask.sum(-1).clamp(min=1) for name, term in terms.items()}
+        total = sum(weight * terms[name] for name, weight in self.weights.items())[mask.any(-1)]
+        names = " + ".join(f"{weight} * {name}" for name, weight in self.weights.items())
+        numbers = " + ".join(f"{weight} * {exact(terms[name][row])}" for name, weight in self.weights.items())
+        scaled = f"({numbers} - {exact(total.mean())}) / ({exact(total.std())} + {self.eps})"
+        each = "".join(f"; {name}: {of_group.formula(group, row)}" for name, group in groups.items())
+        return f"({names} - mean) / (std + eps) = {scaled} = {exact(outputs['advantages'][row, on[0]])}{each}"
 
 
 class Matches(Operator):
