@@ -1,6 +1,6 @@
 """Alarms: how many of the default rules fire in healthy runs, and how soon they find a run that leaves its reference.
 
-    python benchmarks/alarms.py                  # 35 runs, about 10 minutes on one core; finished runs are skipped
+    python benchmarks/alarms.py                  # 35 runs, about 8 CPU minutes; finished runs are skipped
 
 Healthy runs are those that learn: eleven methods on the task of `benchmarks/learning.py`, the demo, PPO and GRPO on
 the task of `tests/test_learning.py` with several seeds, epochs and two rewards, CartPole and the guessing game. In the

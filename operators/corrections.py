@@ -274,8 +274,8 @@ class RolloutCorrection(Operator):
         mask, before = inputs["response_mask"], inputs["advantages"][row]
         if not (on := tokens_on(mask, row)):
             return ""
-        columns = (inputs[name] for name in ("old_log_probs", "rollout_log_probs"))
-        ratios, weights, outside = (column[row].expand(mask.shape[1]) for column in self.weights(*columns, mask))
+        found = self.weights(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+        ratios, weights, outside = (column[row].expand(mask.shape[1]) for column in found)
         token = max(on, key=lambda one: abs(float(weights[one]) - 1.0))
         product = f"{exact(before[token])} * {exact(weights[token])} = {exact(outputs['advantages'][row, token])}"
         bound = ", out of bounds" if outside[token] else ""

@@ -94,7 +94,7 @@ class OptimalTokenBaseline(GroupBaseline, Operator):
         mask, rewards, norms = (inputs[name] for name in ("response_mask", "token_level_rewards", "logit_norms"))
         if not (on := tokens_on(mask, row)):
             return ""
-        same = [other for other in np.flatnonzero(inputs["uid"] == inputs["uid"][row]) if mask[other].any()]
+        same = [other for other, uid in enumerate(inputs["uid"]) if uid == inputs["uid"][row] and mask[other].any()]
         returns = {other: float(select(rewards, mask)[other].sum(dtype=torch.float64)) for other in same}
         weights = {other: float(norms[other, tokens_on(mask, other)[0]]) for other in same}
         if not sum(weights.values()):

@@ -201,7 +201,7 @@ class GDPOAdvantage(_Terms, Operator):
         groups = {name: Groups(inputs[name], mask, uid) for name in self.weights}
         terms = {n: group_advantage(inputs[n], mask, uid, self.normalize_std, self.eps).sum(-1) for n in self.weights}
         terms = {name: term.double() / mask.sum(-1).clamp(min=1) for name, term in terms.items()}
-        total = sum(weight * terms[name] for name, weight in self.weights.items())[mask.any(-1)]
+        total = torch.stack([weight * terms[name] for name, weight in self.weights.items()]).sum(0)[mask.any(-1)]
         names = " + ".join(f"{weight} * {name}" for name, weight in self.weights.items())
         numbers = " + ".join(f"{weight} * {exact(terms[name][row])}" for name, weight in self.weights.items())
         scaled = f"({numbers} - {exact(total.mean())}) / ({exact(total.std())} + {self.eps})"
