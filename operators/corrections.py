@@ -31,6 +31,7 @@ from flowrl.core.operators.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.operators.advantages.per_token import MAX_EXPONENT, kl_penalty, select
+from flowrl.operators.explains import exact, tokens_on
 
 logger = logging.getLogger(__name__)
 
@@ -273,6 +274,19 @@ class RolloutCorrection(Operator):
             squares = float(w.square().sum())
             metrics.mean("rollout_corr/ess", float(w.sum()) ** 2 / squares if squares else 0.0, count)
         return select(advantages, response_mask) * weights
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask, before = inputs["response_mask"], inputs["advantages"][row]
+        if not (on := tokens_on(mask, row)):
+            return ""
+        found = self.weights(inputs["old_log_probs"], inputs["rollout_log_probs"], mask)
+        ratios, weights, outside = (column[row].expand(mask.shape[1]) for column in found)
+        token = max(on, key=lambda one: abs(float(weights[one]) - 1.0))
+        product = f"{exact(before[token])} * {exact(weights[token])} = {exact(outputs['advantages'][row, token])}"
+        bound = ", out of bounds" if outside[token] else ""
+        of = self.level if self.level in ("k2", "k3") else "ratio"
+        return f"token {token}, of the largest correction: A * weight = {product}; {of} {exact(ratios[token])}{bound}"
 
 
 class CorrectLogitNorms(Operator):

@@ -40,9 +40,8 @@ class ShuffleScores(Operator):
         return place_scores(token_level_scores.sum(-1)[order], response_mask)
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("task") / "prompts.jsonl"
+def write_task(file: Path) -> str:
+    """Write the prompts of the task to a file; returns its path."""
     with file.open("w") as lines:
         for i in range(8):
             wanted = ("digits", "letters")[i % 2]
@@ -53,6 +52,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
             }
             lines.write(json.dumps(record) + "\n")
     return str(file)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_task(tmp_path_factory.mktemp("task") / "prompts.jsonl")
 
 
 def job(name: str, folder: str, **parameters: Any) -> Job:

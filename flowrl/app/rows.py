@@ -133,6 +133,8 @@ def summary(rows: Sequence[Row]) -> str:
 def shown(row: Row) -> Text:
     """A row in full: its prompt and response, or its episode."""
     score = "" if row.get("score") is None else f", score {row['score']:g}"
+    if terms := _terms(row):
+        score += " = " + " + ".join(f"{value:g} ({name})" for name, value in terms.items())
     text = Text()
     text.append(f"\n{row['of']}, step {row['step']}, row {printable(str(row.get('row_id')))}{score}\n", style="bold")
     if row.get("episode"):
@@ -181,9 +183,24 @@ def _print_rows(out: Console, rows: Sequence[Row], in_full: bool) -> None:
         for row in rows:
             out.print(shown(row))
     else:
+        terms = [_terms(row) for row in rows]
         names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-        table = [[*(number(row.get(name)) for name in names), excerpt(str(row.get("response", "")))] for row in rows]
-        print_table(out, [*names, "response"], table)
+        table = [
+            [
+                *(number(row.get(name)) for name in names),
+                *map(number, of.values()),
+                excerpt(str(row.get("response", ""))),
+            ]
+            for row, of in zip(rows, terms, strict=True)
+        ]
+        print_table(out, [*names, *terms[0], "response"], table)
+
+
+def _terms(row: Row) -> dict[str, float | None]:
+    """What each term of a weighed reward adds to the score of a row."""
+    from flowrl.run.recording.statistics import WEIGHTED
+
+    return {name: row[name + WEIGHTED] for name in row if name + WEIGHTED in row}
 
 
 def _print_pairs(out: Console, pairs: Sequence[Row], before: str, after: str) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-import pyarrow.compute as pc
+import numpy as np
 
 from flowrl.errors import DataError
 from flowrl.look.run_files import RunFiles
@@ -29,15 +29,17 @@ def histories(run: RunFiles) -> Iterator[History]:
     steps, validations = ([line for line in lines if ("timing/step" in line) is kind] for kind in (True, False))
     try:
         rows = run.rows()
+        step_of_row = rows["step"].to_numpy()  # ascending
     except DataError:  # an old folder: its metrics can be judged
         rows = None
     description = run.description
     for count, step in enumerate(steps, 1):
         number, newest = step["step"], count == len(steps)
+        first, end = (0, 0) if rows is None else np.searchsorted(step_of_row, [number, number + 1]).tolist()
         yield History(
             steps[:count],
             [one for one in validations if one["step"] <= number],
-            None if rows is None else rows.filter(pc.field("step") == number),
+            None if rows is None else rows[first:end],
             description.get("metrics", {}),
             {"stopped": description.get("recorded", {}).get("stopped"), "open": _open(run)} if newest else {},
         )

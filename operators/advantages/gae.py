@@ -153,19 +153,21 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, unbiased: bool = Tr
     return select(centered.mul_(scale.float()).add_(0.0 if shift_mean else mean.float()), mask)
 
 
-def explain_gae(row: int, inputs: Mapping[str, Any], advantages: Tensor, gamma: float, lam: float) -> str:
+def explain_gae(
+    row: int, inputs: Mapping[str, Any], advantages: Tensor, gamma: float, lam: float, of: str = "token"
+) -> str:
     """The equation of `gae` at the first and at the last token of a row, with its numbers."""
     rewards, values = inputs["token_level_rewards"][row], inputs["values"][row]
     lines = []
     on = tokens_on(inputs["response_mask"], row)
-    for token, after in zip(on, [*on[1:], None], strict=True):
+    for token, after in zip(on, [*on[1:], None][: len(on)], strict=True):
         if after is not None and token != on[0]:
             continue
         delta = f"{exact(rewards[token])} - {exact(values[token])}"
-        what = f"token {token}: r - V = {delta}"
+        what = f"{of} {token}: r - V = {delta}"
         if after is not None:
             later = f" + {gamma} * {exact(values[after])} + {gamma} * {exact(lam)} * {exact(advantages[row, after])}"
-            what = f"token {token}: r - V + gamma * V' + gamma * lam * A' = {delta}{later}"
+            what = f"{of} {token}: r - V + gamma * V' + gamma * lam * A' = {delta}{later}"
         lines.append(f"{what} = {exact(advantages[row, token])}")
     return "\n".join(lines)
 

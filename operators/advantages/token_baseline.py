@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from flowrl.columns import Advantages, LogitNorms, ResponseMask, TokenLevelRewar
 from flowrl.core.operators.operator import Operator
 from flowrl.operators.advantages.groups import GroupBaseline, Groups
 from flowrl.operators.advantages.per_token import has_holes, select
+from flowrl.operators.explains import exact, tokens_on
 
 _ROWS = 32
 """Rows per block of complete groups, small enough for the cache."""
@@ -84,3 +88,18 @@ class OptimalTokenBaseline(GroupBaseline, Operator):
         self, token_level_rewards: TokenLevelRewards, logit_norms: LogitNorms, response_mask: ResponseMask, uid: Uid
     ) -> Advantages:
         return optimal_token_baseline(token_level_rewards, logit_norms, response_mask, uid, self.zero_tail)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask, rewards, norms = (inputs[name] for name in ("response_mask", "token_level_rewards", "logit_norms"))
+        if not (on := tokens_on(mask, row)):
+            return ""
+        same = [other for other, uid in enumerate(inputs["uid"]) if uid == inputs["uid"][row] and mask[other].any()]
+        returns = {other: float(select(rewards, mask)[other].sum(dtype=torch.float64)) for other in same}
+        weights = {other: float(norms[other, tokens_on(mask, other)[0]]) for other in same}
+        if not sum(weights.values()):
+            weights = dict.fromkeys(same, 1.0)
+        weighed = 0.0 if len(same) == 1 and self.zero_tail else sum(returns[other] * weights[other] for other in same)
+        numbers = f"{returns[row]} - {weighed} / {sum(weights.values())}"
+        after = exact(outputs["advantages"][row, on[0]])
+        return f"token {on[0]}: return - sum(weight * return) / sum(weight) = {numbers} = {after}"

@@ -7,7 +7,8 @@ holes.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, TurnIds,
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
-from flowrl.operators.advantages.gae import GAEOutput, gae
-from flowrl.operators.advantages.groups import GroupBaseline, group_advantage
+from flowrl.operators.advantages.gae import GAEOutput, explain_gae, gae
+from flowrl.operators.advantages.groups import GroupAdvantage, GroupBaseline, Groups, group_advantage
 from flowrl.operators.advantages.per_token import select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 
 
 class TurnsOfRows:
@@ -171,6 +173,14 @@ class TurnGAE(Operator):
     ) -> GAEOutput:
         return GAEOutput(*turn_gae(token_level_rewards, values, response_mask, turn_ids, self.gamma, self.lam))
 
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask = inputs["response_mask"]
+        turns = TurnsOfRows(inputs["turn_ids"], mask)
+        rewards, values = turns.sum(select(inputs["token_level_rewards"], mask)), select(inputs["values"], mask)
+        of_turns = {"response_mask": turns.present, "token_level_rewards": rewards, "values": turns.first(values)}
+        return explain_gae(row, of_turns, turns.first(outputs["advantages"]), self.gamma, self.lam, of="turn")
+
 
 class TurnGroupAdvantage(GroupBaseline, Operator):
     """Group-relative advantages of turns by their returns; see `turn_group_advantage`.
@@ -198,3 +208,17 @@ class TurnGroupAdvantage(GroupBaseline, Operator):
         return turn_group_advantage(
             token_level_rewards, response_mask, turn_ids, uid, self.gamma, self.normalize_std, self.eps
         )
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        turns = TurnsOfRows(inputs["turn_ids"], inputs["response_mask"])
+        rewards = turns.sum(select(inputs["token_level_rewards"], inputs["response_mask"]))
+        returns, _ = gae(rewards, torch.zeros_like(rewards), turns.present, self.gamma, 1.0)
+        of_group, after = GroupAdvantage(self.normalize_std, self.eps), turns.first(outputs["advantages"])
+        lines = []
+        for k in tokens_on(turns.present, row):
+            group = Groups(returns[:, k : k + 1], turns.present[:, k : k + 1], inputs["uid"])
+            lines.append(
+                f"turn {k}: {of_group.formula(group, row).replace('score', 'return')} = {exact(after[row, k])}"
+            )
+        return "\n".join(lines)

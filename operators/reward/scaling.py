@@ -93,8 +93,7 @@ class NormalizeReward(Operator):
     ) -> TokenLevelScores:
         scores = select_rewards(token_level_scores, response_mask, "token_level_scores")
         rows = scores.sum(-1, dtype=torch.float64)
-        before = Moments(*self.moments.value) if self.over == "run" else Moments(0.0, 0.0, 0.0)
-        moments = before.with_scores(rows[response_mask.any(-1)])
+        moments = self._moments(rows, response_mask)
         if self.over == "run":
             self.moments.value = [moments.count, moments.mean, moments.squares]
         metrics.mean("normalize_reward/mean", moments.mean)
@@ -102,6 +101,21 @@ class NormalizeReward(Operator):
         std = moments.std + self.eps
         new = (rows - moments.mean * self.shift_mean) / std
         return with_row_scores((scores / std).float(), response_mask, new)
+
+    def _moments(self, rows: Tensor, response_mask: Tensor) -> Moments:
+        """The moments after the scores of this step, or of them alone."""
+        before = Moments(*self.moments.value) if self.over == "run" else Moments(0.0, 0.0, 0.0)
+        return before.with_scores(rows[response_mask.any(-1)])
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not tokens_on(inputs["response_mask"], row):
+            return ""
+        rows = inputs["token_level_scores"].sum(-1, dtype=torch.float64)
+        moments = self._moments(rows, inputs["response_mask"])
+        scaled = f"({exact(rows[row])} - {moments.mean * self.shift_mean}) / ({moments.std} + {self.eps})"
+        after = f"{exact(outputs['token_level_scores'][row].sum())}; over {moments.count:.0f} rows of the {self.over}"
+        return f"(score - mean) / (std + eps) = {scaled} = {after}"
 
 
 class ClipReward(Operator):

@@ -18,8 +18,9 @@ from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
-from flowrl.operators.advantages.groups import Groups
+from flowrl.operators.advantages.groups import GroupAdvantage, Groups, group_advantage
 from flowrl.operators.advantages.per_token import select, select_rewards
+from flowrl.operators.explains import exact, tokens_on
 from flowrl.operators.reward.models import report
 from flowrl.operators.reward.operator import place_scores
 
@@ -93,15 +94,35 @@ class WeighRewards(_Terms, Operator):
         self, response_mask: ResponseMask, metrics: Metrics = INJECTED, **terms: FromParameters
     ) -> TokenLevelScores:
         live = response_mask.any(-1)
-        scores = {name: select_rewards(terms[name], response_mask, name) for name in self.weights}
         total = torch.zeros(response_mask.shape, device=response_mask.device)
-        for name, score in scores.items():
+        for name, weighted in self.weighted(response_mask, **terms).items():
+            score = select(terms[name], response_mask)
             metrics.mean(f"reward/{name}", score.sum(dtype=torch.float64), live.sum())
-            if name in self.gates:
-                score = torch.where((scores[self.gates[name]].sum(-1) > self.passed)[:, None], score, 0.0)
-            total = total + self.weights[name] * score
+            total = total + weighted
         report("reward", total.sum(-1)[live], metrics)
         return total
+
+    def weighted(self, response_mask: Tensor, **terms: Tensor) -> dict[str, Tensor]:
+        """What each term adds to the score at each token, float32 ``[batch response]``: its weight times its score, 0
+        in rows that do not pass its gate."""
+        scores = {name: select_rewards(terms[name], response_mask, name) for name in self.weights}
+        passed = {gate: (scores[gate].sum(-1) > self.passed)[:, None] for gate in self.gates.values()}
+        counted = {n: torch.where(passed[self.gates[n]], s, 0.0) if n in self.gates else s for n, s in scores.items()}
+        return {name: self.weights[name] * score for name, score in counted.items()}
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        if not tokens_on(inputs["response_mask"], row):
+            return ""
+        scores = {name: inputs[name][row].sum() for name in self.weights}
+        closed = {name: gate for name, gate in self.gates.items() if not scores[gate] > self.passed}
+        terms = " + ".join(f"{weight} * {name}" for name, weight in self.weights.items())
+        numbers = " + ".join(f"{w} * {0 if n in closed else exact(scores[n])}" for n, w in self.weights.items())
+        gated = [
+            f"; {name} ({exact(scores[name])}) does not count: {gate} is not above {self.passed}"
+            for name, gate in closed.items()
+        ]
+        return f"{terms} = {numbers} = {exact(outputs['token_level_scores'][row].sum())}{''.join(gated)}"
 
 
 @torch.no_grad()
@@ -170,6 +191,22 @@ class GDPOAdvantage(_Terms, Operator):
 
     def __call__(self, response_mask: ResponseMask, uid: Uid, **terms: FromParameters) -> Advantages:
         return gdpo_advantage(terms, self.weights, response_mask, uid, self.eps, self.normalize_std)
+
+    def explain(self, row: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str:
+        """See `flowrl.operators.explains.Explains`."""
+        mask, uid = inputs["response_mask"], inputs["uid"]
+        if not (on := tokens_on(mask, row)):
+            return ""
+        of_group = GroupAdvantage(self.normalize_std, self.eps)
+        groups = {name: Groups(inputs[name], mask, uid) for name in self.weights}
+        terms = {n: group_advantage(inputs[n], mask, uid, self.normalize_std, self.eps).sum(-1) for n in self.weights}
+        terms = {name: term.double() / mask.sum(-1).clamp(min=1) for name, term in terms.items()}
+        total = torch.stack([weight * terms[name] for name, weight in self.weights.items()]).sum(0)[mask.any(-1)]
+        names = " + ".join(f"{weight} * {name}" for name, weight in self.weights.items())
+        numbers = " + ".join(f"{weight} * {exact(terms[name][row])}" for name, weight in self.weights.items())
+        scaled = f"({numbers} - {exact(total.mean())}) / ({exact(total.std())} + {self.eps})"
+        each = "".join(f"; {name}: {of_group.formula(group, row)}" for name, group in groups.items())
+        return f"({names} - mean) / (std + eps) = {scaled} = {exact(outputs['advantages'][row, on[0]])}{each}"
 
 
 class Matches(Operator):

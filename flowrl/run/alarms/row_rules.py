@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from flowrl.run.alarms.history import History
 from flowrl.run.alarms.rule import Finding, Rule
-from flowrl.run.recording.statistics import PASSED
+from flowrl.run.recording.statistics import PASSED, WEIGHTED
 
 NAMED = 20
 """So many rows are named in an alarm."""
@@ -95,9 +96,10 @@ class Truncated(Rule):
 
 
 class OneComponent(Rule):
-    """One component makes nearly all of the reward's spread, and rises while another one does not.
+    """One component makes nearly all of the reward's spread and gains, while another one falls, or stays low.
 
-    Components are the numbers that the reward function returned, if the score is their weighted sum.
+    Components are the terms of `WeighRewards`, or else the numbers that the reward function returned, if the score is
+    their weighted sum. One that stays near the highest that a row has is no alarm: there is little to gain.
 
     Args:
         share: fires above it.
@@ -109,45 +111,70 @@ class OneComponent(Rule):
 
     def check(self, history: History) -> Finding | None:
         """The component, with its share."""
-        score = np.array(history.column("score"), dtype=float)
-        if len(history.steps) < self.steps or len(score) < 2 or not score.std():
+        if len(history.steps) < self.steps or (parts := _terms(history) or _returned(history)) is None:
             return None
-        shares = self._shares(history, score)
-        name = max(shares, key=lambda one: shares[one], default="")
-        others = [other for other in shares if other != name and self._rise(history, other) <= 0]
-        if not others or shares[name] <= self.share or self._rise(history, name) <= 0:
+        total = np.sum([*parts.values()], 0)
+        shares = {name: float(part @ total / max(total @ total, _NOTHING)) for name, part in parts.items()}
+        name = max(shares, key=lambda one: shares[one])
+        others = [other for other in shares if other != name and self._left_behind(history, other, parts[other])]
+        if not others or shares[name] <= self.share or self._gain(history, name, parts[name]) <= 0:
             return None
-        share = min(1.0, shares[name])
-        text = f"{name} makes {share:.0%} of the spread of the scores and rises, while {others[0]} does not"
-        values = np.array(history.column(name), dtype=float)
-        rows = [history.column("row_id")[row] for row in np.argsort(-values, kind="stable")[:NAMED]]
-        command = f"rows {{run}} --step {{step}} --best 8 --by {name}"
-        return Finding(text, name, share, self.share, rows=rows, command=command)
+        (start, now), (other_start, other_now) = (self._ends(history, one) for one in (name, others[0]))
+        text = (
+            f"{name} makes {min(1.0, shares[name]):.0%} of the spread of the scores: since the first step it went from "
+        )
+        text += f"{start:.3g} to {now:.3g}, and {others[0]} from {other_start:.3g} to {other_now:.3g}"
+        rows = [history.column("row_id")[row] for row in np.argsort(-parts[name], kind="stable")[:NAMED]]
+        command = f"rows {{run}} --step {{step}} --{'best' if now > start else 'worst'} 8 --by {name}"
+        return Finding(text, name, min(1.0, shares[name]), self.share, rows=rows, command=command)
 
-    def _shares(self, history: History, score: Any) -> dict[str, float]:
-        """By component, its share of the variance of the scores; none if the score is not their weighted sum."""
-        assert history.rows is not None
-        names = [n for n in history.rows.column_names if "/" in n and not n.endswith("/score") and history.column(n)]
-        parts = {name: np.array(history.column(name), dtype=float) for name in names}
-        parts = {name: part - part.mean() for name, part in parts.items() if part.std()}
-        if len(parts) < 2:
-            return {}
-        matrix, target = np.stack([*parts.values()], 1), score - score.mean()
-        weights = np.linalg.lstsq(matrix, target, rcond=None)[0]
-        if not np.allclose(matrix @ weights, target, atol=1e-4 * score.std()):
-            return {}
-        parts_of_score = zip(parts, weights * (matrix.T @ target) / (target @ target), strict=True)
-        return {name: float(share) for name, share in parts_of_score if abs(share) > _NOTHING}
+    def _ends(self, history: History, name: str) -> tuple[float, float]:
+        """The mean of a component in the first step and in this one."""
+        before, now = history.before(name), history.now(name)
+        return (before[0], now) if before and now is not None else (0.0, 0.0)
 
-    def _rise(self, history: History, name: str) -> float:
-        """The change of a component since the start; 0 if it is within its noise."""
-        now, before = history.now(name), history.before(name)
-        values = np.array(history.column(name), dtype=float)
-        change = 0.0 if now is None or not before else now - before[0]
-        return change if abs(change) > 2 * values.std() / len(values) ** 0.5 else 0.0
+    def _gain(self, history: History, name: str, part: Any) -> float:
+        """The change of a component since the start, positive if it pays; 0 if it is within its noise."""
+        values, (start, now) = np.array(history.column(name), dtype=float), self._ends(history, name)
+        noise = 2 * values.std() / len(values) ** 0.5
+        return float(np.sign((values - values.mean()) @ part)) * (now - start) if abs(now - start) > noise else 0.0
+
+    def _left_behind(self, history: History, name: str, part: Any) -> bool:
+        """Whether a component falls, or stays where more than a tenth of its range is to gain."""
+        gain, room = self._gain(history, name, part), part.max() / np.ptp(part)
+        return bool(gain < 0 or (gain == 0 and room > _LITTLE))
+
+
+def _terms(history: History) -> dict[str, Any] | None:
+    """By term of a weighed reward, what it adds to each row, less its mean; None if fewer than two vary."""
+    names = [] if history.rows is None else [n for n in history.rows.column_names if n.endswith(WEIGHTED)]
+    return _varying({name.removesuffix(WEIGHTED): np.array(history.column(name), dtype=float) for name in names})
+
+
+def _returned(history: History) -> dict[str, Any] | None:
+    """The same of the numbers that the reward function returned; None if the score is not their weighted sum."""
+    names = [] if history.rows is None else [n for n in history.rows.column_names if "/" in n and history.column(n)]
+    numbers = {n: np.array(history.column(n), dtype=float) for n in names if not n.endswith("/score")}
+    score = np.array(history.column("score"), dtype=float)
+    if (numbers := _varying(numbers) or {}) == {} or not len(score) or not score.std():
+        return None
+    matrix, target = np.stack([*numbers.values()], 1), score - score.mean()
+    weights = np.linalg.lstsq(matrix, target, rcond=None)[0]
+    if not np.allclose(matrix @ weights, target, atol=1e-4 * score.std()):
+        return None
+    return _varying({name: weight * part for (name, part), weight in zip(numbers.items(), weights, strict=True)})
+
+
+def _varying(columns: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The columns that vary, less their mean; None if fewer than two do."""
+    found = {
+        name: column - column.mean() for name, column in columns.items() if len(column) and np.ptp(column) > _NOTHING
+    }
+    return found if len(found) > 1 else None
 
 
 _NOTHING = 1e-6
+_LITTLE = 0.1
 _WORST = "rows {run} --step {step} --worst 8"
 
 

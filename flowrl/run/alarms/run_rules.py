@@ -114,7 +114,7 @@ class Slow(Rule):
     def check(self, history: History) -> Finding | None:
         """The node, with its seconds."""
         took = {key: value for key, value in history.steps[-1].items() if key.startswith("timing/")}
-        for key in took:
+        for key in (key for key, seconds in took.items() if seconds > self.seconds):
             if found := self._judge(key.removeprefix("timing/"), history.now(key), history.before(key), "took"):
                 return found
         node, seconds = history.facts.get("open", (None, 0.0))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 PASSED = 0.5
 """A row has solved its prompt if its score is above this."""
 
+WEIGHTED = "/weighted"
+"""``reward/<term>`` is the score of a term in a row, and with this suffix what it adds to the row's reward."""
+
 _OF = {
     "reward/std": "score",
     "groups/reward_std": "score",

@@ -25,6 +25,7 @@ from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import writers
 from flowrl.run.recording.row_maps import Columns, Rows, axis_before, maker_of, row_axis, rows_before
+from flowrl.run.recording.statistics import WEIGHTED
 
 SCHEMA = {
     "step": pa.int64(),
@@ -52,7 +53,8 @@ SCHEMA = {
     "group_spread": pa.float64(),
     "fate": pa.string(),
 }
-"""The columns of a summary; further ones are the numbers that reward functions returned, by their metric."""
+"""The columns of a summary; further ones are the numbers that reward functions returned, by their metric, and the terms
+of weighed rewards."""
 
 _KINDS = {
     "advantage": "advantage",
@@ -81,6 +83,19 @@ class UpdatesByRows(Protocol):
     def row_weights(self, response_mask: Tensor, key: Key, uid: np.ndarray | None) -> tuple[Tensor, Tensor]:
         """The first optimizer step of each row, counted from 0, int64 ``[rows]``, and the sum of its token weights over
         all optimizer steps, float32 ``[rows]``."""
+        ...
+
+
+@runtime_checkable
+class WeighsRewards(Protocol):
+    """An operator that adds up several rewards."""
+
+    def weighted(self, **inputs: Any) -> Mapping[str, Tensor]:
+        """By the input of each term, what it adds to the score at each token, float32 ``[rows response]``.
+
+        Args:
+            inputs: the columns that the node reads, by the name of their port.
+        """
         ...
 
 
@@ -135,10 +150,11 @@ class RowSummaries:
 
     @cached_property
     def needed(self) -> frozenset[Edge]:
-        """`edges`, and the columns that gates on the way read."""
+        """`edges`, the terms of rewards, and the columns that gates on the way read."""
         gates = (self.graph[maker_of(axis)] for axis in self._downstream)
         read = {edge for node in gates for place, edge in node.inputs.items() if place.port != "rows"}
-        return frozenset({*self.edges.values(), *(edge for edge in read if row_axis(self.graph, edge))})
+        terms = {edge for node in self.weighing for edge in node.inputs.values()}
+        return frozenset({*self.edges.values(), *terms, *(edge for edge in read if row_axis(self.graph, edge))})
 
     def table(
         self,
@@ -162,6 +178,7 @@ class RowSummaries:
         found: dict[str, Any] = {"step": np.full(len(mask), step + 1), "row": np.arange(len(mask))}
         found |= view.names() | view.lengths(self._limit) | view.of_tokens() | view.of_groups()
         found |= view.of_update(reported)
+        terms = view.of_terms()
         sizes = round_sizes.get(self.edges["response_mask"].node)
         found["round"] = None if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
         ids = found.get("row_id")
@@ -169,9 +186,15 @@ class RowSummaries:
         named = {key: values for key, values in reported.items() if ids is not None and key not in of_updates}
         further = {key: [values.get(row) for row in ids or ()] for key, values in named.items()}
         arrays = {name: _array(found.get(name), kind, len(mask)) for name, kind in SCHEMA.items()}
-        return pa.table(arrays | {key: pa.array(values, pa.float64()) for key, values in further.items()})
+        arrays |= {key: pa.array(values, pa.float64()) for key, values in further.items()}
+        return pa.table(arrays | {name: _array(values, pa.float64(), len(mask)) for name, values in terms.items()})
 
     # ---- what a graph has
+
+    @cached_property
+    def weighing(self) -> list[Node]:
+        """The nodes that add up several rewards."""
+        return [node for node in self.graph.nodes.values() if isinstance(node.initial_operator, WeighsRewards)]
 
     @cached_property
     def _updates(self) -> list[Node]:
@@ -235,7 +258,8 @@ class _View:
 
     def __init__(self, summaries: RowSummaries, step: int, columns: Columns, rows: int) -> None:
         self.graph, self.edges, self.step, self.rows = summaries.graph, summaries.edges, step, rows
-        self.columns, self.seed, self.updates = columns, summaries.seed, summaries._updates
+        self.columns, self.seed = columns, summaries.seed
+        self.updates, self.weighing = summaries._updates, summaries.weighing
         self.width = columns[self.edges["response_mask"]].shape[1]
         self.passed: dict[str, Rows | None] = {str(summaries.axis): np.arange(rows)}
         self.downstream = summaries._downstream
@@ -253,9 +277,10 @@ class _View:
     def get(self, what: str) -> Any:
         """A column on the sampled rows: NaN or None in rows that it does not have; None if it cannot be mapped."""
         edge = self.edges.get(what)
-        if edge is None or edge not in self.columns:
-            return None
-        axis, column = str(row_axis(self.graph, edge)), self.columns[edge]
+        return None if edge is None or edge not in self.columns else self._on_rows(edge, self.columns[edge])
+
+    def _on_rows(self, edge: Edge, column: Any) -> Any:
+        axis = str(row_axis(self.graph, edge))
         column = column.detach().cpu().numpy() if isinstance(column, Tensor) else column
         if axis in self.source:
             return None if self.source[axis] is None else column[self.source[axis]]
@@ -310,6 +335,20 @@ class _View:
             found["version_min"], found["version_max"] = np.where(high < 0, -1, low), high
         elif (version := self.get("version")) is not None:
             found["version_min"] = found["version_max"] = version
+        return found
+
+    def of_terms(self) -> dict[str, Any]:
+        """The score of each term of a weighed reward, and what it adds to the reward."""
+        found: dict[str, Any] = {}
+        for node in self.weighing:
+            operator, edges = node.in_step(self.step).operator, {p.name: edge for p, edge in node.inputs.items()}
+            if not isinstance(operator, WeighsRewards) or any(edge not in self.columns for edge in edges.values()):
+                continue
+            read = {name: self.columns[edge] for name, edge in edges.items()}
+            for name, weighted in operator.weighted(**read).items():
+                for key, column in ((f"reward/{name}", read[name]), (f"reward/{name}{WEIGHTED}", weighted)):
+                    on_rows = self._on_rows(edges[name], column)
+                    found[key] = None if on_rows is None else np.nan_to_num(on_rows).sum(1, dtype=np.float64)
         return found
 
     def of_groups(self) -> dict[str, Any]:

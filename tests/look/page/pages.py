@@ -21,6 +21,16 @@ from tests.support.kernel import exact
 from tests.support.written_run import WrittenRun
 
 CHROMIUM = shutil.which("chromium")
+TABS = {
+    "now": "section.drawing g[data-node=reward]",
+    "curves": ".small .u-over",
+    "rows": ".detail .turn.sampled",
+    "prompts": ".detail .sides .said",
+    "time": ".lanes .span",
+    "compare": ".comparison h2",
+    "run": ".facts dl",
+}
+"""What shows that a tab is drawn."""
 
 
 def missing() -> str:

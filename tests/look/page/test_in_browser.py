@@ -21,22 +21,12 @@ import pytest
 
 from flowrl.look.page.export import export
 from tests import ROOT
-from tests.look.page.pages import CHROMIUM, api_of, go, missing, opened, overflow, serving, written
+from tests.look.page.pages import CHROMIUM, TABS, api_of, go, missing, opened, overflow, serving, written
 from tests.support.runs import lines
 
 pytestmark = [pytest.mark.pictures, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 PICTURES = ROOT / ".pictures"
-TABS = {
-    "now": "section.drawing g[data-node=reward]",
-    "curves": ".small .u-over",
-    "rows": ".detail .turn.sampled",
-    "prompts": ".detail .sides .said",
-    "time": ".lanes .span",
-    "compare": ".comparison h2",
-    "run": ".facts dl",
-}
-"""What shows that a tab is drawn."""
 
 
 @pytest.fixture(scope="module")

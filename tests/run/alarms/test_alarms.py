@@ -17,17 +17,13 @@ from flowrl.run.alarms.rule import Check, Finding
 from flowrl.run.alarms.rules import Above
 from tests.support.errors import raises
 from tests.support.jobs import job_of
+from tests.support.rewards import fails_on_some
 from tests.support.runs import described, lines, train
 
 
 def third(history: History) -> str | None:
     """A rule that fires in steps 3 and 4."""
     return f"it is step {history.step}" if history.step in (3, 4) else None
-
-
-def fails_on_some(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """A reward function that fails on one prompt."""
-    return len(solution_str) / (0 if ground_truth == "3" else 8)
 
 
 def steps_of(run: flowrl.RecordedRun) -> list[int]:

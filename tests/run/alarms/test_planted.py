@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import flowrl
+from flowrl import After
 from flowrl.backends import AdamW
+from flowrl.operators import Reward, WeighRewards
 from flowrl.schedules import Schedule
 from tests.support.jobs import job_of
-from tests.support.rewards import digits
+from tests.support.models import EOS, tiny_folder
+from tests.support.rewards import brief, brief_and_length, constant, digits, length, long
 from tests.support.runs import train
 
 pytestmark = pytest.mark.runs
@@ -39,16 +44,6 @@ class Still(Schedule):
 
     def at(self, step: int) -> float:
         return float(step >= 1000)
-
-
-def constant(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """A reward that parses nothing."""
-    return 0.5
-
-
-def long(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """A reward for responses longer than the limit allows."""
-    return float(len(solution_str) > 20)
 
 
 def alarmed(run: flowrl.RecordedRun) -> dict[str, dict[str, Any]]:
@@ -96,3 +91,59 @@ def test_a_learning_rate_that_is_multiplied_by_20_is_found_with_the_rows_that_ma
     blamed = run.blame("kl/ref", alarm["step"], against=alarm["step"] - 1)
     assert sum(blamed.rows["share"].to_pylist()[: blamed.half]) >= 0.5
     assert set(alarm["rows"]) <= set(blamed.rows["row_id"].to_pylist()[: blamed.half])
+
+
+@pytest.fixture(scope="module")
+def brief_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model of which about one token in six ends the response."""
+    folder = tiny_folder(tmp_path_factory.mktemp("brief"), "phi")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.bias[EOS] = 3.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def loophole(model: str, weighed: bool) -> Any:
+    """GRPO on a sound reward of weight 1 and the length of weight 3, as two nodes or in one function."""
+    settings = {"optimizer": AdamW(lr=1e-3), "n": 8, "mini_batch": 32, "max_new_tokens": 16}
+    if not weighed:
+        return job_of("grpo", model, brief_and_length, **settings)
+    return job_of("grpo", model, brief, **settings).edit(
+        insert={
+            "length": After("generate", Reward(length, log="reward/long")),
+            "weigh_rewards": After("reward", WeighRewards({"brief": 1.0, "length": 3.0})),
+        },
+        wire={
+            "weigh_rewards.brief": "reward.token_level_scores",
+            "weigh_rewards.length": "length.token_level_scores",
+        },
+        set={"reward.log": "reward/sound"},
+    )
+
+
+@pytest.mark.parametrize("weighed", [True, False], ids=["weighed", "one function"])
+def test_a_reward_that_pays_for_length_is_found_and_the_sound_reward_lists_the_rows(
+    brief_model: str, prompts_file: str, tmp_path: Path, weighed: bool
+) -> None:
+    train(loophole(brief_model, weighed), prompts_file, tmp_path, steps=6, prompts=8)
+    run = flowrl.open(tmp_path, imports=True)
+    before, after = (run.metrics["reward/brief"][step].as_py() for step in (0, -1))
+    assert after < before  # the policy has learned the loophole
+    alarm = alarmed(run)["OneComponent()"]
+    assert alarm["metric"] == "reward/length" and alarm["value"] > 0.9 and alarm["step"] in (5, 6)
+    rows = {row["row_id"]: row for row in run.rows(alarm["step"]).to_pylist()}
+    paid = sorted((row["reward/length"] for row in rows.values()), reverse=True)
+    assert [rows[name]["reward/length"] for name in alarm["rows"]] == paid[: len(alarm["rows"])]
+
+    node, sound = (
+        ("weigh_rewards", {"weights": {"brief": 1.0, "length": 0.0}}) if weighed else ("reward", {"fn": brief})
+    )
+    found = run.replay(alarm["step"], set={f"{node}.{key}": value for key, value in sound.items()})
+    [change] = [change for change in found.changes if change.after.node == node]
+    listed = {row.row_id: (row.before, row.after) for row in change.rows}
+    texts = run.texts(alarm["step"])
+    assert listed.keys() == {name for name, row in rows.items() if row["reward/length"] > 0}
+    for name, (paid_before, paid_after) in listed.items():
+        assert paid_before == pytest.approx(rows[name]["score"])
+        assert paid_after == pytest.approx(brief("", str(texts[name]["response"]), ""))

@@ -111,6 +111,29 @@ class TestComponents:
         assert check(OneComponent(), self.history(0.5, 1.0), self.rows(2.0)) is None
         assert check(OneComponent(), self.history(0.5, 4.5), self.rows(0.1)) is None
 
+    def test_a_component_near_its_highest_beside_which_another_one_rises_is_none(self) -> None:
+        right = np.array([1.0] * 19 + [0.0])
+        noise = table(score=right + 2 * np.arange(20.0), **{"reward/right": right, "reward/length": np.arange(20.0)})
+        known = {"reward_right": 0.95, "reward_length": 1.0}
+        still = [*steps(4, **known), *steps(1, reward_right=0.95, reward_length=9.5)]
+        assert check(OneComponent(), still, noise) is None
+        fell = [*steps(4, **{**known, "reward_right": 1.2}), *still[-1:]]
+        assert check(OneComponent(), fell, noise).metric == "reward/length"
+
+    def test_a_penalty_that_falls_is_a_gain(self) -> None:
+        found = check(OneComponent(), self.history(0.5, -3.0), self.rows(-2.0))
+        assert found.metric == "reward/length" and found.rows[0] == "r0" and "--worst" in found.command
+        assert check(OneComponent(), self.history(0.5, 4.5), self.rows(-2.0)) is None
+
+    def test_the_terms_of_a_weighed_reward_count_as_they_add_to_it(self) -> None:
+        terms = {"reward/right": self.right, "reward/length": self.length}
+        gated = {"reward/right/weighted": self.right, "reward/length/weighted": 2 * self.length * self.right}
+        score = np.maximum(self.right + gated["reward/length/weighted"], 3.0)  # clipped: no sum of terms
+        found = check(OneComponent(), self.history(0.5, 4.5), table(score=score, **terms, **gated))
+        assert found.metric == "reward/length" and found.rows[0] == "r7"
+        even = {**gated, "reward/length/weighted": 0.05 * self.length * self.right}
+        assert check(OneComponent(), self.history(0.5, 4.5), table(score=score, **terms, **even)) is None
+
     def test_numbers_that_are_no_parts_of_the_score_are_no_components(self) -> None:
         parts = {"reward/thinks": self.right, "reward/length": self.length}
         assert check(OneComponent(), self.history(0.5, 4.5), table(score=self.length**2, **parts)) is None

@@ -37,7 +37,10 @@ TABLE = (
 def rows(of: StepRows) -> dict[str, Any]:
     """All rows of a step: their numbers in columns, groups of one prompt, and responses."""
     step, table, texts = of.step, of.table, of.texts
-    reward = [name for name in table.column_names if name.startswith("reward/") and not _same(table, name, "score")]
+    reward = list[str]()
+    for name in table.column_names:
+        if name.startswith("reward/") and not any(_same(table, name, other) for other in ("score", *reward)):
+            reward.append(name)
     data = {name: shortened(table[name].to_pylist()) for name in (*TABLE, *reward) if _known(table, name)}
     ids = list(of.rows)
     said = [texts.get(row, {}).get("response") for row in ids]
