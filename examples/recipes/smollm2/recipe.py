@@ -1,7 +1,7 @@
 """GRPO teaches a pretrained model of 135M parameters to answer word problems of one step, on one CPU core.
 
-flowrl show examples/recipes/smollm2/word_problems.py:graph       show the graph
-MODEL=models/smollm2 python word_problems.py                      train; SEED, STEPS and REWARD=shuffled change the run
+flowrl show examples/recipes/smollm2/recipe.py:graph       show the graph
+MODEL=models/smollm2 python recipe.py                      train; SEED, STEPS and REWARD=shuffled change the run
 
 MODEL is a folder or a name on the Hub.
 """
