@@ -86,6 +86,8 @@ def named(values: Mapping[str, Any]) -> str:
 
 def job_html(graph: Graph, title: str, settings: Mapping[str, Any]) -> str:
     """A bound graph: its picture, its backends, and further settings."""
+    from flowrl.draw.svg import svg
+
     backends = {role: str(backend) for role, backend in graph.bindings.items()}
     return block(title, svg(graph), named({**backends, **settings}))
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.data.files import size
 from flowrl.data.proto import formats
 from flowrl.data.proto.column_math import (
     Columns,
@@ -33,7 +34,6 @@ from flowrl.data.proto.column_math import (
     rows_of_groups,
     same,
     short,
-    size,
     table,
 )
 from flowrl.data.proto.rows import Rows, refuse_no_count, row_numbers

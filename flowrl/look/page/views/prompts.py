@@ -9,8 +9,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from flowrl.look.files import Record
 from flowrl.look.page.plain import as_text, messages_of, prompt_text, short
-from flowrl.look.page.watched import Record, StepRows, WatchedRun
+from flowrl.look.page.watched import StepRows, WatchedRun
 
 TRAINING = "training"
 """The rows of the training steps; other sources are named after a validation."""
