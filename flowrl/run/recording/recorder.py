@@ -1,7 +1,7 @@
 """`Recorder`: writes the rows of each step to the run folder: summaries, texts and columns.
 
-The run's own thread writes. On two busy cores, a prototype with a writer thread shortened ``record`` by 30 to 40 ms, and
-lengthened the computation after it by 40 to 70 ms.
+The run's own thread writes. On two busy cores, a prototype with a writer thread shortened ``record`` by 30 to 40 ms,
+and lengthened the computation after it by 40 to 70 ms.
 """
 
 from __future__ import annotations
