@@ -230,3 +230,12 @@ def test_a_column_without_numbers_is_refused_with_the_others(command: Command, f
 def test_numbers_and_excerpts_are_short() -> None:
     assert [number(value) for value in (None, 0.123456, 3, True)] == ["", "0.1235", "3", "True"]
     assert excerpt("a\nb") == "a\\nb" and excerpt("abcdef", 4) == "abc…"
+
+
+def test_terms_of_a_weighed_reward_are_shown_with_what_they_add(command: Command, tmp_path: Path) -> None:
+    terms = {"reward/right": 1.0, "reward/right/weighted": 1.0, "reward/form": 0.5, "reward/form/weighted": 0.25}
+    rows = [{"step": 1, "validation": "val", "row_id": "a", "score": 1.25, "response": "12", **terms}]
+    folder = written(tmp_path / "run", {"predictions.jsonl": rows})
+    assert "row a, score 1.25 = 1 (reward/right) + 0.25 (reward/form)" in command("rows", folder, "--row=a").out
+    table = command("rows", folder).out
+    assert "reward/right" in table and "0.25" in table
