@@ -63,10 +63,8 @@ def ratio_by_loop(old: list[float], rollout: list[float], level: Level) -> list[
 
 
 def weight_by_loop(ratio: float, mode: Mode, low: float | None, high: float | None) -> float:
-    if mode == "truncate":
-        return min(ratio, high) if high is not None else ratio
-    if mode == "clip":
-        return min(max(ratio, low or 0.0), high or 0.0)
+    if mode in ("truncate", "clip"):
+        return min(max(ratio, low or 0.0), math.inf if high is None else high)
     within = (low is None or ratio >= low) and (high is None or ratio <= high)
     return (ratio if mode == "mask" else 1.0) if within else 0.0
 
@@ -212,9 +210,11 @@ class TestFormulas:
         "parameters",
         [
             {"mode": "truncate", "low": 0.5},
+            {"mode": "truncate", "high": None},
             {"mode": "clip"},
             {"mode": "mask", "low": None, "high": None},
             {"mode": "mask", "low": 3.0, "high": 2.0},
+            {"mode": "mask", "low": -1.0},
             {"mode": "mask", "level": "minimum"},
             {"level": "row"},
         ],
