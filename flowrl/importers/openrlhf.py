@@ -36,11 +36,24 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
 def _ppo(settings: Settings, title: str) -> Imported:
     get = settings.get
     graph = graph_of(settings)
+    bind = _bindings(settings, graph)
+    columns = {"prompt": get("data.input_key"), "ground_truth": get("data.label_key")}
+    training = _training(settings)
+    training["epochs"] = get("train.num_episodes")
+    training["prompts"] = get("rollout.batch_size")
+    training["data"] = _data(settings, "PromptData", "prompt_", columns)
+    if validation := _validation(settings, graph, columns):
+        training["validation"] = validation
+    return Imported(title, graph, bind, training, settings)
+
+
+def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
+    """Backends by role, and the place."""
+    get = settings.get
     model = settings.name("actor.model_name_or_path")
     gpus = int(get("actor.num_nodes")) * int(get("actor.num_gpus_per_node"))
     tensor = int(get("vllm.tensor_parallel_size"))
     engines = int(get("vllm.num_engines") or max(1, gpus // tensor))
-    colocated = bool(get("train.colocate_all"))
     ranks = {"ranks": gpus} if gpus > 1 else {}
     lora = _lora(settings)
     bind = {
@@ -80,18 +93,11 @@ def _ppo(settings: Settings, title: str) -> Imported:
     if get("reward.normalize_enable"):
         what = "the critic's values are not" if "reward_model" in roles else "scores of a function are not, nor values"
         settings.differ("reward.normalize_enable", f"{what} normalized by the mean and std of the reward model")
-    if not colocated:
+    if not get("train.colocate_all"):
         bind["place"] = call("Split", train=gpus, rollout=engines * tensor)
     elif gpus > 1:
         bind["place"] = call("Colocate", gpus=gpus)
-    columns = {"prompt": get("data.input_key"), "ground_truth": get("data.label_key")}
-    training = _training(settings)
-    training["epochs"] = get("train.num_episodes")
-    training["prompts"] = get("rollout.batch_size")
-    training["data"] = _data(settings, "PromptData", "prompt_", columns)
-    if validation := _validation(settings, graph, columns):
-        training["validation"] = validation
-    return Imported(title, graph, bind, training, settings)
+    return bind
 
 
 def _validation(settings: Settings, graph: GraphPlan, columns: Mapping[str, Any]) -> Any:

@@ -43,17 +43,7 @@ def graph_of(settings: Settings) -> GraphPlan:
     plan = GraphPlan(_ALGORITHMS.get(estimator, "grpo"), sampling, _reward(settings))
     if plan.reward is None:
         plan.replace["reward"] = call("TextModelReward")
-    low, high = get("actor.eps_clip_low_high") or [get("actor.eps_clip")] * 2
-    dual = get("actor.dual_clip")
-    get("actor.eps_clip")
-    if get("actor.policy_loss_type") == "gspo":
-        plan.wanted["update_actor.loss"] = call("GSPO", float(low), float(high))
-        if dual:
-            settings.refuse("actor.dual_clip", "flowrl's `GSPO` has no dual clip; write a `Loss`")
-    else:
-        bounds = {"clip_high": None if high == low else float(high), "dual_clip": dual and float(dual)}
-        plan.wanted["update_actor.loss"] = call("PPOClip", float(low), **bounds)
-        plan.settings["clip"] = float(low)
+    _add_loss(settings, plan)
     _add_aggregation(settings, plan)
     plan.wanted["update_actor.entropy"] = float(get("actor.entropy_coef") or 0.0)
     plan.wanted["generate.top_p"] = float(get("rollout.top_p"))
@@ -78,6 +68,22 @@ def graph_of(settings: Settings) -> GraphPlan:
     _add_filter(settings, plan)
     _add_correction(settings, plan)
     return plan
+
+
+def _add_loss(settings: Settings, plan: GraphPlan) -> None:
+    """PPO's loss or GSPO's."""
+    get = settings.get
+    low, high = get("actor.eps_clip_low_high") or [get("actor.eps_clip")] * 2
+    dual = get("actor.dual_clip")
+    get("actor.eps_clip")
+    if get("actor.policy_loss_type") == "gspo":
+        plan.wanted["update_actor.loss"] = call("GSPO", float(low), float(high))
+        if dual:
+            settings.refuse("actor.dual_clip", "flowrl's `GSPO` has no dual clip; write a `Loss`")
+    else:
+        bounds = {"clip_high": None if high == low else float(high), "dual_clip": dual and float(dual)}
+        plan.wanted["update_actor.loss"] = call("PPOClip", float(low), **bounds)
+        plan.settings["clip"] = float(low)
 
 
 def _add_aggregation(settings: Settings, plan: GraphPlan) -> None:

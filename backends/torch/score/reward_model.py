@@ -89,17 +89,17 @@ class TorchRewardModel(FolderBackend):
 
 def moments_of(classifier: Any, folder: str) -> tuple[float, float]:
     """Mean and std of the scores, in the configuration of a classifier. Raises `BindError` if it has none."""
-    found = [getattr(classifier.config, name, None) for name in ("mean", "std")]
-    if any(not isinstance(number, int | float) for number in found) or not found[1] > 0:
+    mean, std = (getattr(classifier.config, name, None) for name in ("mean", "std"))
+    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
         raise BindError(
-            f"{folder}/config.json has mean={found[0]!r} and std={found[1]!r}, expected numbers by which scores are "
+            f"{folder}/config.json has mean={mean!r} and std={std!r}, expected numbers by which scores are "
             f"normalized, std above 0. Write them there, or leave normalize=True out.",
             code="model.no-moments",
             folder=folder,
-            mean=found[0],
-            std=found[1],
+            mean=mean,
+            std=std,
         )
-    return float(found[0]), float(found[1])
+    return float(mean), float(std)
 
 
 def classifier_of(folder: str, **changes: Any) -> Any:
