@@ -25,16 +25,15 @@ def ipo(*, tau: float = 0.1, per_token: bool = False, **settings: Unpack[DPOSett
     return dpo(**settings).edit(set={"update_actor.loss": IPO(tau, per_token)}, name="ipo")
 
 
-@edit_of(dpo, without=("label_smoothing",))
-def simpo(*, beta: float = 2.0, gamma: float = 1.0, **settings: Unpack[DPOSettings]) -> Graph:
+@edit_of(dpo, without=("label_smoothing",), beta=2.0)
+def simpo(*, gamma: float = 1.0, **settings: Unpack[DPOSettings]) -> Graph:
     """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734, eq. 6): DPO without a reference.
 
     Args:
-        beta: scale of the mean log-prob of a response.
         gamma: the margin by which the chosen response should lead.
-        settings: settings of `dpo`, except `label_smoothing`.
+        settings: settings of `dpo`, except `label_smoothing`; `beta` is the scale of the mean log-prob of a response.
     """
-    return dpo(**settings).edit(set={"update_actor.loss": SimPO(beta, gamma)}, name="simpo")
+    return dpo(**settings).edit(set={"update_actor.loss": SimPO(settings["beta"], gamma)}, name="simpo")
 
 
 @edit_of(dpo, without=("beta", "label_smoothing"))

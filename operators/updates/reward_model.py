@@ -22,28 +22,29 @@ from flowrl.records import RewardModelUpdated, Tokens
 
 
 class UpdateRewardModel(Update, ModelInputs, Operator):
-    """Train the reward model on pairs of responses: one optimizer step per mini-batch, on the mean over rows.
+    """Train the reward model on pairs of responses: one optimizer step per mini-batch.
 
     Args:
         loss: a loss of scores; the update has a port for each column that it reads.
         ppo_epochs: passes over the rows.
         mini_batch: rows per optimizer step, two per pair; None for all rows.
+        aggregation, norm: how to aggregate tokens, which all have the loss of their row; see `token_weights`.
         reads: record of the model's inputs; None for tokens. See `ModelInputs`.
         reward_model: the model.
 
     Raises:
-        ParameterError: the loss is not of scores.
+        ParameterError: the loss is not of scores, or `norm` does not match `aggregation`.
         DataError: `mini_batch` does not divide the rows, or splits pairs.
     """
 
     granularity: ClassVar[Granularity] = "batch"
     replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"scores"})
-    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
-    norm: ClassVar[float | None] = None
     loss: Loss = BradleyTerry()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
+    aggregation: Aggregation = "seq-mean-token-mean"
+    norm: float | None = None
     reward_model: Writes[RewardTrainer] = Role("reward_model")
 
     @property

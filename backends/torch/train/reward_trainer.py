@@ -12,6 +12,7 @@ from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, last_of
 from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.mesh import Gathered
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Objective, Sleeper
 from flowrl.protocols.scorers import RewardTrainer, TextRewardScorer
@@ -87,14 +88,15 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
     ) -> None:
         super().__init__(folder, body, head, label, budget, Residence(body.device, []))
         self._own_tokenizer = tokenizer
-        self._gathered_head = None
+        self._gathered_head: Gathered | None = None
 
     def train(self, classifier: Any, spec: TorchRewardTrainer) -> None:
         """Shard the head, and build the optimizer; `classifier` has the body and the head."""
         mesh = self._body.mesh
-        self._gathered_head, self._classifier = mesh.gathered(self._head), classifier
+        gathered = self._gathered_head = mesh.gathered(self._head)
+        self._classifier = classifier
         self.learner = Learner(classifier, spec, "reward_model", mesh, self._budget)
-        roots = [self._body.gathered.root, self._gathered_head.root]
+        roots = [self._body.gathered.root, gathered.root]
         self.residence = Residence(mesh.device, roots, self.learner.optimizer, spec.offload)
 
     def _logits(self, states: Tensor) -> Tensor:
