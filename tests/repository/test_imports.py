@@ -312,8 +312,8 @@ def test_the_public_names_are_pinned() -> None:
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "Best", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "EarlyStopping", "Evaluation", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "MLflow",
-            "Metrics", "Now",
+        "DemoBatch", "DemoData", "EarlyStopping", "Evaluation", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss",
+            "MLflow", "Metrics", "Now",
         "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "RecordedRun",
         "Recording", "ReplaySampler", "Reporter", "Role",
