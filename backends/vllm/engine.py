@@ -153,6 +153,10 @@ class VLLMEngine(HostedRollout):
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "max_tokens": sampling.max_new_tokens,
             "ignore_eos": True,  # EOS is a stop token
             "stop_token_ids": ending.token_ids,

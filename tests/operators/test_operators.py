@@ -201,10 +201,18 @@ def test_generation_before_the_first_sync_is_refused(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, True, math.inf, math.nan])
-@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens", "min_p", "repetition_penalty"])
 def test_sampling_parameters_out_of_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=field):
         Generate(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
+def test_penalties_out_of_range_are_refused(field: str) -> None:
+    for value in (-2.1, 2.1, math.nan):
+        with pytest.raises(ParameterError, match=field):
+            Generate(**{field: value})
+    assert getattr(Generate(**{field: -2.0}).sampling, field) == -2.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [(-1,), (5, -7), (True,), (1.5,)])
