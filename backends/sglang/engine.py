@@ -24,7 +24,7 @@ from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import StopRule
 from flowrl.backends.sglang.requests import ResponseRequest
 from flowrl.backends.torch.load import loading
-from flowrl.backends.torch.lora import adapted_modules, adapter_config
+from flowrl.backends.torch.adapter_folder import adapted_modules, adapter_config
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
 from flowrl.protocols.protocols import BuildContext, Caches, Sampling
@@ -166,8 +166,8 @@ class SGLangEngine(HostedRollout):
         if top_k > self._about["support"]:
             raise DataError(
                 f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} may keep any of {top_k} "
-                f"tokens, but SGLang renormalizes log-probs over at most {self._about['support']}. Set a smaller top_k, such as "
-                f"Generate(top_k={self._about['support']}), or raise the limit: "
+                f"tokens, but SGLang renormalizes log-probs over at most {self._about['support']}. Set a smaller "
+                f"top_k, such as Generate(top_k={self._about['support']}), or raise the limit: "
                 f"engine_args={{'sampling_mask_max_tokens': {top_k}}}.",
                 code="engine.unsupported-sampling",
                 engine=self.name,

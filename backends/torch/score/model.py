@@ -106,10 +106,23 @@ class TorchModel:
             self._run, self._output = lm, "logits"
         self.adapter_of: str | None = None
         """The adapter's base weights and scaling; see `Adapted`."""
-        if lora is not None:
-            from flowrl.backends.torch.train.shards import gathered_weights
+        if self.adapter is not None:
+            self._start_adapter(self.adapter, folder)
 
-            self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
+    def _start_adapter(self, adapter: Adapter, folder: str) -> None:
+        """Identify and keep the weights of the folder, and read the adapter that training starts from."""
+        from flowrl.backends.torch.adapter_folder import read_adapter, warn_of_other_base
+        from flowrl.backends.torch.train.shards import gathered_weights, read_rows
+
+        digest = weights_digest(gathered_weights(self.mesh, self.module, BUCKET_BYTES))
+        self.adapter_of = adapter.lora.over(digest)
+        adapter.keep_base()
+        if adapter.lora.adapter_path is not None:
+            with self.mesh.all_or_none(f"loading {adapter.lora.adapter_path!r}"):
+                weights = read_adapter(adapter, folder)
+            if self.mesh.rank == 0:
+                warn_of_other_base(adapter.lora, folder)
+            read_rows(adapter.parameters(), weights, self.mesh)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -185,6 +198,17 @@ class TorchModel:
             from flowrl.backends.torch.train.shards import save_gathered
 
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
+
+    def save_adapter(self, folder: str, model: str, bucket_bytes: int) -> None:
+        """Write the adapter over the folder `model` in PEFT's format; a collective, only rank 0 writes."""
+        from flowrl.backends.torch.adapter_folder import export_adapter
+
+        assert self.adapter is not None
+        first = self.mesh.rank == 0
+        weights = {name: tensor.cpu() for name, tensor in self.adapter_weights(bucket_bytes) if first}
+        with self.mesh.all_or_none("save_pretrained"):
+            if first:
+                export_adapter(folder, self.adapter, weights, model)
 
     def states(self, batch: Tokens) -> Tensor:
         """The model's output before each response token under the mask: ``[tokens, width]``, row by row.
