@@ -6,6 +6,7 @@ pickles the results.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
 import time
@@ -238,7 +239,8 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
 
 
 def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """Train an adapter with odd r; the reference is the actor without it, before and after training."""
+    """Train an adapter with odd r, and start another from it; the reference is the actor without it, before and after
+    training."""
     settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
     engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
     reference = TorchScorer().build(Shared(engine))
@@ -254,7 +256,10 @@ def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     found["adapter"] = {name: tensor.clone() for name, tensor in continue_training().items()}
     found["reference"].append(reference.log_probs(batch))
     found |= {"after": weights(engine), "log_probs": engine.log_probs(batch), "over": engine.adapter_of}
-    engine.save_pretrained(str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
+    saved = ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"
+    engine.save_pretrained(str(saved))
+    start = dataclasses.replace(settings["lora"], adapter_path=str(saved / "adapter"))
+    found["started"] = dict(ranks.trainer(kind, **{**settings, "lora": start}).adapter_weights())
     other = f"{folder}-{3 - ranks.world_size}"
     if Path(other).exists():
         engine.load_checkpoint(other)
@@ -339,7 +344,13 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
     "resuming": resuming,
     "lora llama": lambda r: lora(r, "llama"),
-    "lora gpt2": lambda r: lora(r, "gpt2", offload=r.world_size > 1, gradient_checkpointing=True),
+    "lora gpt2": lambda r: lora(
+        r,
+        "gpt2",
+        lora=LoRA(r=3, alpha=6, modules_to_save=("wpe", "ln_f")),
+        offload=r.world_size > 1,
+        gradient_checkpointing=True,
+    ),
     "lora qwen2": lambda r: lora(r, "qwen2", dtype="bfloat16"),
     "not finite": not_finite,
     "bad rows": bad_rows,
