@@ -92,8 +92,8 @@ class EngineSpec(FolderBackend):
             )
         if self.lora is not None and self.lora.modules_to_save:
             raise ParameterError(
-                f"{type(self).__name__} cannot replace {', '.join(self.lora.modules_to_save)} by an adapter: the engines "
-                f"load low-rank weights only. Drop lora, so that all weights arrive with the adapter merged, or bind "
+                f"{type(self).__name__} cannot replace {', '.join(self.lora.modules_to_save)} by an adapter: it loads "
+                f"low-rank weights only. Drop lora, so that all weights arrive with the adapter merged, or bind "
                 f"TorchRollout(model, lora=...).",
                 code="engine.conflicting-settings",
                 settings=("lora", "modules_to_save"),

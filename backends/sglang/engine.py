@@ -23,8 +23,8 @@ from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import StopRule
 from flowrl.backends.sglang.requests import ResponseRequest
-from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.adapter_folder import adapted_modules, adapter_config
+from flowrl.backends.torch.load import loading
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
 from flowrl.protocols.protocols import BuildContext, Caches, Sampling
@@ -142,16 +142,8 @@ class SGLangEngine(HostedRollout):
 
     def _settings(self, sampling: Sampling, ending: StopRule) -> dict[str, Any]:
         """The fields of `ResponseRequest` that depend only on the `Sampling`."""
-        if sampling.repetition_penalty != 1:
-            raise DataError(
-                f"repetition_penalty={sampling.repetition_penalty} was asked of SGLang, which applies it to the tokens "
-                f"of the response alone, not to those of the prompt. Use Generate(presence_penalty=...), or VLLM or "
-                f"TorchRollout.",
-                code="engine.unsupported-sampling",
-                engine=self.name,
-                found=sampling.repetition_penalty,
-                expected=1.0,
-            )
+        if sampling.penalizes:
+            self._refuse_penalties(sampling)
         settings = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -176,6 +168,26 @@ class SGLangEngine(HostedRollout):
             )
         truncation = {"top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         return request | {"sampling": settings | truncation, "support": True}
+
+    def _refuse_penalties(self, sampling: Sampling) -> None:
+        """Refuse penalties that SGLang would apply to other tokens than `Sampling` states."""
+        why = None
+        if sampling.repetition_penalty != 1:
+            why = (
+                "applies repetition_penalty to the tokens of the response alone, not to those of the prompt. Use "
+                "frequency_penalty"
+            )
+        elif not self._spec.engine_args.get("disable_overlap_schedule"):
+            why = (
+                "counts tokens for penalties one step late when it schedules a step ahead. Pass "
+                "SGLang(..., engine_args={'disable_overlap_schedule': True})"
+            )
+        if why is not None:
+            raise DataError(
+                f"SGLang {why}, or bind VLLM or TorchRollout.",
+                code="engine.unsupported-sampling",
+                engine=self.name,
+            )
 
     def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
         self._new[name] = ResponseRequest(name, [*ids], seed, **settings)

@@ -114,7 +114,9 @@ def read_adapter(adapter: Adapter, model: str) -> dict[str, Tensor]:
     shapes = {names[name]: tuple(tensor.shape) for name, tensor in stored.items()}
     if wrong := sorted(name for name in blank if shapes[name] != blank[name]):
         fault = f"{in_file(wrong[0])} has shape {shapes[wrong[0]]}, and the model needs {blank[wrong[0]]}"
-        raise _mismatch(folder, fault, f"Bind the model that it was trained on: {config.get('base_model_name_or_path')}")
+        raise _mismatch(
+            folder, fault, f"Bind the model that it was trained on: {config.get('base_model_name_or_path')}"
+        )
     if broken := sorted(name for name, tensor in stored.items() if not tensor.isfinite().all()):
         raise _mismatch(folder, f"{broken[0]} has NaN or infinity", "Use another copy")
     return {names[name]: tensor.float() for name, tensor in stored.items()}
@@ -144,9 +146,9 @@ def _refuse_unsupported(folder: str, config: Mapping[str, Any]) -> None:
     found += [f"bias={bias!r}"] if bias != "none" else []
     if found:
         raise BindError(
-            f"The adapter in {folder!r} has {', '.join(found)}, which LoRA(...) cannot continue. Merge it into the model "
-            f"with PEFT's merge_and_unload(), save that with save_pretrained(folder), and train the folder with a new "
-            f"adapter.",
+            f"The adapter in {folder!r} has {', '.join(found)}, which LoRA(...) cannot continue. Merge it into the "
+            f"model with PEFT's merge_and_unload(), save that with save_pretrained(folder), and train the "
+            f"folder with a new adapter.",
             code="lora.unsupported-adapter",
             path=folder,
             found=found,
@@ -163,7 +165,9 @@ def _refuse_other_settings(
     there = {name for name, _ in adapter.lm.named_modules()}
     if unknown := sorted((layers | modules) - there):
         fault = f"it has weights of {', '.join(unknown[:3])} ({len(unknown)} in all), which {_kind(adapter)} lacks"
-        raise _mismatch(folder, fault, f"Bind the model that it was trained on: {config.get('base_model_name_or_path')}")
+        raise _mismatch(
+            folder, fault, f"Bind the model that it was trained on: {config.get('base_model_name_or_path')}"
+        )
     rank = int(config.get("r", 0))
     alpha = config.get("lora_alpha", 0) * (math.sqrt(rank) if config.get("use_rslora") else 1)
     saved = {name.rpartition(".")[0] for name in adapter.saved}

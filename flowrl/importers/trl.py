@@ -175,7 +175,8 @@ def _trainer(settings: Settings, model: str) -> Any:
     if get("use_peft"):
         targets = get("lora_target_modules")
         targets = (tuple(targets) if isinstance(targets, list) else targets) or "all-linear"
-        lora = {"lora": call("LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=targets)}
+        saved = {"modules_to_save": tuple(found)} if (found := get("lora_modules_to_save")) else {}
+        lora = {"lora": call("LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=targets, **saved)}
     return call(
         "TorchTrainer",
         model,

@@ -91,11 +91,30 @@ def penalized(logits: Tensor, sampling: Sampling, prompt: list[int], response: l
     return logits
 
 
+def assert_sampled_after(engine: Rollout, trainer: TorchTrainerEngine, changes: dict[str, float]) -> None:
+    """Assert that greedy tokens and all log-probs are those after these penalties and min-p."""
+    prompts, mask = ragged(engine, [3, 1, 9, 14])
+    for temperature in (0.0, 0.9):
+        sampling = replace(GREEDY, temperature=temperature, ignore_eos=True, **changes)  # type: ignore[arg-type]
+        sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
+        for ids, attended, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            prompt = ids[attended].tolist()
+            for t, logits in enumerate(logits_of(trainer.model, prompt, response)):
+                logits = penalized(logits, sampling, prompt, response[:t]) / (temperature or 1.0)
+                if temperature:
+                    least = logits.max() + np.log(max(sampling.min_p, 1e-30))
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                else:
+                    assert logits[response[t]] > logits.max() - 1e-4
+                expected = logits.log_softmax(-1)[response[t]].item()
+                assert log_probs[t].item() == pytest.approx(expected, abs=2e-4)
+
+
 class GenerationTests:
     """Tokens and log-probs."""
 
     top_p_before_top_k: ClassVar[bool] = False  # whether top-p filters the distribution before top-k
-    penalizes_prompts: ClassVar[bool] = True  # whether a repetition penalty counts tokens of the prompt
+    penalizes: ClassVar[bool] = True  # whether it takes penalties
 
     def test_the_engine_is_a_rollout_and_a_sleeper(self, engine: Rollout) -> None:
         assert isinstance(engine, Rollout)
@@ -146,25 +165,11 @@ class GenerationTests:
     def test_log_probs_and_greedy_tokens_are_those_after_penalties_and_min_p(
         self, engine: Rollout, trainer: TorchTrainerEngine, changes: dict[str, float]
     ) -> None:
-        prompts, mask = ragged(engine, [3, 1, 9, 14])
-        if "repetition_penalty" in changes and not self.penalizes_prompts:
+        if not self.penalizes and {*changes} - {"min_p"}:
             with raises("engine.unsupported-sampling"):
-                engine.generate(prompts, mask, names(4), replace(GREEDY, **changes), KEY)  # type: ignore[arg-type]
+                assert_sampled_after(engine, trainer, changes)
             return
-        for temperature in (0.0, 0.9):
-            sampling = replace(GREEDY, temperature=temperature, ignore_eos=True, **changes)  # type: ignore[arg-type]
-            sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
-            for ids, attended, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
-                prompt = ids[attended].tolist()
-                for t, logits in enumerate(logits_of(trainer.model, prompt, response)):
-                    logits = penalized(logits, sampling, prompt, response[:t]) / (temperature or 1.0)
-                    if temperature:
-                        least = logits.max() + np.log(max(sampling.min_p, 1e-30))
-                        logits = logits.masked_fill(logits < least, -torch.inf)
-                    else:
-                        assert logits[response[t]] > logits.max() - 1e-4
-                    expected = logits.log_softmax(-1)[response[t]].item()
-                    assert log_probs[t].item() == pytest.approx(expected, abs=2e-4)
+        assert_sampled_after(engine, trainer, changes)
 
     def test_token_frequencies_match_the_model(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
         prompts, mask = ragged(engine, [6])
