@@ -20,6 +20,7 @@ from flowrl.backends.torch.score.engine import (
     TorchTrainerEngine,
 )
 from flowrl.backends.torch.score.model import Dtype, TorchModel
+from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits, is_repository
@@ -102,12 +103,16 @@ class TorchTrainer(TrainedSpec):
             ranks, offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
+        router_aux_loss_coef: the factor of the load-balancing loss of a mixture of experts, over all attended tokens of
+            a mini-batch; 0 is without it. See `flowrl.backends.torch.train.balancing.LoadBalancing`. Reports
+            ``actor/aux_loss``.
     """
 
     serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
 
     logprob_chunk: int = Field(default=1024, ge=1)
     lora: LoRA | None = None
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
 
     @property
     def why_not_fusable(self) -> str | None:
@@ -172,7 +177,11 @@ class TorchTrainer(TrainedSpec):
             seed=context.seed,
         )
         budget = model.budget(self.max_tokens)
-        learner = Learner(model.module, self, "actor", mesh, budget, over=model.adapter_of)
+        balancing = None
+        if self.router_aux_loss_coef:
+            model.watch_routers(self.model)
+            balancing = LoadBalancing(self.router_aux_loss_coef, model)
+        learner = Learner(model.module, self, "actor", mesh, budget, model.adapter_of, balancing)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
         return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)
