@@ -128,6 +128,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
             f"pass schedule=Cosine(1.0, {get(f'{prefix}min_lr_ratio')}, steps=..., warmup=...)",
         )
     get(f"{prefix}lr_warmup_ratio"), get(f"{prefix}min_lr_ratio")
+    balancing = get("actor.aux_loss_coef" if prefix else "model.aux_loss_coef")
     return call(
         name,
         model,
@@ -137,6 +138,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
         gradient_checkpointing=bool(get(key)),
         **ranks,
         **({"lora": lora} if lora else {}),
+        **({"router_aux_loss_coef": float(balancing)} if name == "TorchTrainer" and balancing else {}),
     )
 
 

@@ -186,7 +186,13 @@ def _trainer(settings: Settings, model: str) -> Any:
         dtype=_dtype(settings),
         gradient_checkpointing=bool(get("gradient_checkpointing")),
         **lora,
+        **_balancing(settings, "router_aux_loss_coef"),
     )
+
+
+def _balancing(settings: Settings, key: str) -> dict[str, float]:
+    """The load-balancing loss, where it is asked for: TRL's default has no effect on models without routers."""
+    return {"router_aux_loss_coef": float(settings.get(key))} if key in settings else {}
 
 
 def _training(settings: Settings) -> dict[str, Any]:

@@ -59,6 +59,13 @@ class TorchModel:
         seed: of a new adapter.
     """
 
+    experts = 0
+    """The experts of each layer; set by `watch_routers`."""
+    experts_per_token = 0
+    """Those that a token chooses."""
+    routes: Tensor | None = None
+    """`route_sums` of the last pass of `log_probs` with gradients, if routers are watched."""
+
     def __init__(
         self,
         folder: str,
@@ -104,10 +111,6 @@ class TorchModel:
             self._head = LMHead(layer, self.after_head)
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
-        self.experts = self.experts_per_token = 0
-        """The experts of each layer, and of each token; set by `watch_routers`."""
-        self.routes: Tensor | None = None
-        """`route_sums` of the last pass of `log_probs` with gradients, if routers are watched."""
         self.adapter_of: str | None = None
         """The adapter's base weights and scaling; see `Adapted`."""
         if self.adapter is not None:
@@ -249,9 +252,7 @@ class TorchModel:
         digest = self.gathered.call(head_digest, self.module)
         return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
 
-    def _states(
-        self, batch: Tokens, run: nn.Module, output: str, routed: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def _states(self, batch: Tokens, run: nn.Module, output: str, routed: bool = False) -> tuple[Tensor, Tensor | None]:
         """The states before the tokens under the mask, and `route_sums` if `routed`."""
         moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)

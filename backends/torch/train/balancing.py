@@ -19,10 +19,10 @@ class LoadBalancing:
     """``coef * E * sum_e f_e P_e`` over all attended tokens of the rows of a mini-batch (Fedus et al. 2021,
     arXiv:2101.03961, equations 4 to 6), as transformers' ``load_balancing_loss_func`` computes it.
 
-    ``f_e`` is how many of a token's choices are expert ``e``, and ``P_e`` the router's probability of it, both means over
-    tokens and layers. Only ``P_e`` has a gradient, so with ``f_e`` of the whole mini-batch the loss is a sum over tokens,
-    and the parts of micro-batches and ranks add up. If a mini-batch takes several, the model runs over them once more
-    before, without gradients, to count ``f_e``.
+    ``f_e`` is how many of a token's choices are expert ``e``, and ``P_e`` the router's probability of it, both means
+    over tokens and layers. Only ``P_e`` has a gradient, so with ``f_e`` of the whole mini-batch the loss is a sum over
+    tokens, and the parts of micro-batches and ranks add up. If a mini-batch takes several, the model first runs over
+    them without gradients to count ``f_e``.
 
     Args:
         coef: its factor in the loss.

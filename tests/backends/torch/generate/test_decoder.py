@@ -248,24 +248,6 @@ def test_requests_with_different_samplings_share_a_step(actor: Actor, engine: To
         assert same(response, sampled_alone(actor.model, request))
 
 
-def test_penalties_count_the_tokens_before_an_eviction(actor: Actor, engine: TorchRolloutEngine) -> None:
-    actor.model.eval()
-    penalties = replace(SAMPLED, repetition_penalty=1.6, frequency_penalty=1.0, ignore_eos=True)
-    for presence in (0.0, 0.5):  # one rule, then two that share each step
-        requests = [
-            Request(name, tokens(5, 1), replace(penalties, presence_penalty=p), KEY.response(name))
-            for name, p in (("a", 0.0), ("b", presence))
-        ]
-        for request in requests:
-            engine.submit(request)
-        for _ in range(6):
-            assert engine.step() == []
-        engine.swap(actor, "recompute")
-        taken = finished(engine, 2)
-        for request in requests:
-            assert same(taken[request.name], sampled_alone(actor.model, request))
-
-
 def test_generate_equals_submitting_requests_and_stepping(engine: TorchRolloutEngine) -> None:
     assert isinstance(engine, StreamingRollout)
     prompts, mask = ragged(engine, [4, 9, 2, 4])
