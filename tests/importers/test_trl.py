@@ -48,6 +48,14 @@ def test_dpo(name: str, text: str, tmp_path: Path) -> None:
     assert actor.schedule == Linear(1.0, 0.0, steps=100)
 
 
+def test_modules_to_save_and_the_loss_of_routers(tmp_path: Path) -> None:
+    text = f"trl dpo {FLAGS} --use_peft --lora_modules_to_save lm_head embed_tokens --router_aux_loss_coef 0.01\n"
+    found, findings = imported(tmp_path, "trl", text)
+    assert not refused(found) and not findings.problems
+    actor = value_of(found.bind["actor"])
+    assert actor.lora.modules_to_save == ("lm_head", "embed_tokens") and actor.router_aux_loss_coef == 0.01
+
+
 def test_other_losses_and_trainers_are_refused(tmp_path: Path) -> None:
     found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --loss_type ipo --f_divergence_type js_divergence\n")
     assert refused(found) == ["loss_type", "f_divergence_type"]

@@ -76,9 +76,9 @@ def by_transformers(folder: str) -> tuple[dict[str, Tensor], float]:
     """The gradient of ``COEF * load_balancing_loss_func`` over padded rows, and the loss."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     batch = ragged()
-    mask = batch.attention_mask[rows].long()
-    ids = batch.input_ids[rows].where(mask.bool(), 0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=batch.position_ids[rows], output_router_logits=True)
+    mask = batch.attention_mask.long()
+    ids = batch.input_ids.where(mask.bool(), 0)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=batch.position_ids, output_router_logits=True)
     (COEF * output.aux_loss).backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
