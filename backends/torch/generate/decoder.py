@@ -319,8 +319,8 @@ class Decoder:
         for part in self._parts:
             if part.prompts is not None:
                 counts = self._sampled.occurrences(part.rows, logits.shape[1])
-                found = penalized(logits[part.rows], part.rule.sampling, part.prompts, counts)
-                logits = logits.float().index_copy(0, part.rows, found)
+                changed = penalized(logits[part.rows], part.rule.sampling, part.prompts, counts)
+                logits = logits.float().index_copy(0, part.rows, changed)
         if len(self._parts) == 1:
             tokens, log_probs, ended = self._parts[0].rule.sample(logits, uniforms)
         else:
@@ -347,8 +347,8 @@ class Decoder:
             prompts = None
             if rule.sampling.penalizes:
                 prompts = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=self._device)
-                for prompt, row in zip(prompts, rows, strict=True):
-                    prompt[torch.tensor(self._rows[row].request.ids, device=self._device)] = True
+                for prompt, place in zip(prompts, rows, strict=True):
+                    prompt[torch.tensor(self._rows[place].request.ids, device=self._device)] = True
             parts.append(Part(rule, torch.tensor(rows, device=self._device), prompts))
         return parts
 

@@ -126,7 +126,9 @@ class TorchModel:
     def count_routes(self, batch: Tokens) -> Tensor:
         """How often the attended tokens of `batch` choose each expert, in all layers: float32 ``[expert]``."""
         with self.autocast():
-            return self.gathered.call(self._states, batch, self._run, self._output, True)[1][1]
+            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[1]
+        assert sums is not None
+        return sums[1]
 
     def _start_adapter(self, adapter: Adapter, folder: str) -> None:
         """Identify and keep the weights of the folder, and read the adapter that training starts from."""
@@ -294,7 +296,7 @@ class TorchModel:
             of = OfDistribution(tuple(columns), partial(of.loss, **same))
         parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), columns)
         if self._routed:
-            *parts, self.routes = parts
+            *parts, self.routes = parts  # type: ignore[assignment]
         scored = [scatter(part, batch.response_mask) for part in parts]
         return scored[0], scored[1] if len(scored) == 2 else None
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.backends.torch.probes import Inputs, known
 from flowrl.errors import BindError
@@ -36,10 +36,10 @@ def route_sums(logits: Sequence[Tensor], mask: Tensor, choices: int) -> Tensor:
 def routers_of(probe: Inputs, lm: PreTrainedModel, folder: str) -> tuple[int, int]:
     """The number of experts, and of those that a token chooses; raises `BindError` if transformers defines no
     load-balancing loss for the architecture."""
-    choices = getattr(lm.config.get_text_config(), "num_experts_per_tok", None)
+    choices: int = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 0
     logits: Sequence[Tensor] = ()
     if choices and hasattr(sys.modules[type(lm).__module__], "load_balancing_loss_func"):
-        body = cast(nn.Module, lm.base_model)
+        body = lm.base_model
         logits = getattr(body(**known(body, probe), output_router_logits=True), "router_logits", None) or ()
     if not logits:
         raise BindError(
@@ -49,4 +49,4 @@ def routers_of(probe: Inputs, lm: PreTrainedModel, folder: str) -> tuple[int, in
             path=folder,
             architecture=type(lm).__name__,
         )
-    return logits[0].shape[-1], int(choices)
+    return logits[0].shape[-1], choices

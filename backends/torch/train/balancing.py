@@ -41,9 +41,9 @@ class LoadBalancing:
             return
         mesh = self._model.mesh
         counts = torch.zeros(self._model.experts, device=mesh.device)
-        idle: Any = SequenceInputs.idle(mesh.device)
         for run in turns:
-            found = self._model.count_routes(idle if run is None else take(part, run, mesh.device))
+            micro: Any = SequenceInputs.idle(mesh.device) if run is None else take(part, run, mesh.device)
+            found = self._model.count_routes(micro)
             counts += 0 if run is None else found
         self._counts = mesh.total(counts)
 
@@ -53,7 +53,7 @@ class LoadBalancing:
         probabilities, chosen = self._model.routes
         counts = chosen.detach() if self._counts is None else self._counts
         tokens = counts.sum() / self._model.experts_per_token
-        value = len(counts) * (counts / tokens * probabilities / tokens).sum()
+        value: Tensor = len(counts) * (counts / tokens * probabilities / tokens).sum()
         self._value += float(value.detach())
         return self._coef * value
 
