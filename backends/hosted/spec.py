@@ -90,6 +90,14 @@ class EngineSpec(FolderBackend):
                 code="engine.conflicting-settings",
                 settings=("frozen", "lora"),
             )
+        if self.lora is not None and self.lora.modules_to_save:
+            raise ParameterError(
+                f"{type(self).__name__} cannot replace {', '.join(self.lora.modules_to_save)} by an adapter: it loads "
+                f"low-rank weights only. Drop lora, so that all weights arrive with the adapter merged, or bind "
+                f"TorchRollout(model, lora=...).",
+                code="engine.conflicting-settings",
+                settings=("lora", "modules_to_save"),
+            )
         for name in self.engine_args:
             if name in self.reserved:
                 field = self.reserved[name]

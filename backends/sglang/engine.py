@@ -23,8 +23,8 @@ from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import StopRule
 from flowrl.backends.sglang.requests import ResponseRequest
+from flowrl.backends.torch.adapter_folder import adapted_modules, adapter_config
 from flowrl.backends.torch.load import loading
-from flowrl.backends.torch.lora import adapted_modules, adapter_config
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
 from flowrl.protocols.protocols import BuildContext, Caches, Sampling
@@ -111,7 +111,7 @@ class SGLangEngine(HostedRollout):
 
     SGLang uses the seeds of rows only with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Otherwise
     it samples all rows from one generator, in the order of its schedule, so the same call may return other tokens. It
-    applies top-p to the distribution before top-k, not after, and can renormalize over a limited number of tokens; a
+    applies top-p and min-p to the full distribution, and can renormalize over a limited number of tokens; a
     `Sampling` that may keep more is a `DataError`.
 
     The weights travel to its process in buckets; it hashes what it receives, which must equal what the trainer sent.
@@ -142,27 +142,52 @@ class SGLangEngine(HostedRollout):
 
     def _settings(self, sampling: Sampling, ending: StopRule) -> dict[str, Any]:
         """The fields of `ResponseRequest` that depend only on the `Sampling`."""
+        if sampling.penalizes:
+            self._refuse_penalties(sampling)
         settings = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": ending.token_ids,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
         }
         request = {"sampling": settings, "stop": sampling.stop, "support": False}
-        if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+        if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0):
             return request
         top_k = min(sampling.top_k or self._about["vocabulary"], self._about["vocabulary"])
         if top_k > self._about["support"]:
             raise DataError(
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} may keep any of {top_k} tokens, but SGLang "
-                f"renormalizes log-probs over at most {self._about['support']}. Set a smaller top_k, such as "
-                f"Generate(top_k={self._about['support']}), or raise the limit: "
+                f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} may keep any of {top_k} "
+                f"tokens, but SGLang renormalizes log-probs over at most {self._about['support']}. Set a smaller "
+                f"top_k, such as Generate(top_k={self._about['support']}), or raise the limit: "
                 f"engine_args={{'sampling_mask_max_tokens': {top_k}}}.",
                 code="engine.unsupported-sampling",
                 engine=self.name,
                 found=top_k,
                 expected=self._about["support"],
             )
-        return request | {"sampling": settings | {"top_k": top_k, "top_p": sampling.top_p}, "support": True}
+        truncation = {"top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return request | {"sampling": settings | truncation, "support": True}
+
+    def _refuse_penalties(self, sampling: Sampling) -> None:
+        """Refuse penalties that SGLang would apply to other tokens than `Sampling` states."""
+        why = None
+        if sampling.repetition_penalty != 1:
+            why = (
+                "applies repetition_penalty to the tokens of the response alone, not to those of the prompt. Use "
+                "frequency_penalty"
+            )
+        elif not self._spec.engine_args.get("disable_overlap_schedule"):
+            why = (
+                "counts tokens for penalties one step late when it schedules a step ahead. Pass "
+                "SGLang(..., engine_args={'disable_overlap_schedule': True})"
+            )
+        if why is not None:
+            raise DataError(
+                f"SGLang {why}, or bind VLLM or TorchRollout.",
+                code="engine.unsupported-sampling",
+                engine=self.name,
+            )
 
     def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
         self._new[name] = ResponseRequest(name, [*ids], seed, **settings)

@@ -2,27 +2,30 @@
 
 A layer ``y = W x + b`` becomes ``y = W x + b + (alpha / r) B A x`` with ``A`` of ``[r, in]`` and ``B`` of ``[out, r]``
 (section 4.1), by the layers of PEFT. ``A`` is initialized as `torch.nn.Linear` initializes its weights and ``B`` is
-zero, so a new adapter changes nothing. PEFT and transformers are imported when an adapter is made.
+zero, so a new adapter changes nothing. Modules that are trained in full (``modules_to_save``) keep their place in the
+model; a copy of their weights in the folder stands in for them while the adapter is off. PEFT and transformers are
+imported when an adapter is made.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flowrl.backends.torch.load import Folder
 from flowrl.data.keys import Key
 from flowrl.errors import BindError
+from flowrl.hub.models import adapter, adapter_metadata
+from flowrl.hub.repositories import Commits, is_commit, is_repository, refuse_revision, resolve
 from flowrl.spec import Spec
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -43,11 +46,20 @@ class LoRA(Spec):
         targets: names of linear layers, such as ``("q_proj", "v_proj")``; each selects all layers whose name ends in
             it. ``"all-linear"`` selects all except the LM head, projections whose weights the kernels of a state-space
             mixer (Mamba) read directly, and layers that compute more than a product (routers).
+        modules_to_save: names of modules that are trained in full and are part of the adapter, such as ``("lm_head",)``
+            or ``("embed_tokens", "lm_head")``; each selects as in `targets`.
+        adapter_path: the adapter that training starts from, in PEFT's format: a folder, or the name of a repository of
+            the Hub. It must have been trained with the settings above. None starts from a new one. Engines that
+            generate ignore it, since a sync brings their adapter.
+        revision: a branch, tag or commit of the adapter's repository; None is the default branch.
     """
 
     r: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    modules_to_save: tuple[str, ...] = ()
+    adapter_path: Folder | None = None
+    revision: str | None = None
 
     @model_validator(mode="after")
     def _names_some(self) -> Self:
@@ -58,6 +70,37 @@ class LoRA(Spec):
     def over(self, digest: str) -> str:
         """Identifies the frozen weights, given their digest, and the scaling of an adapter with these settings."""
         return f"base weights {digest}, scaled by {self.alpha / self.r}"
+
+    @property
+    def starts_from(self) -> str | None:
+        """``org/name@commit`` or the folder of the adapter that training starts from; None if it is a new one."""
+        if self.adapter_path is not None and is_commit(self.revision) and is_repository(self.adapter_path):
+            return f"{self.adapter_path}@{self.revision}"
+        return self.adapter_path
+
+    def pinned(self, commits: Commits) -> Self:
+        """With the commit of the adapter's repository as `revision`; its configuration is then on this machine.
+
+        Raises:
+            HubError: see `flowrl.hub.models.adapter_metadata`; or a folder is given a revision.
+        """
+        if self.adapter_path is None or not is_repository(self.adapter_path):
+            refuse_revision(self.adapter_path, self.revision)
+            return self
+        commit = commits.resolve(self.adapter_path, self.revision)
+        adapter_metadata(self.adapter_path, commit)
+        return dataclasses.replace(cast(Any, self), revision=commit)  # type: ignore[no-any-return]
+
+    def local(self) -> Self:
+        """With the folder of the files of the adapter's repository.
+
+        Raises:
+            HubError: see `flowrl.hub.models.adapter`.
+        """
+        if self.adapter_path is None or not is_repository(self.adapter_path):
+            return self
+        folder = adapter(self.adapter_path, resolve(self.adapter_path, self.revision))
+        return dataclasses.replace(cast(Any, self), adapter_path=str(folder), revision=None)  # type: ignore[no-any-return]
 
 
 def require_peft() -> None:
@@ -83,38 +126,50 @@ class Adapter:
         from peft.tuners.lora import LoraLayer
 
         targets = _targets(lm, lora, folder)
+        self.modules = _modules_to_save(lm, lora, targets, folder)
+        """The full names of `modules_to_save`, sorted."""
+        saved = (f"{m}.{p}" for m in self.modules for p, _ in lm.get_submodule(m).named_parameters())
+        self.saved = sorted({*saved})
+        """The names of their parameters, sorted."""
+        self._base: dict[str, Tensor] = {}  # of `modules_to_save`: this rank's weights while they are not in use
         paths = [f"{_HOLDER}.{target}" for target in targets]
         config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=paths)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT finds the right value for each layer
             # In a holder, since PEFT would mistake the names of some architectures for those of transformers 4.
             inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: lm}), low_cpu_mem_usage=True)
-        self._layers: dict[str, Any] = {n: layer for n, layer in lm.named_modules() if isinstance(layer, LoraLayer)}
-        if sorted(self._layers) != sorted(targets):
+        self.layers: dict[str, Any] = {n: layer for n, layer in lm.named_modules() if isinstance(layer, LoraLayer)}
+        """The adapted layers, PEFT's, by their full names."""
+        if sorted(self.layers) != sorted(targets):
             raise BindError(
                 f"PEFT adapts other layers of {type(lm).__name__} in {folder!r} than LoRA(targets=...) names; they "
-                f"differ in {', '.join(sorted(self._layers.keys() ^ set(targets))[:3])}. Choose other targets.",
+                f"differ in {', '.join(sorted(self.layers.keys() ^ set(targets))[:3])}. Choose other targets.",
                 code="lora.unsupported",
                 path=folder,
                 architecture=type(lm).__name__,
             )
-        self._lm, self._scaling = lm, lora.alpha / lora.r
-        adapted = {id(parameter) for parameter in self._parameters().values()}
+        self.lm, self.lora, self._scaling = lm, lora, lora.alpha / lora.r
+        trained = {id(parameter) for parameter in self.parameters().values()}
         for parameter in lm.parameters():
-            parameter.requires_grad_(id(parameter) in adapted)
+            parameter.requires_grad_(id(parameter) in trained)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """The adapter's weights under the names that they have in the LM."""
+    def _low_rank(self) -> dict[str, nn.Parameter]:
+        """The low-rank weights under the names that they have in the LM."""
         return {
             f"{name}.{part}.default.weight": getattr(layer, part)["default"].weight
-            for name, layer in self._layers.items()
+            for name, layer in self.layers.items()
             for part in ("lora_A", "lora_B")
         }
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The adapter's weights under the names that they have in the LM."""
+        return self._low_rank() | {name: self.lm.get_parameter(name) for name in self.saved}
+
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """Initial float32 weights by their names in the LM, unsharded; each depends on its name and `seed` only."""
+        """Initial float32 low-rank weights by their names in the LM, unsharded; each depends on its name and `seed`
+        only."""
         initial = {}
-        for name, parameter in self._parameters().items():
+        for name, parameter in self._low_rank().items():
             initial[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 generator = Key.of(seed).derive("lora", name).generator()
@@ -122,16 +177,21 @@ class Adapter:
         return initial
 
     def fill(self, seed: int) -> None:
-        """Set the adapter to its initial weights, on the CPU."""
-        self._lm.load_state_dict(self.initial(seed), strict=False, assign=True)
+        """Set the low-rank weights to their initial values, on the CPU."""
+        self.lm.load_state_dict(self.initial(seed), strict=False, assign=True)
+
+    def keep_base(self) -> None:
+        """Copy the weights of `modules_to_save` to the CPU, for `off`: those of the folder, which were just loaded."""
+        self._base = {name: _own(self.lm.get_parameter(name)).cpu().clone() for name in self.saved}
 
     def weights(self) -> dict[str, Tensor]:
         """The live weights, sharded as they are, under the names that PEFT writes, sorted."""
-        named = {PREFIX + name.replace(".default.", "."): p.detach() for name, p in self._parameters().items()}
+        named = {in_file(name): p.detach() for name, p in self.parameters().items()}
         return dict(sorted(named.items()))
 
     def merge(self, base: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Weights of the LM under its own names, in the order of `base`: ``W + (alpha / r) B A`` for adapted layers.
+        Those of `modules_to_save` are in `base` as trained.
 
         Both arguments are unsharded; `adapter` is what `weights` returns.
         """
@@ -139,45 +199,43 @@ class Adapter:
 
         for name, weight in base:
             layer = name.removesuffix(".weight")
-            if name.endswith(".weight") and layer in self._layers:
+            if name.endswith(".weight") and layer in self.layers:
                 a, b = (adapter[f"{PREFIX}{layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
                 product = self._scaling * (b @ a)
-                weight = weight + (product.T if isinstance(self._layers[layer].get_base_layer(), Conv1D) else product)
+                weight = weight + (product.T if isinstance(self.layers[layer].get_base_layer(), Conv1D) else product)
             yield name, weight
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Disable the adapter in the block."""
+        self._swap()
         try:
-            for layer in self._layers.values():
+            for layer in self.layers.values():
                 layer.enable_adapters(False)
             yield
         finally:
-            for layer in self._layers.values():
+            self._swap()
+            for layer in self.layers.values():
                 layer.enable_adapters(True)
 
-
-def adapted_modules(names: Iterable[str]) -> list[str]:
-    """The names of the layers, such as ``q_proj``, that the weights of an adapter belong to."""
-    return sorted({name.split(".")[-3] for name in names})
-
-
-def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
-    """The ``adapter_config.json`` that PEFT writes with the weights of an adapter."""
-    return {
-        "peft_type": "LORA",
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
-        "target_modules": adapted_modules(names),
-        "bias": "none",
-    }
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the weights of `modules_to_save` with those in `_base`."""
+        for name, other in self._base.items():
+            place = _own(self.lm.get_parameter(name))
+            self._base[name] = place.cpu().clone()
+            place.copy_(other)
 
 
-def save_adapter(folder: str, weights: Mapping[str, Tensor], lora: LoRA) -> None:
-    """Write an adapter in PEFT's format to an empty folder; `weights` are from `Adapter.weights`, unsharded."""
-    Path(folder, "adapter_config.json").write_text(json.dumps(adapter_config(weights, lora)))
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
-    save_file(tensors, Path(folder, "adapter_model.safetensors"))
+def in_file(name: str) -> str:
+    """The name that PEFT writes for a weight of an adapter, given its name in the LM."""
+    return PREFIX + name.replace(".default.", ".")
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter, live; the parameter itself if it is not sharded."""
+    shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return shard.detach()
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor]:
@@ -213,6 +271,39 @@ def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
             known=there,
         )
     return sorted({name for names in found.values() for name in names})
+
+
+def _modules_to_save(lm: PreTrainedModel, lora: LoRA, targets: list[str], folder: str) -> list[str]:
+    """The full names of `modules_to_save`, sorted."""
+    modules = {name: module for name, module in lm.named_modules() if name and any(True for _ in module.parameters())}
+    names = {m: [n for n in modules if n == m or n.endswith(f".{m}")] for m in lora.modules_to_save}
+    if missing := [name for name, found in names.items() if not found]:
+        there = sorted({name.rpartition(".")[2] for name in modules} - set(map(str, range(10_000))))
+        raise BindError(
+            f"LoRA(modules_to_save=...) names {', '.join(map(repr, missing))}, but {type(lm).__name__} in {folder!r} "
+            f"has no module of that name with weights. Name some of {', '.join(there)}.",
+            code="lora.unknown-target",
+            path=folder,
+            targets=missing,
+            known=there,
+        )
+    selected = {name for found in names.values() for name in found}
+    both = [target for target in targets if any(target == name or target.startswith(f"{name}.") for name in selected)]
+    uses: dict[int, int] = {}
+    for _, parameter in lm.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    tied = [name for name in selected if any(uses[id(p)] > 1 for p in modules[name].parameters())]
+    if both or tied:
+        why = f"{both[0]} is also one of its targets" if both else f"{tied[0]} shares its weights with another module"
+        fix = "Choose other targets" if both else "Train all weights: leave `lora` out"
+        raise BindError(
+            f"LoRA(modules_to_save=...) trains modules of {type(lm).__name__} in {folder!r} in full, but {why}. {fix}, "
+            f"or leave that module out of modules_to_save.",
+            code="lora.unsupported-module",
+            path=folder,
+            modules=both or sorted(tied),
+        )
+    return sorted(selected)
 
 
 def _linear(lm: PreTrainedModel) -> list[str]:

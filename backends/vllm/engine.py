@@ -26,7 +26,8 @@ from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout, RawResponse, ending_on_error
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import StopRule
-from flowrl.backends.torch.lora import LoRA, save_adapter
+from flowrl.backends.torch.adapter_folder import adapter_config, save_adapter
+from flowrl.backends.torch.lora import LoRA
 from flowrl.backends.vllm.arguments import arguments_of, environment
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
@@ -153,6 +154,10 @@ class VLLMEngine(HostedRollout):
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "max_tokens": sampling.max_new_tokens,
             "ignore_eos": True,  # EOS is a stop token
             "stop_token_ids": ending.token_ids,
@@ -245,7 +250,8 @@ class VLLMEngine(HostedRollout):
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory(prefix="flowrl-lora-") as folder:
-            save_adapter(folder, dict(arrival.weights()), lora)
+            weights = dict(arrival.weights())
+            save_adapter(folder, weights, adapter_config(weights, lora))
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, folder)  # by its number: the folder is not read again
         return "file"

@@ -6,6 +6,7 @@ The trainer takes no step. It records the gradient of every mini-batch, which th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -216,18 +217,35 @@ class TabularRollout:
         """Log-probs of the tokens of each response to each prompt, and the probability of each response."""
         if sampling not in self._by_token:
             found = self.task.responses
-            narrowed = _narrowed(self.policy.by_state(sampling.temperature or 1.0), sampling)
+            policy = _penalized(self.policy, sampling) if sampling.penalizes else self.policy
+            narrowed = _narrowed(policy.by_state(sampling.temperature or 1.0), sampling)
             log_probs = torch.where(found.mask, narrowed[:, found.states, found.tokens], 0.0)
             probability = log_probs.sum(-1).exp()
             if sampling.temperature == 0:
-                first = _narrowed(self.policy.by_state(), dataclasses.replace(sampling, top_k=1, top_p=1.0))
+                first = _narrowed(policy.by_state(), dataclasses.replace(sampling, top_k=1, top_p=1.0))
                 probability = torch.where(found.mask, first[:, found.states, found.tokens], 0.0).sum(-1).exp()
             self._by_token[sampling] = log_probs, probability.tolist()
         return self._by_token[sampling]
 
 
+def _penalized(policy: Policy, sampling: Sampling) -> Policy:
+    """The policy with the penalties of `sampling` in each state; no prompt has a token of a response."""
+    found = policy.responses
+    tokens = torch.nn.functional.one_hot(found.tokens, policy.logits.shape[-1]) * found.mask[..., None]
+    counts = torch.zeros(policy.logits.shape[1:], dtype=torch.int64)
+    counts[found.states[found.mask]] = (tokens.cumsum(1) - tokens)[found.mask]
+    there, factor = counts > 0, sampling.repetition_penalty
+    logits = torch.where(there & (policy.logits > 0), policy.logits / factor, policy.logits)
+    logits = torch.where(there & (policy.logits < 0), policy.logits * factor, logits)
+    logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * there
+    return dataclasses.replace(policy, logits=logits)
+
+
 def _narrowed(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Renormalized log-probs of the tokens within top-k and top-p; -inf for the others."""
+    """Renormalized log-probs of the tokens within min-p, top-k and top-p; -inf for the others."""
+    if sampling.min_p > 0:
+        within = log_probs >= log_probs.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        log_probs = log_probs.masked_fill(~within, -torch.inf).log_softmax(-1)
     order = log_probs.argsort(-1, descending=True)
     ranked = log_probs.gather(-1, order)
     before = ranked.exp().cumsum(-1) - ranked.exp()

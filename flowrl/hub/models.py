@@ -34,6 +34,10 @@ INDEX = "model.safetensors.index.json"
 HEAD = "value_head.safetensors"
 """The head of a critic that flowrl trained."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The files of an adapter in PEFT's format."""
+
 
 def metadata(repository: str, commit: str) -> Path:
     """The folder of a model with its configuration and tokenizer, without weights.
@@ -59,6 +63,40 @@ def model(repository: str, commit: str) -> Path:
     missing = {name for name in weights if not (folder / name).is_file()}
     _refuse_missing(repository, commit, missing, sorted(path.name for path in folder.iterdir()))
     return folder
+
+
+def adapter_metadata(repository: str, commit: str) -> Path:
+    """The folder of an adapter with its configuration, without weights.
+
+    Raises:
+        HubError: the repository lacks a file of PEFT's format, or as `flowrl.hub.repositories.download`.
+    """
+    folder = download(repository, commit, (ADAPTER_CONFIG,))
+    listed = files_of(repository, commit)
+    if listed is not None:
+        _refuse_missing(repository, commit, {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - listed, sorted(listed))
+    return folder
+
+
+def adapter(repository: str, commit: str) -> Path:
+    """The folder of an adapter with both its files.
+
+    Raises:
+        HubError: as `adapter_metadata`.
+    """
+    adapter_metadata(repository, commit)
+    folder = download(repository, commit, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    missing = {name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()}
+    _refuse_missing(repository, commit, missing, sorted(path.name for path in folder.iterdir()))
+    return folder
+
+
+def name_of(folder: str) -> str:
+    """The name of the repository whose files a folder of the cache has, such as ``org/name``; other paths as they
+    are."""
+    parts = Path(folder).parts
+    names = [part.removeprefix("models--") for part in parts if part.startswith("models--")]
+    return names[-1].replace("--", "/", 1) if names and "snapshots" in parts else folder
 
 
 def cached(repository: str, commit: str) -> Path | None:
@@ -90,7 +128,7 @@ def _refuse_missing(repository: str, commit: str, missing: set[str], found: list
     if not missing:
         return
     raise HubError(
-        f"The model {repository!r} (commit {commit[:12]}) lacks {', '.join(sorted(missing)[:3])}; it has "
+        f"The repository {repository!r} (commit {commit[:12]}) lacks {', '.join(sorted(missing)[:3])}; it has "
         f"{', '.join(found[:8]) or 'no file'}{', …' if len(found) > 8 else ''}. flowrl loads weights from safetensors "
         f"only: choose a repository or revision that has them, or convert the model with "
         f"model.save_pretrained(folder) and pass the folder.",

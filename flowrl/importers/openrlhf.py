@@ -160,6 +160,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
     betas = tuple(float(beta) for beta in get(f"{adam}betas"))
     optimizer = {"lr": float(get(f"{adam}lr")), "betas": betas, "eps": float(get(f"{adam}eps"))}
     key = "actor.gradient_checkpointing_enable" if prefix else "model.gradient_checkpointing_enable"
+    balancing = get("actor.aux_loss_coef" if prefix else "model.aux_loss_coef")
     return call(
         name,
         model,
@@ -170,6 +171,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
         gradient_checkpointing=bool(get(key)),
         **ranks,
         **({"lora": lora} if lora else {}),
+        **({"router_aux_loss_coef": float(balancing)} if name == "TorchTrainer" and balancing else {}),
     )
 
 

@@ -242,7 +242,9 @@ def _lora(settings: Settings, prefix: str) -> Any:
         return None
     targets = get(f"{prefix}target_modules")
     targets = targets if isinstance(targets, str) else tuple(targets)
-    return call("LoRA", r=rank, alpha=float(get(f"{prefix}lora_alpha")), targets=targets)
+    path = settings.name(f"{prefix}lora_adapter_path")
+    start = {} if path is None else {"adapter_path": path}
+    return call("LoRA", r=rank, alpha=float(get(f"{prefix}lora_alpha")), targets=targets, **start)
 
 
 def _engine(settings: Settings, model: Any, gpus: int, lora: Any) -> Any:

@@ -87,6 +87,11 @@ class Backend(Spec):
         """``org/name@commit`` if the initial weights are those of a commit on the Hub; None for a folder."""
         return None
 
+    @property
+    def starts_from_adapter(self) -> str | None:
+        """``org/name@commit`` or the local folder of the adapter that its training starts from; None without one."""
+        return None
+
     def pinned(self, commits: Commits) -> Self:
         """The same backend with the repository of its model, if it names one, resolved to a commit."""
         return self

@@ -104,6 +104,11 @@ class Sampling:
         stop: strings that end a row once its text (special tokens skipped) contains one. The response includes the
             full token that completes the string, so its text may extend past the string.
         ignore_eos: the tokenizer's `ends` do not end a row; stop tokens and strings still do.
+        min_p: keep the tokens whose probability is at least `min_p` times the largest one; 0 keeps all.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens of the context and of the
+            response so far; 1 is none.
+        presence_penalty: subtracted from the logits of tokens of the response so far.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the response so far.
     """
 
     temperature: float
@@ -113,6 +118,15 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits of a token depend on the tokens before it by a penalty."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Sampled(NamedTuple):

@@ -18,6 +18,7 @@ from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.core.operators.symbols import Edge
 from flowrl.rules.deviation import divides_by_deviation
+from flowrl.rules.rule import PENALTIES
 from flowrl.spec import parameters
 
 OF_REFERENCE = "log-prob of the reference"
@@ -85,10 +86,12 @@ def _of_sampling(node: Node) -> set[str]:
     found: set[str] = set()
     for now in sample_steps(node.operator):
         given = parameters(now)
-        if given.get("temperature") == 0 or given.get("top_k") == 1:
+        if given.get("temperature") == 0 or given.get("top_k") == 1 or given.get("min_p") == 1:
             found.add(Effect.GREEDY)
-        if (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1:
+        if (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0:
             found.add(Effect.TRUNCATED)
+        if any(given.get(name, free) != free for name, free in PENALTIES.items()):
+            found.add(Effect.PENALIZED)
     return found
 
 

@@ -123,12 +123,31 @@ def log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
             yield from (use for use in node.uses if use.mode == "reads")
 
 
+TRUNCATIONS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The parameters of operators that truncate the distribution they sample from, with values that do not."""
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""The parameters of operators that penalize tokens of the context, with values that do not."""
+
+
 def sampling(node: Node) -> dict[str, float]:
     """The parameters that make a node sample greedily, as ``"node.parameter"``, with values that do not."""
-    given, free = parameters(node.initial_operator), {"temperature": 1.0, "top_k": 0}
-    greedy = {"temperature": given.get("temperature") != 1.0, "top_k": given.get("top_k") == 1}
+    given, free = parameters(node.initial_operator), {"temperature": 1.0, "top_k": 0, "min_p": 0.0}
+    greedy = {
+        "temperature": given.get("temperature") != 1.0,
+        "top_k": given.get("top_k") == 1,
+        "min_p": given.get("min_p") == 1,
+    }
     every = {f"{node.name}.{name}": value for name, value in free.items() if greedy[name]}
     return every or {f"{node.name}.temperature": 1.0}
+
+
+def whole_distribution(node: Node) -> dict[str, float]:
+    """The parameters that make a node sample from another distribution than the policy's, as ``"node.parameter"``, with
+    values that do not."""
+    given, free = parameters(node.initial_operator), TRUNCATIONS | PENALTIES
+    found = {f"{node.name}.{name}": value for name, value in free.items() if given.get(name, value) != value}
+    return found or {f"{node.name}.{name}": value for name, value in TRUNCATIONS.items()}
 
 
 def set_role(use: Use, role: str) -> str:

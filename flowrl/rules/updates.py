@@ -7,7 +7,17 @@ from flowrl.core.graphs.lineage import makers, own_lineage, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.inference import effects, references, sources
-from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, sampling, set_role, writers
+from flowrl.rules.rule import (
+    Findings,
+    log_probs,
+    of_kind,
+    policy_lines,
+    rule,
+    sampling,
+    set_role,
+    whole_distribution,
+    writers,
+)
 
 
 @rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
@@ -112,19 +122,23 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
 
 @rule(
     "FR012",
-    "With top-k or top-p sampling, a ratio to the engine mistakes the truncation for a change of the policy.",
+    "With top-k, top-p, min-p or penalties, a ratio to the engine mistakes these for a change of the policy.",
     "huggingface/trl#6789",
 )
 def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         by = [n.name for n in own_lineage(graph, node.name) if Effect.IMPORTANCE_CORRECTION in effects(graph, n)]
         for n in makers(graph, node.name):
-            if by and Effect.TRUNCATED in effects(graph, n):
+            found = effects(graph, n) & {Effect.TRUNCATED, Effect.PENALIZED}
+            if by and found:
+                how = "truncated distribution (top-k, top-p or min-p)"
+                if Effect.TRUNCATED not in found:
+                    how = "distribution with penalties on tokens of the context"
                 yield (
                     n.name,
-                    f"It samples from a truncated distribution (top-k or top-p), but {by[0]} compares its log-probs "
-                    f"with the trainer's, which cover all tokens. Sample from the full distribution: "
-                    f"edit(set={{'{n.name}.top_k': 0, '{n.name}.top_p': 1.0}}), or remove the ratio.",
+                    f"It samples from a {how}, but {by[0]} compares its log-probs with the trainer's, which are those "
+                    f"of the policy. Sample from the full distribution: edit(set={whole_distribution(n)}), or remove "
+                    f"the ratio.",
                 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
@@ -77,6 +78,12 @@ class Sampler(Spec):
         stop: strings that end a response. The response ends with the token that completes the string, so its text may
             extend past the string. Special tokens have no text; put them into `stop_token_ids`.
         ignore_eos: do not end a response at end-of-turn tokens; stop tokens and strings still end it.
+        min_p: sample from the tokens whose probability is at least `min_p` times the largest one (Nguyen et al. 2024,
+            arXiv:2407.01082); 0 is no limit.
+        repetition_penalty: above 1, tokens of the prompt and of the response so far become less likely: positive logits
+            are divided by it, negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
+        presence_penalty: subtracted from the logit of each token that the response already contains.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the response.
     """
 
     temperature: float = Field(default=1.0, ge=0)
@@ -86,25 +93,24 @@ class Sampler(Spec):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"greedy"`` at temperature 0 or with ``top_k=1``, ``"truncated"`` with top-k or top-p."""
-        greedy = {Effect.GREEDY} if self.temperature == 0 or self.top_k == 1 else set()
-        return frozenset(greedy | ({Effect.TRUNCATED} if self.top_k > 0 or self.top_p < 1 else set()))
+        """``"greedy"`` at temperature 0, with ``top_k=1`` or with ``min_p=1``; ``"truncated"`` with top-k, top-p or
+        min-p; ``"penalized"`` with a penalty."""
+        sampling = self.sampling
+        found = {Effect.GREEDY} if self.temperature == 0 or self.top_k == 1 or self.min_p == 1 else set()
+        found |= {Effect.TRUNCATED} if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else set()
+        return frozenset(found | ({Effect.PENALIZED} if sampling.penalizes else set()))
 
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters as the engine takes them."""
-        return Sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.max_new_tokens,
-            self.stop_token_ids,
-            self.stop,
-            self.ignore_eos,
-        )
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
 
 class Generate(Sampler, Operator):
@@ -114,7 +120,8 @@ class Generate(Sampler, Operator):
     ``response_length/mean``, ``/max``, ``/total`` and ``/clip_ratio``, the share of responses of `max_new_tokens`.
 
     Args:
-        temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: see `Sampler`.
+        temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos, min_p, repetition_penalty,
+            presence_penalty, frequency_penalty: see `Sampler`.
         rollout: the engine.
 
     Raises:

@@ -104,7 +104,9 @@ class Interact(Sampler, Episodes, Operator):
         processes: run each episode's environment, and each call of a plain tool, in a separate process. Those that hang
             or crash are killed with all processes that they started; see `flowrl.episodes.processes`. They must be
             importable, at the top level of a module or file.
-        temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: for each response; see `Sampler`.
+        temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos, min_p, repetition_penalty,
+            presence_penalty, frequency_penalty: for each response; see `Sampler`. A repetition penalty counts the
+            conversation so far as the prompt.
         rollout: the engine.
 
     Returns:

@@ -67,6 +67,24 @@ def test_greedy_and_top_k_sampling_exclude_the_other_responses() -> None:
     assert sum(probability for probability, _ in nucleus.values()) == pytest.approx(1.0)
 
 
+def test_penalties_and_min_p_change_the_probabilities_of_responses() -> None:
+    sampling = Sampling(0.8, 0, 1.0, 2, min_p=0.2, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.4)
+    found, responses, logits = sampled(sampling), WORLD.responses, WORLD.policy.logits[0]
+    for tokens, (probability, _) in found.items():
+        expected, row = 1.0, responses.index[tokens]
+        for t, token in enumerate(tokens):
+            now = [float(x) for x in logits[responses.states[row, t]]]
+            for before in {*tokens[:t]}:
+                now[before] = now[before] / 1.5 if now[before] > 0 else now[before] * 1.5
+                now[before] -= 0.3 + 0.4 * tokens[:t].count(before)
+            weights = [np.exp(x / 0.8) for x in now]
+            kept = [w for w in weights if w >= 0.2 * max(weights)]
+            expected *= weights[token] / sum(kept)
+        assert probability == pytest.approx(expected, abs=1e-6)
+    assert sum(probability for probability, _ in found.values()) == pytest.approx(1.0)
+    assert len(found) < len(responses)
+
+
 def test_the_trainer_scores_with_the_old_policy_and_updates_the_current_one() -> None:
     trainer, rollout, draws = engines()
     draws.begin(None)

@@ -91,8 +91,10 @@ def test_validation_and_one_pool_of_gpus(tmp_path: Path) -> None:
 def test_dpo_from_a_document(tmp_path: Path) -> None:
     text = (
         "read -r -d '' command <<EOF\nopenrlhf.cli.train_dpo \\\n   --model.model_name_or_path Qwen/Qwen3-0.6B \\\n"
-        "   --data.dataset pairs.jsonl --data.prompt_key question --model.beta 0.2\nEOF\ndeepspeed --module $command\n"
+        "   --data.dataset pairs.jsonl --data.prompt_key question --model.beta 0.2 "
+        "--model.aux_loss_coef 0.01\nEOF\ndeepspeed --module $command\n"
     )
     found, findings = imported(tmp_path, "openrlhf", text)
     assert not refused(found) and not findings.problems
     assert found.graph.edited().nodes["update_actor"].operator.loss == DPO(0.2)
+    assert value_of(found.bind["actor"]).router_aux_loss_coef == 0.01

@@ -162,10 +162,12 @@ def test_sft(tmp_path: Path) -> None:
 
     text = (
         "torchrun --nnodes=1 --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=~/train.parquet "
-        "model.path=Qwen/Qwen3-0.6B optim.lr=1e-4 model.lora_rank=32 engine=fsdp trainer.total_epochs=2\n"
+        "model.path=Qwen/Qwen3-0.6B optim.lr=1e-4 model.lora_rank=32 engine=fsdp trainer.total_epochs=2 "
+        "model.lora_adapter_path=org/adapter\n"
     )
     found, findings = imported(tmp_path, "verl", text)
     assert not refused(found) and not findings.problems
     actor = value_of(found.bind["actor"])
     assert (actor.optimizer.lr, actor.lora.r, actor.ranks) == (1e-4, 32, 2)
+    assert actor.lora.adapter_path == "org/adapter"
     assert found.training["prompts"] == 256  # verl's default

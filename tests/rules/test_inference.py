@@ -183,6 +183,7 @@ class Sampled(Operator):
 
     temperature: float = 1.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
     rollout: Reads[Rollout] = Role("rollout")
 
     def __call__(self, prompts: PromptBatch) -> RolloutBatch: ...
@@ -308,6 +309,10 @@ HARMS: dict[str, tuple[Callable[[], Graph], str]] = {
     "greedy sampling": (lambda: own_sampling(Sampled(temperature=0.0)), "FR007"),
     "sampling with top-p under weights": (
         lambda: own_sampling(Sampled(top_p=0.9)).edit(insert={"c": After("advantage", RolloutCorrection())}),
+        "FR012",
+    ),
+    "sampling with a penalty under weights": (
+        lambda: own_sampling(Sampled(presence_penalty=0.5)).edit(insert={"c": After("advantage", RolloutCorrection())}),
         "FR012",
     ),
 }

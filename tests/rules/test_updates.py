@@ -37,7 +37,9 @@ CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
 
 
 class TestSamples:  # FR007
-    @pytest.mark.parametrize("greedy", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_k": 1}])
+    @pytest.mark.parametrize(
+        "greedy", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_k": 1}, {"min_p": 1}]
+    )
     def test_greedy_responses_are_found(self, greedy: dict[str, Any]) -> None:
         graph = gpg(exact, n=4).edit(set={f"generate.{name}": value for name, value in greedy.items()})
         assert found(graph) == [("FR007", "generate")]
@@ -45,9 +47,19 @@ class TestSamples:  # FR007
 
 
 class TestFullDistribution:  # FR012
-    @pytest.mark.parametrize("truncation", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
-    def test_correction_with_truncated_sampling_is_found(self, truncation: dict[str, Any]) -> None:
-        graph = grpo(exact).edit(insert=CORRECTED, set=truncation)
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"generate.top_p": 0.9},
+            {"generate.top_k": 20},
+            {"generate.min_p": 0.05},
+            {"generate.repetition_penalty": 1.1},
+            {"generate.presence_penalty": -0.5},
+            {"generate.frequency_penalty": 0.5, "generate.top_p": 0.9},
+        ],
+    )
+    def test_correction_with_another_distribution_is_found(self, changes: dict[str, Any]) -> None:
+        graph = grpo(exact).edit(insert=CORRECTED, set=changes)
         assert found(graph) == [("FR012", "generate")]
         assert "correction compares its log-probs" in graph.check()[0].message
         assert found(fixed(graph)) == []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backends.rollout import StopDetector, StopRule
-from flowrl.backends.torch.generate.sampler import next_token
+from flowrl.backends.torch.generate.sampler import next_token, penalized
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError
 from flowrl.protocols.protocols import Request, Response, Sampling
@@ -88,6 +88,15 @@ class Rule:
         """Tokens, their log-probs, and whether they end their responses: ``[row]`` each."""
         tokens, log_probs = next_token(logits, uniforms, self.sampling)
         return tokens, log_probs, torch.isin(tokens, self._stops)
+
+
+class Part(NamedTuple):
+    """The rows of a rule: int64 ``[row]``, and for a rule with penalties the tokens of their prompts: bool
+    ``[row vocab]``."""
+
+    rule: Rule
+    rows: Tensor
+    prompts: Tensor | None
 
 
 @dataclass(eq=False)
@@ -166,6 +175,13 @@ class SampledTokens:
         self.count += 1
         return self.count >= self.limit
 
+    def occurrences(self, rows: Tensor, vocabulary: int) -> Tensor:
+        """How often each token was sampled in these rows: int64 ``[row vocab]``."""
+        counts = self.count[rows, None]
+        ids = self.ids[rows, : int(counts.max())]
+        sampled = torch.arange(ids.shape[1], device=self._device) < counts
+        return ids.new_zeros(len(rows), vocabulary).scatter_add_(1, ids, sampled.long())
+
     def last(self) -> Tensor:
         """The last token of each row: int64 ``[row]``."""
         return self.ids[self._rows, self.count - 1]
@@ -204,7 +220,7 @@ class Decoder:
         self._responses: dict[str, Response] = {}
         self._retained: dict[str, Any] = {}  # the oldest first
         self._rules: dict[Sampling, Rule] = {}
-        self._parts: list[tuple[Rule, Tensor]] | None = None  # the rows of each rule
+        self._parts: list[Part] | None = None  # one for each rule
         self._version: int | None = None  # of the last step
         self._passed = 0  # steps for which requests have waited although there was room
         self._watched = False  # whether any row has stop strings
@@ -299,14 +315,19 @@ class Decoder:
     def _sample(self, logits: Tensor) -> list[str]:
         uniforms = self._sampled.numbers()
         if self._parts is None:
-            self._parts, self._watched = self._by_rule(), any(row.detector for row in self._rows)
+            self._parts, self._watched = self._by_rule(logits.shape[1]), any(row.detector for row in self._rows)
+        for part in self._parts:
+            if part.prompts is not None:
+                counts = self._sampled.occurrences(part.rows, logits.shape[1])
+                changed = penalized(logits[part.rows], part.rule.sampling, part.prompts, counts)
+                logits = logits.float().index_copy(0, part.rows, changed)
         if len(self._parts) == 1:
-            tokens, log_probs, ended = self._parts[0][0].sample(logits, uniforms)
+            tokens, log_probs, ended = self._parts[0].rule.sample(logits, uniforms)
         else:
             tokens = torch.zeros_like(self._sampled.count)
             log_probs = logits.new_zeros(len(logits), dtype=torch.float32)
             ended = torch.zeros_like(tokens, dtype=torch.bool)
-            for rule, rows in self._parts:
+            for rule, rows, _ in self._parts:
                 tokens[rows], log_probs[rows], ended[rows] = rule.sample(logits[rows], uniforms[rows])
         if self._watched:
             pairs = zip(self._rows, tokens.tolist(), strict=True)
@@ -316,12 +337,20 @@ class Decoder:
         over = (ended | full | log_probs.isnan()).nonzero().squeeze(1).tolist()
         return self._end(over, ended[over].tolist()) if over else []
 
-    def _by_rule(self) -> list[tuple[Rule, Tensor]]:
+    def _by_rule(self, vocabulary: int) -> list[Part]:
         """The rows of each rule."""
         rules: dict[Rule, list[int]] = {}
         for i, row in enumerate(self._rows):
             rules.setdefault(row.rule, []).append(i)
-        return [(rule, torch.tensor(rows, device=self._device)) for rule, rows in rules.items()]
+        parts = []
+        for rule, rows in rules.items():
+            prompts = None
+            if rule.sampling.penalizes:
+                prompts = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=self._device)
+                for prompt, place in zip(prompts, rows, strict=True):
+                    prompt[torch.tensor(self._rows[place].request.ids, device=self._device)] = True
+            parts.append(Part(rule, torch.tensor(rows, device=self._device), prompts))
+        return parts
 
     def _end(self, over: list[int], stopped: list[bool]) -> list[str]:
         """Remove rows whose responses are complete; their names."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,12 @@ BLOCK = 256
 def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Sample one token per row, by inverting the cumulative distribution at `uniforms`.
 
-    Logits are divided by the temperature, then the `top_k` largest are kept (of equals the lowest ids), then the
-    smallest set of the most likely whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020,
-    arXiv:1904.09751), then renormalized; the token is sampled from this distribution, and its log-prob is under it. At
-    temperature 0 it is the most likely token, regardless of top-k and top-p, with its log-prob at temperature 1.
+    Logits are divided by the temperature, then those of at least `min_p` times the largest probability are kept, of
+    these the `top_k` largest (of equals the lowest ids), then the smallest set of the most likely whose probability
+    reaches `top_p` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751), then renormalized; the token is sampled
+    from this distribution, and its log-prob is under it. At temperature 0 it is the most likely token, regardless of
+    min-p, top-k and top-p, with its log-prob at temperature 1. The penalties of `sampling` are not applied; see
+    `penalized`.
 
     Args:
         logits: ``[rows vocab]`` of any float dtype; computed in float32.
@@ -32,6 +36,9 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
         return pick.squeeze(1), logits.log_softmax(-1).gather(1, pick).squeeze(1)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        within = logits >= logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.where(within | logits.isnan(), -torch.inf)
     order = None
     if sampling.top_k > 0 or sampling.top_p < 1:
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -44,6 +51,25 @@ def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Te
     pick = _invert(probabilities, uniforms[:, None])
     tokens = pick if order is None else order.gather(1, pick)
     return tokens.squeeze(1), probabilities.gather(1, pick).log_().squeeze(1)
+
+
+def penalized(logits: Tensor, sampling: Sampling, prompt: Tensor, response: Tensor) -> Tensor:
+    """Logits after the penalties of `sampling`, before its temperature: float32 ``[rows vocab]``.
+
+    First the repetition penalty: positive logits of tokens in the prompt or the response are divided by it, negative
+    ones multiplied (Keskar et al. 2019, arXiv:1909.05858, section 4.1). Then the others, which count the response
+    alone: ``logit - frequency_penalty * count - presence_penalty * (count > 0)``, as OpenAI and vLLM define them.
+
+    Args:
+        logits: ``[rows vocab]`` of any float dtype.
+        prompt: bool ``[rows vocab]``, the tokens in the prompt.
+        response: int64 ``[rows vocab]``, how often each token is in the response so far.
+    """
+    logits, there = logits.float(), response > 0
+    factor = sampling.repetition_penalty
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(prompt | there, repeated, logits)
+    return logits - sampling.frequency_penalty * response - sampling.presence_penalty * there
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The model is in this process, or sharded over several ranks that make the same c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -334,6 +335,11 @@ class LoRATrainerEngine(TorchTrainerEngine):
         """The adapter's float32 weights under the names that PEFT writes, sorted; otherwise as `weights`."""
         return self._scorer.adapter_weights(bucket_bytes)
 
+    def save_pretrained(self, folder: str) -> None:
+        """As `TorchTrainerEngine.save_pretrained`; and the adapter in PEFT's format, in the subfolder ``adapter``."""
+        super().save_pretrained(folder)
+        self._scorer.save_adapter(os.path.join(folder, "adapter"), self.folder, BUCKET_BYTES)
+
 
 class AdapterOffEngine(FrozenEngine):
     """A live `HiddenStateScorer` with a trainer's base weights: its model with the adapter off."""
@@ -348,6 +354,10 @@ class AdapterOffEngine(FrozenEngine):
         self._actor.residence.require_awake(call)
         with self._scorer.without_adapter():
             super()._score(call, batch, out, score)
+
+    def _find_head(self) -> tuple[int, FolderHead]:
+        with self._scorer.without_adapter():
+            return super()._find_head()
 
 
 def _blank(batch: Sequences, *more: int) -> Tensor:

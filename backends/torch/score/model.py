@@ -59,6 +59,13 @@ class TorchModel:
         seed: of a new adapter.
     """
 
+    experts = 0
+    """The experts of each layer; set by `watch_routers`."""
+    experts_per_token = 0
+    """Those that a token chooses."""
+    routes: Tensor | None = None
+    """`route_sums` of the last pass of `log_probs` with gradients, if routers are watched."""
+
     def __init__(
         self,
         folder: str,
@@ -106,10 +113,37 @@ class TorchModel:
             self._run, self._output = lm, "logits"
         self.adapter_of: str | None = None
         """The adapter's base weights and scaling; see `Adapted`."""
-        if lora is not None:
-            from flowrl.backends.torch.train.shards import gathered_weights
+        if self.adapter is not None:
+            self._start_adapter(self.adapter, folder)
 
-            self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
+    def watch_routers(self, folder: str) -> None:
+        """Set `routes` in later passes; raises `BindError` as `routers_of`."""
+        from flowrl.backends.torch.score.routing import routers_of
+
+        self.experts, self.experts_per_token = self.probe(routers_of, self.module, folder)
+
+    @torch.no_grad()
+    def count_routes(self, batch: Tokens) -> Tensor:
+        """How often the attended tokens of `batch` choose each expert, in all layers: float32 ``[expert]``."""
+        with self.autocast():
+            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[1]
+        assert sums is not None
+        return sums[1]
+
+    def _start_adapter(self, adapter: Adapter, folder: str) -> None:
+        """Identify and keep the weights of the folder, and read the adapter that training starts from."""
+        from flowrl.backends.torch.adapter_folder import read_adapter, warn_of_other_base
+        from flowrl.backends.torch.train.shards import gathered_weights, read_rows
+
+        digest = weights_digest(gathered_weights(self.mesh, self.module, BUCKET_BYTES))
+        self.adapter_of = adapter.lora.over(digest)
+        adapter.keep_base()
+        if adapter.lora.adapter_path is not None:
+            with self.mesh.all_or_none(f"loading {adapter.lora.adapter_path!r}"):
+                weights = read_adapter(adapter, folder)
+            if self.mesh.rank == 0:
+                warn_of_other_base(adapter.lora, folder)
+            read_rows(adapter.parameters(), weights, self.mesh)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -186,6 +220,17 @@ class TorchModel:
 
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 
+    def save_adapter(self, folder: str, model: str, bucket_bytes: int) -> None:
+        """Write the adapter over the folder `model` in PEFT's format; a collective, only rank 0 writes."""
+        from flowrl.backends.torch.adapter_folder import export_adapter
+
+        assert self.adapter is not None
+        first = self.mesh.rank == 0
+        weights = {name: tensor.cpu() for name, tensor in self.adapter_weights(bucket_bytes) if first}
+        with self.mesh.all_or_none("save_pretrained"):
+            if first:
+                export_adapter(folder, self.adapter, weights, model)
+
     def states(self, batch: Tokens) -> Tensor:
         """The model's output before each response token under the mask: ``[tokens, width]``, row by row.
 
@@ -193,13 +238,13 @@ class TorchModel:
         ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.autocast():
-            return self.gathered.call(self._states, batch, self._run, self._output)
+            return self.gathered.call(self._states, batch, self._run, self._output)[0]
 
     def last_states(self, batch: Tokens) -> Tensor:
         """The last hidden states before the head: float32 ``[batch response hidden]``, 0 off the mask; otherwise as
         `states`."""
         with self.autocast():
-            found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state").float()
+            found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state")[0].float()
         out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
         out[batch.response_mask] = found
         return out
@@ -209,7 +254,8 @@ class TorchModel:
         digest = self.gathered.call(head_digest, self.module)
         return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
 
-    def _states(self, batch: Tokens, run: nn.Module, output: str) -> Tensor:
+    def _states(self, batch: Tokens, run: nn.Module, output: str, routed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The states before the tokens under the mask, and `route_sums` if `routed`."""
         moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
@@ -219,9 +265,15 @@ class TorchModel:
         inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
         run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models have position_ids (ALiBi) or logits_to_keep (a base model never does).
-        states = cast(Tensor, getattr(run(**known(run, inputs), **moved.within), output))
+        outputs = run(**known(run, inputs), **moved.within, **({"output_router_logits": True} if routed else {}))
         run.eval()
-        return states[moved.lines[rows], places + (states.shape[1] - width)]
+        states = cast(Tensor, getattr(outputs, output))
+        sums = None
+        if routed:
+            from flowrl.backends.torch.score.routing import route_sums
+
+            sums = route_sums(outputs.router_logits, moved.attention_mask, self.experts_per_token)
+        return states[moved.lines[rows], places + (states.shape[1] - width)], sums
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None
@@ -243,6 +295,8 @@ class TorchModel:
             same = {name: x for name, x in read.items() if name not in columns}
             of = OfDistribution(tuple(columns), partial(of.loss, **same))
         parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), columns)
+        if self._routed:
+            *parts, self.routes = parts  # type: ignore[assignment]
         scored = [scatter(part, batch.response_mask) for part in parts]
         return scored[0], scored[1] if len(scored) == 2 else None
 
@@ -271,8 +325,14 @@ class TorchModel:
         with self.autocast():
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
-            states = self._states(batch, self._run, self._output)
-            return score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            states, sums = self._states(batch, self._run, self._output, self._routed)
+            scored = score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            return scored if sums is None else (*scored, sums)
+
+    @property
+    def _routed(self) -> bool:
+        """Whether passes of now set `routes`."""
+        return self.experts > 0 and torch.is_grad_enabled()
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.model import Dtype
 from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
@@ -158,6 +159,7 @@ class Learner:
     Args:
         module: trained are its parameters that require gradients.
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
+        balancing: a further loss, of the experts of a mini-batch's tokens.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Learner:
         mesh: Mesh,
         budget: Budget,
         over: str | None = None,
+        balancing: LoadBalancing | None = None,
     ) -> None:
         optimizer = spec.optimizer
         self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -175,6 +178,7 @@ class Learner:
         self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
         self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
+        self._balancing = balancing
         self._steps = 0
         self.version = 0
 
@@ -208,6 +212,8 @@ class Learner:
             turns = [*runs, *[None] * (most - len(runs))]
             # Whether one forward pass covers all rows; a micro-batch without weight is not run.
             in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0]) == len(rows)
+            if self._balancing is not None:
+                self._balancing.begin(part, turns, in_one)
             if whole is not None and most and not in_one:
                 self._two_passes(part, turns, whole, objective, forward, metrics)
                 turns = []
@@ -217,7 +223,10 @@ class Learner:
                     output.sum().backward()
                     continue
                 seen = take(part if whole is None else whole.batch, run, mesh.device)
-                objective(output, entropy, seen, weights[run].to(mesh.device), metrics).backward()
+                loss = objective(output, entropy, seen, weights[run].to(mesh.device), metrics)
+                (loss if self._balancing is None else loss + self._balancing.loss()).backward()
+            if self._balancing is not None:
+                self._balancing.report(metrics, f"{self._prefix}/aux_loss")
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
             if mesh.rank == 0:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
@@ -257,11 +266,14 @@ class Learner:
             found = [x for x in forward(micro) if x is not None]
             slopes = [torch.zeros_like(x) for x in found] if run is None else list(outputs.grad[:, own[run]])
             pairs = [(x, slope) for x, slope in zip(found, slopes, strict=True) if x.requires_grad]
+            if self._balancing is not None and run is not None:
+                pairs.append((self._balancing.loss(), torch.ones((), device=mesh.device)))
             torch.autograd.backward([x for x, _ in pairs], [slope for _, slope in pairs])
 
     def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
-        """The micro-batches of these rows with some weight."""
-        return [run for run in micro_batches(attention_mask, self._budget) if weights[run].any()]
+        """The micro-batches of these rows with some weight; all of them if experts are balanced."""
+        runs = micro_batches(attention_mask, self._budget)
+        return [run for run in runs if self._balancing is not None or weights[run].any()]
 
     def _step(self, where: str) -> tuple[float, float]:
         """Clip and step; returns the gradient norm before clipping and the learning rate."""

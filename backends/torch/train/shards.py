@@ -57,9 +57,9 @@ def load_sharded(
         if sources is not None:
             _allocate(call.root, mesh.storage)
             with loading(folder):
-                _read(base_state(lm), sources, mesh)
+                read_rows(base_state(lm), sources, mesh)
                 if adapter is not None:
-                    _read(lm.state_dict(keep_vars=True), adapter.initial(seed), mesh)
+                    read_rows(lm.state_dict(keep_vars=True), adapter.initial(seed), mesh)
                 refuse_not_finite(lm, folder)
     return lm, call, adapter
 
@@ -134,11 +134,12 @@ def read_head(folder: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded) -> None:
+def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Mesh) -> None:
+    """Copy the rows of this rank into the tensors of `state`, from full tensors or slices of files."""
     for name, source in sources.items():
         tensor = state[name]
         if isinstance(tensor, DTensor):
-            first, last = mesh.rows(tensor.shape[0])
+            first, last = cast(Sharded, mesh).rows(tensor.shape[0])
             if first < last:
                 tensor.to_local().copy_(source[first:last])
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from flowrl.backends.torch.adapter_folder import refuse_no_adapter
 from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
@@ -19,8 +21,10 @@ from flowrl.backends.torch.score.engine import (
 )
 from flowrl.backends.torch.score.log_prob_cache import CachedEngine
 from flowrl.backends.torch.score.model import Dtype, TorchModel
+from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
+from flowrl.hub.repositories import Commits, is_repository
 from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.protocols.scorers import LogitScorer, NormScorer
@@ -106,12 +110,16 @@ class TorchTrainer(TrainedSpec):
             ranks, offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
+        router_aux_loss_coef: the factor of the load-balancing loss of a mixture of experts, over all attended tokens of
+            a mini-batch; 0 is without it. See `flowrl.backends.torch.train.balancing.LoadBalancing`. Reports
+            ``actor/aux_loss``.
     """
 
     serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
 
     logprob_chunk: int = Field(default=1024, ge=1)
     lora: LoRA | None = None
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
 
     @property
     def why_not_fusable(self) -> str | None:
@@ -121,12 +129,46 @@ class TorchTrainer(TrainedSpec):
             return super().why_not_fusable
         return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
 
+    @property
+    def starts_from_adapter(self) -> str | None:
+        """The adapter that training starts from; see `LoRA.starts_from`."""
+        return None if self.lora is None else self.lora.starts_from
+
+    def pinned(self, commits: Commits) -> Self:
+        """With the commits of the repositories of model and adapter.
+
+        Raises:
+            HubError: see `FolderBackend.pinned` and `LoRA.pinned`.
+        """
+        found = super().pinned(commits)
+        return found if found.lora is None else dataclasses.replace(found, lora=found.lora.pinned(commits))
+
+    def local(self) -> Self:
+        """With the folders of the files of model and adapter.
+
+        Raises:
+            HubError: see `FolderBackend.local` and `LoRA.local`.
+        """
+        found = super().local()
+        return found if found.lora is None else dataclasses.replace(found, lora=found.lora.local())
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder without a model or without an adapter.
+
+        Raises:
+            BindError: see `FolderBackend.refuse_missing` and `flowrl.backends.torch.adapter_folder.refuse_no_adapter`.
+        """
+        super().refuse_missing()
+        path = None if self.lora is None else self.lora.adapter_path
+        if path is not None and not is_repository(path):
+            refuse_no_adapter(path)
+
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokenizer, and build the optimizer.
 
         Raises:
             BindError: the folder has no complete causal LM or no tokenizer, this process is not one of `ranks`, or
-                `lora` does not fit the model.
+                `lora` or its adapter does not fit the model.
         """
         if self.lora is not None:
             require_peft()
@@ -142,7 +184,11 @@ class TorchTrainer(TrainedSpec):
             seed=context.seed,
         )
         budget = model.budget(self.max_tokens)
-        learner = Learner(model.module, self, "actor", mesh, budget, over=model.adapter_of)
+        balancing = None
+        if self.router_aux_loss_coef:
+            model.watch_routers(self.model)
+            balancing = LoadBalancing(self.router_aux_loss_coef, model)
+        learner = Learner(model.module, self, "actor", mesh, budget, model.adapter_of, balancing)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
         return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

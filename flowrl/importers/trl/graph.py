@@ -18,6 +18,9 @@ _MEANS = {
     "sapo": "seq-mean-token-mean",
 }
 """By ``loss_type``, the aggregation."""
+_SAMPLING = (
+    "frequency_penalty", "ignore_eos", "min_p", "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
+)  # fmt: skip
 _OF_STEP = "a mean over the tokens of an optimizer step"
 
 LOSS_IMPORTS: dict[str, set[str]] = {
@@ -95,11 +98,13 @@ def _add_sampling(settings: Settings, plan: GraphPlan) -> None:
     """Further parameters of the engine."""
     get = settings.get
     plan.wanted |= {"generate.top_p": float(get("top_p")), "generate.top_k": max(0, int(get("top_k") or 0))}
+    plan.wanted |= {"generate.min_p": float(get("min_p") or 0.0)}
+    plan.wanted |= {"generate.repetition_penalty": float(get("repetition_penalty"))}
     given = settings.entries("generation_kwargs")
     for name, value in given.items():
         if name in ("stop", "stop_token_ids"):
             plan.wanted[f"generate.{name}"] = tuple(value) if isinstance(value, list | tuple) else (value,)
-        elif name in ("ignore_eos", "temperature", "top_k", "top_p"):
+        elif name in _SAMPLING:
             plan.wanted[f"generate.{name}"] = value
         else:
             key = "generation_kwargs" if "generation_kwargs" in settings else f"generation_kwargs.{name}"

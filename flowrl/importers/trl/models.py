@@ -73,6 +73,9 @@ def trainer(settings: Settings, model: str, processes: int) -> Any:
         weight_decay=decay,
     )
     lora = lora_of(settings)
+    # TRL's default has no effect on models without routers.
+    asked = "router_aux_loss_coef" in settings
+    balancing = {"router_aux_loss_coef": float(get("router_aux_loss_coef"))} if asked else {}
     return call(
         "TorchTrainer",
         model,
@@ -83,43 +86,37 @@ def trainer(settings: Settings, model: str, processes: int) -> Any:
         gradient_checkpointing=bool(get("gradient_checkpointing")),
         **({"ranks": processes} if processes > 1 else {}),
         **({"lora": lora} if lora else {}),
+        **balancing,
     )
 
 
 def schedule(settings: Settings) -> Any:
-    """The schedule of the learning rate; one that ends needs `max_steps`."""
+    """The schedule of the learning rate; without `max_steps` it lasts as long as the run."""
     get = settings.get
-    steps = max(0, int(get("max_steps") or 0))
     kind = str(get("lr_scheduler_type")).rpartition(".")[2].lower()
-    warmup = _warmup(settings, steps, kind)
+    steps = max(0, int(get("max_steps") or 0))
+    length = {"steps": steps} if steps else {}
+    warmup = {"warmup": part} if (part := _warmup(settings, steps, kind)) else {}
     if kind in ("constant", "constant_with_warmup"):
-        return call("Constant", 1.0, warmup=warmup)
+        return call("Constant", 1.0, **warmup)
     floor = _floor(settings, kind, settings.entries("lr_scheduler_kwargs"))
-    if floor is None:
-        settings.refuse(
-            "lr_scheduler_type", "flowrl has `Constant`, `Linear`, `Cosine` and `WSD`; write a `Schedule` for another"
-        )
-    elif steps:
-        return call("Linear" if kind == "linear" else "Cosine", 1.0, floor, steps=steps, warmup=warmup)
-    else:
-        settings.differ(
-            "lr_scheduler_type",
-            f"{kind} needs max_steps: the learning rate is constant until you pass schedule=... with its steps",
-        )
-    return call("Constant", 1.0, warmup=warmup)
+    if floor is not None:
+        return call("Linear" if kind == "linear" else "Cosine", 1.0, floor, **length, **warmup)
+    settings.refuse(
+        "lr_scheduler_type", "flowrl has `Constant`, `Linear`, `Cosine` and `WSD`; write a `Schedule` for another"
+    )
+    return call("Constant", 1.0, **warmup)
 
 
-def _warmup(settings: Settings, steps: int, kind: str) -> int:
-    """Optimizer steps of the warm-up, which may be given as a share of all."""
+def _warmup(settings: Settings, steps: int, kind: str) -> int | float:
+    """Optimizer steps of the warm-up, or without `max_steps` their share of all."""
     given = float(settings.get("warmup_steps") or 0)
-    if kind == "constant" or not given:
-        if given:
-            settings.differ("warmup_steps", "without effect, because lr_scheduler_type is constant")
+    if kind == "constant" and given:
+        settings.differ("warmup_steps", "without effect, because lr_scheduler_type is constant")
         return 0
-    if given < 1 and not steps:
-        settings.refuse("warmup_steps", "flowrl counts steps: pass their number, or max_steps")
-        return 0
-    return math.ceil(given * steps) if given < 1 else int(given)
+    if given >= 1:
+        return int(given)
+    return math.ceil(given * steps) if steps else given
 
 
 def _floor(settings: Settings, kind: str, more: Mapping[str, Any]) -> float | None:
@@ -148,7 +145,13 @@ def lora_of(settings: Settings) -> Any:
         settings.differ("lora_target_modules", "without the commas, which PEFT would take as parts of the names")
     names = [name.rstrip(",") for name in names]
     whole = len(names) == 1 and names[0] == "all-linear"
-    return call("LoRA", r=get("lora_r"), alpha=float(get("lora_alpha")), targets=names[0] if whole else tuple(names))
+    return call(
+        "LoRA",
+        r=get("lora_r"),
+        alpha=float(get("lora_alpha")),
+        targets=names[0] if whole else tuple(names),
+        **({"modules_to_save": tuple(saved)} if (saved := get("lora_modules_to_save")) else {}),
+    )
 
 
 def training(settings: Settings, prompts: int, updates: int = 1) -> dict[str, Any]:

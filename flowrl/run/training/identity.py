@@ -53,13 +53,15 @@ def _written(source: Source, name: str, value: Any) -> Any:
 
 
 def _weights(graph: Graph) -> dict[str, str | None]:
-    """By role, the commit or the digest of its starting weights; None for a folder that is not on this machine. Synced
-    roles, whose weights come from a trainer, are left out."""
+    """By role, the commit or the digest of its starting weights, and of its starting adapter; None for a folder of
+    weights that is not on this machine. Synced roles, whose weights come from a trainer, are left out."""
     synced = {use.role for node in graph.nodes.values() if node.is_sync for use in node.uses if use.mode == "writes"}
     own = {role: b for role, b in graph.bindings.items() if role not in synced and b.starts_from}
     folders = {role: b.starts_from for role, b in own.items() if b.commit is None}
     digests = {folder: _digest(Path(folder)) for folder in set(folders.values())}  # roles often share one
-    return {role: digests[folders[role]] if b.commit is None else b.commit for role, b in own.items()}
+    found = {role: digests[folders[role]] if b.commit is None else b.commit for role, b in own.items()}
+    adapters = {f"adapter of {role}": b.starts_from_adapter for role, b in own.items() if b.starts_from_adapter}
+    return found | {what: _digest(Path(start)) or start for what, start in adapters.items()}
 
 
 def _digest(folder: Path) -> str | None:

@@ -80,10 +80,41 @@ def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     return logits[len(prompt) - 1 : -1].double()
 
 
+def penalized(logits: Tensor, sampling: Sampling, prompt: list[int], response: list[int]) -> Tensor:
+    """The logits of a token after the penalties, by plain loops."""
+    logits = logits.clone()
+    for token in {*prompt, *response}:
+        factor = sampling.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in {*response}:
+        logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * response.count(token)
+    return logits
+
+
+def assert_sampled_after(engine: Rollout, trainer: TorchTrainerEngine, changes: dict[str, float]) -> None:
+    """Assert that greedy tokens and all log-probs are those after these penalties and min-p."""
+    prompts, mask = ragged(engine, [3, 1, 9, 14])
+    for temperature in (0.0, 0.9):
+        sampling = replace(GREEDY, temperature=temperature, ignore_eos=True, **changes)  # type: ignore[arg-type]
+        sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
+        for ids, attended, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            prompt = ids[attended].tolist()
+            for t, logits in enumerate(logits_of(trainer.model, prompt, response)):
+                logits = penalized(logits, sampling, prompt, response[:t]) / (temperature or 1.0)
+                if temperature:
+                    least = logits.max() + np.log(max(sampling.min_p, 1e-30))
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                else:
+                    assert logits[response[t]] > logits.max() - 1e-4
+                expected = logits.log_softmax(-1)[response[t]].item()
+                assert log_probs[t].item() == pytest.approx(expected, abs=2e-4)
+
+
 class GenerationTests:
     """Tokens and log-probs."""
 
     top_p_before_top_k: ClassVar[bool] = False  # whether top-p filters the distribution before top-k
+    penalizes: ClassVar[bool] = True  # whether it takes penalties
 
     def test_the_engine_is_a_rollout_and_a_sleeper(self, engine: Rollout) -> None:
         assert isinstance(engine, Rollout)
@@ -121,6 +152,24 @@ class GenerationTests:
                 nucleus = dict(zip(order[within].tolist(), probabilities[within].tolist(), strict=True))
                 expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
                 assert log_probs[t].item() == pytest.approx(expected, abs=1e-4)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"min_p": 0.3},
+            {"repetition_penalty": 1.5},
+            {"presence_penalty": 0.6, "frequency_penalty": 0.3},
+            {"min_p": 0.1, "repetition_penalty": 1.2, "frequency_penalty": -0.1},
+        ],
+    )
+    def test_log_probs_and_greedy_tokens_are_those_after_penalties_and_min_p(
+        self, engine: Rollout, trainer: TorchTrainerEngine, changes: dict[str, float]
+    ) -> None:
+        if not self.penalizes and {*changes} - {"min_p"}:
+            with raises("engine.unsupported-sampling"):
+                assert_sampled_after(engine, trainer, changes)
+            return
+        assert_sampled_after(engine, trainer, changes)
 
     def test_token_frequencies_match_the_model(self, engine: Rollout, trainer: TorchTrainerEngine) -> None:
         prompts, mask = ragged(engine, [6])

@@ -92,6 +92,7 @@ class TestGeneration(GenerationTests):
     """On SGLang."""
 
     top_p_before_top_k = True
+    penalizes = False
 
     def test_generation_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
         prompts, mask = ragged(engine, [4, 7])

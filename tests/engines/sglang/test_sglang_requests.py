@@ -18,7 +18,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Reply
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request
-from tests.engines.contract.answers import CONTEXT, KEY
+from tests.engines.contract.answers import CONTEXT, KEY, assert_sampled_after
 from tests.engines.contract.requests import FREE, Counts, RequestTests, alone, assert_response_of, finished, tokens
 from tests.engines.contract.sources import Altered
 from tests.engines.contract.swaps import SwapTests
@@ -45,6 +45,14 @@ def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
 def pid_of(engine: SGLangEngine) -> int:
     assert engine._process is not None
     return engine._process.pid
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+def test_penalties_are_exact_without_overlap_scheduling(engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+    assert_sampled_after(engine, trainer, {"presence_penalty": 0.6, "frequency_penalty": 0.3, "min_p": 0.1})
+    with raises("engine.unsupported-sampling"):
+        assert_sampled_after(engine, trainer, {"repetition_penalty": 1.2})
 
 
 @pytest.mark.engines("sglang")

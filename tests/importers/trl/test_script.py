@@ -215,7 +215,6 @@ def test_tools_and_environments(more: str, expected: str, tmp_path: Path) -> Non
         ("--steps_per_generation 8", "--steps_per_generation 3", "steps_per_generation"),
         ("--epsilon 3e-4", "--delta 2.0", "delta"),
         ("peft_config=", "callbacks=[shutil], peft_config=", "callbacks"),
-        ("--max_steps 40", "--max_steps 40 --min_p 0.1", "min_p"),
     ],
 )
 def test_what_cannot_be_said_is_named(old: str, new: str, key: str, tmp_path: Path) -> None:

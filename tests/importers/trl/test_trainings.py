@@ -115,6 +115,15 @@ def test_flags_hold_over_a_file(tmp_path: Path) -> None:
     assert found.training["steps"] == 100 and found.graph.settings["beta"] == 0.3
 
 
-def test_a_schedule_without_a_number_of_steps_is_shown(tmp_path: Path) -> None:
-    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS.replace('--max_steps 100', '')}\n")
-    assert "lr_scheduler_type" in [remark.key for remark in found.settings.report(()).differing]
+def test_a_schedule_without_a_number_of_steps_lasts_as_long_as_the_run(tmp_path: Path) -> None:
+    flags = f"{FLAGS.replace('--max_steps 100', '')} --lr_scheduler_type cosine --warmup_steps 0.1"
+    found, _ = imported(tmp_path, "trl", f"trl dpo {flags}\n")
+    assert value_of(found.bind["actor"]).schedule == Cosine(1.0, 0.0, warmup=0.1)
+
+
+def test_modules_to_save_and_the_loss_of_routers(tmp_path: Path) -> None:
+    text = f"trl dpo {FLAGS} --use_peft --lora_modules_to_save lm_head embed_tokens --router_aux_loss_coef 0.01\n"
+    found, findings = imported(tmp_path, "trl", text)
+    assert not refused(found) and not findings.problems
+    actor = value_of(found.bind["actor"])
+    assert actor.lora.modules_to_save == ("lm_head", "embed_tokens") and actor.router_aux_loss_coef == 0.01

@@ -5,6 +5,7 @@ A stand-in of the Hub serves the models; `huggingface_hub` is the real one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from huggingface_hub import constants
 
 from flowrl import PromptData, Training, graphs
-from flowrl.backends import SGD, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, LoRA, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.hub.repositories import Commits
 from flowrl.run.engine.build import EngineBuilder
 from tests.support.errors import raises
@@ -111,3 +112,23 @@ def test_a_reward_model_by_name_is_checked_from_its_metadata(hub: Hub, tiny: str
     with raises("model.label"):
         spec.refuse_missing()
     assert "model.safetensors" not in hub.downloads()
+
+
+def test_the_commit_of_an_adapter_is_recorded_and_used_again(
+    hub: Hub, tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    first = TorchTrainer(tiny, lora=LoRA(r=2), device="cpu").build(EngineBuilder({}, seed=0))
+    first.save_pretrained(str(tmp_path / "first"))
+    commit = hub.add("org/adapter", tmp_path / "first" / "adapter")
+
+    def run(steps: int, **settings: Any) -> dict[str, Any]:
+        actor = TorchTrainer(tiny, SGD(lr=0.1), device="cpu", lora=LoRA(r=2, adapter_path="org/adapter"))
+        one = training(tiny, prompts_file, tmp_path / "run", steps=steps, **settings)
+        dataclasses.replace(one, job=one.job.edit(bind={"actor": actor})).run()
+        return recorded(tmp_path / "run")
+
+    described = run(1)
+    assert described["commits"] == [{"kind": "model", "repository": "org/adapter", "revision": None, "commit": commit}]
+    assert described["identity"]["starting model"]["adapter of actor"] == f"org/adapter@{commit}"
+    hub.add("org/adapter", {"adapter_config.json": b"{}"})
+    assert run(2, resume=True)["commits"] == described["commits"]

@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
@@ -50,6 +51,9 @@ def sampled_alone(model: Any, request: Request) -> tuple[list[int], list[float]]
     for uniform in request.key.numbers(sampling.max_new_tokens).tolist():
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([ids]), logits[None])[0]
+        counts = torch.bincount(torch.tensor(ids[len(request.ids) :], dtype=torch.int64), minlength=len(logits))
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
         probabilities = (logits / (sampling.temperature or 1.0)).softmax(-1)
         if sampling.top_k and sampling.temperature:
             excluded = probabilities.argsort(descending=True)[sampling.top_k :]
@@ -231,7 +235,14 @@ def test_responses_equal_the_model_without_a_cache_for_any_order_of_requests(act
 
 def test_requests_with_different_samplings_share_a_step(actor: Actor, engine: TorchRolloutEngine) -> None:
     actor.model.eval()
-    kinds = [GREEDY, SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25))]
+    kinds = [
+        GREEDY,
+        SAMPLED,
+        replace(SAMPLED, top_k=3),
+        replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25)),
+        replace(GREEDY, repetition_penalty=1.5, ignore_eos=True),
+        replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    ]
     requests = [Request(str(i), tokens(4, 7), k, KEY.response(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
     for request, response in zip(requests, responses_of(engine, *requests), strict=True):
         assert same(response, sampled_alone(actor.model, request))

@@ -13,10 +13,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
-from flowrl.backends.torch.generate.sampler import next_token
+from flowrl.backends.torch.generate.sampler import next_token, penalized
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import assemble
@@ -147,6 +148,45 @@ def test_next_token_samples_the_reference_distribution(
     counts = np.bincount(tokens.numpy(), minlength=vocabulary)
     assert np.abs(counts - expected * grid).max() <= 1.01
     np.testing.assert_allclose(log_probs.numpy(), np.log(expected[tokens.numpy()]), atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("min_p", "top_k", "top_p"), [(0.1, 0, 1.0), (0.02, 5, 1.0), (0.05, 0, 0.8), (1.0, 0, 1.0)])
+def test_min_p_equals_the_warpers_of_transformers(temperature: float, min_p: float, top_k: int, top_p: float) -> None:
+    """They run in the order of vLLM: min-p before top-k and top-p."""
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (50, 40)).astype(np.float32))
+    uniforms = torch.linspace(0, 0.999, 50, dtype=torch.float64)
+    scores = logits / temperature
+    for warper in (MinPLogitsWarper(min_p), TopKLogitsWarper(top_k or 40), TopPLogitsWarper(top_p)):
+        scores = warper(None, scores)  # type: ignore[arg-type]
+    expected = scores.double().log_softmax(-1)
+    tokens, log_probs = next_token(logits, uniforms, Sampling(temperature, top_k, top_p, 1, min_p=min_p))
+    found = expected.gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(log_probs.double(), found, atol=1e-5, rtol=0)
+    assert found.isfinite().all() and (min_p < 1 or (log_probs == 0).all())
+
+
+def test_a_nan_under_min_p_makes_its_row_nan() -> None:
+    logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 1.0, torch.inf], [0.0, 1.0, -torch.inf]])
+    _, log_probs = next_token(logits, torch.full((3,), 0.5).double(), Sampling(1.0, 0, 1.0, 1, min_p=0.1))
+    assert log_probs.isnan().tolist() == [True, True, False]
+
+
+def test_penalties_equal_transformers_and_the_formula_of_openai() -> None:
+    numbers = np.random.default_rng(2)
+    logits = torch.from_numpy(numbers.normal(0, 2, (6, 30)).astype(np.float32))
+    prompts, responses = (torch.from_numpy(numbers.integers(0, 30, (6, n))) for n in (4, 9))
+    in_prompt = torch.zeros(6, 30, dtype=torch.bool).scatter_(1, prompts, True)
+    counts = torch.stack([torch.bincount(row, minlength=30) for row in responses])
+    expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.cat([prompts, responses], 1), logits.clone())
+    sampling = Sampling(1.0, 0, 1.0, 1, repetition_penalty=1.4)
+    assert torch.equal(penalized(logits, sampling, in_prompt, counts), expected)
+    both = replace(sampling, presence_penalty=0.3, frequency_penalty=-0.2)
+    for row in range(6):
+        for token in range(30):
+            n = responses[row].tolist().count(token)
+            expected[row, token] -= -0.2 * n + 0.3 * (n > 0)
+    torch.testing.assert_close(penalized(logits, both, in_prompt, counts), expected)
 
 
 def test_extreme_uniforms_never_sample_impossible_tokens() -> None:

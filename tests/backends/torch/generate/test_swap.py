@@ -19,7 +19,7 @@ from flowrl.backends.torch.generate.slots import SHARED
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Caches, LiveWeightUpdate, Request, Response
 from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, Context, names, ragged
-from tests.backends.torch.generate.test_decoder import finished, responses_of, tokens
+from tests.backends.torch.generate.test_decoder import finished, responses_of, same, sampled_alone, tokens
 from tests.backends.torch.train.trainers import Folder
 from tests.support.architectures import architecture
 from tests.support.errors import raises
@@ -253,3 +253,22 @@ def test_the_lock_is_fair_to_waiting_threads() -> None:
     thread.join()
     places = [i for i, who in enumerate(seen) if who == "waited"]
     assert len(places) == 20 and max(b - a for a, b in pairwise([0, *places])) < 10_000
+
+
+def test_penalties_count_the_tokens_before_an_update(folder: Folder) -> None:
+    """An update that recomputes caches evicts the rows, which join again with their tokens so far."""
+    actor = Actor(folder("llama"))
+    actor.model.eval()
+    engine = engine_of(folder("llama"), actor)
+    penalties = replace(LONG, repetition_penalty=1.6, frequency_penalty=1.0)
+    for presence in (0.0, 0.5):  # one rule, then two that share each step
+        samplings = {"a": penalties, "b": replace(penalties, presence_penalty=presence)}
+        requests = [Request(name, tokens(5, 1), sampling, KEY.response(name)) for name, sampling in samplings.items()]
+        for request in requests:
+            engine.submit(request)
+        for _ in range(6):
+            assert engine.step() == []
+        engine.swap(actor, "recompute")
+        taken = finished(engine, 2)
+        for request in requests:
+            assert same(taken[request.name], sampled_alone(actor.model, request))

@@ -238,15 +238,14 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """Train an adapter with odd r; the reference is the actor without it, before and after training."""
-    settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
+def lora(ranks: Ranks, kind: str, modules: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
+    """Train an adapter with odd r, and start one from it; the reference has none, before and after training."""
+    settings |= {"lora": LoRA(3, 6, "all-linear", modules), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40}
     engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
     reference = TorchScorer().build(Shared(engine))
     found: dict[str, Any] = {"fresh": weights(engine), "reference": [reference.log_probs(batch)]}
     found["metrics"] = [engine.update(batch, minis(batch, PPO, ALL), PPO)]
-    folder = ranks.folder / f"{kind}-lora-checkpoint"
-    engine.save_checkpoint(f"{folder}-{ranks.world_size}")
+    engine.save_checkpoint(f"{ranks.folder}/{kind}-lora-checkpoint-{ranks.world_size}")
 
     def continue_training() -> dict[str, Tensor]:
         found["metrics"].append(engine.update(batch, minis(batch, PPO, *STEPS), PPO))
@@ -255,9 +254,10 @@ def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     found["adapter"] = {name: tensor.clone() for name, tensor in continue_training().items()}
     found["reference"].append(reference.log_probs(batch))
     found |= {"after": weights(engine), "log_probs": engine.log_probs(batch), "over": engine.adapter_of}
-    engine.save_pretrained(str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
-    other = f"{folder}-{3 - ranks.world_size}"
-    if Path(other).exists():
+    engine.save_pretrained(saved := str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
+    settings["lora"] = LoRA(r=3, alpha=6, modules_to_save=modules, adapter_path=f"{saved}/adapter")
+    found["started"] = dict(ranks.trainer(kind, **settings).adapter_weights())
+    if Path(other := f"{ranks.folder}/{kind}-lora-checkpoint-{3 - ranks.world_size}").exists():
         engine.load_checkpoint(other)
         found["other"] = continue_training()
     return found
@@ -341,7 +341,7 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "reward model": reward_model,
     "resuming": resuming,
     "lora llama": lambda r: lora(r, "llama"),
-    "lora gpt2": lambda r: lora(r, "gpt2", offload=r.world_size > 1, gradient_checkpointing=True),
+    "lora gpt2": lambda r: lora(r, "gpt2", ("wpe", "ln_f"), offload=r.world_size > 1, gradient_checkpointing=True),
     "lora qwen2": lambda r: lora(r, "qwen2", dtype="bfloat16"),
     "not finite": not_finite,
     "bad rows": bad_rows,

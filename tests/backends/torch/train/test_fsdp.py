@@ -407,6 +407,8 @@ def test_two_ranks_train_an_adapter_like_one_process(found: Any, kind: str) -> N
         assert relative_error(here["adapter"], truth["adapter"]) < 1e-5
         assert relative_error(here["after"], truth["after"]) < 1e-6
         assert relative_error(here["other"], truth["adapter"]) < 1e-5
+        assert here["started"].keys() == here["adapter"].keys()
+        assert relative_error(here["started"], here["adapter"]) == 0
         torch.testing.assert_close(here["log_probs"], truth["log_probs"], atol=1e-5, rtol=1e-5)
         assert torch.equal(*here["reference"])
         torch.testing.assert_close(here["reference"][0], truth["reference"][0], atol=1e-5, rtol=1e-5)
