@@ -35,7 +35,8 @@ from flowrl.operators.rows.mismatched import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.updates.reward_model import UpdateRewardModel
-from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
+from flowrl.operators.updates.sync import Sync
+from flowrl.operators.updates.update import UpdateActor, UpdateCritic
 
 __all__ = [
     "CISPO",

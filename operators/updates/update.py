@@ -1,12 +1,11 @@
-"""Operators that write weights: `UpdateActor` and `UpdateCritic`, PPO's epochs over mini-batches, and `Sync`."""
+"""Operators that train: `UpdateActor` and `UpdateCritic`, and PPO's epochs over mini-batches."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,12 +17,12 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters, PortField, Signature
-from flowrl.core.operators.roles import Reads, Role, Writes
+from flowrl.core.operators.roles import Role, Writes
 from flowrl.data.balance import Shard
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.errors import ParameterError, StalePolicyError, SyncError, type_of
+from flowrl.errors import ParameterError, StalePolicyError
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.operators.losses.objective import (
@@ -38,9 +37,9 @@ from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.row_means import ROW, RowMeans
 from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
-from flowrl.protocols.protocols import Caches, Critic, LiveWeightUpdate, RemoteWeights, Synced, Trainer
+from flowrl.protocols.protocols import Critic, Trainer
 from flowrl.record_types import record_columns
-from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
+from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
 from flowrl.spec import parameters
 
 
@@ -382,71 +381,3 @@ class UpdateCritic(Update, ModelInputs, Operator):
         objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
         metrics.merge(self._train(self.critic, rollout, columns, objective, key, now.shard))
         return CriticUpdated(self.critic.version)
-
-
-class Sync(Operator):
-    """Transfer the updated weights to the rollout engine, whose receipt proves that they arrived.
-
-    All rows that the engine generates afterwards have the receipt's version. A run also syncs once before its first
-    step. Reports ``sync/bytes``, ``sync/version`` and ``sync/by/<transport>``.
-
-    Raises:
-        SyncError: the engine's receipt is for other weights than the trainer's.
-    """
-
-    granularity: ClassVar[Granularity] = "batch"
-    _caches: ClassVar[Caches | None] = None
-    actor: Reads[Trainer] = Role("actor")
-    rollout: Writes[Synced] = Role("rollout")
-
-    @property
-    def effects(self) -> frozenset[str]:
-        """``"spans"`` if weights change while responses are in flight."""
-        return frozenset() if self._caches is None else frozenset({Effect.SPANS})
-
-    def swapping(self, caches: Caches) -> Self:
-        """The sync of a graph with ``Lag(spans=True)``; see `flowrl.core.graphs.spans`."""
-        made = copy.copy(self)
-        made.__dict__["_caches"] = caches
-        return made
-
-    def in_place_of(self, other: Operator) -> Self:
-        made = super().in_place_of(other)
-        return made if (caches := getattr(other, "_caches", None)) is None else made.swapping(caches)
-
-    def __call__(self, updated: Updated, metrics: Metrics = INJECTED) -> Receipt:
-        if self._caches is None:
-            receipt = self.rollout.sync(self.actor)
-        else:
-            receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self._caches)
-        if not isinstance(receipt, Receipt):
-            raise SyncError(
-                f"{self.name}: {type(self.rollout).__name__} returned {type_of(receipt)} from its weight update, "
-                f"expected a Receipt. Return Receipt(version, digest, bytes, seconds, transport) of what it loaded, "
-                f"and store it as `self.receipt`.",
-                code="call.return",
-                node=self.name,
-                expected="Receipt",
-                found=type_of(receipt),
-            )
-        if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
-            raise SyncError(
-                f"The update has version {updated.version}, the actor {self.actor.version}, the receipt "
-                f"{receipt.version} and the engine {self.rollout_version()}, expected one version. Sync once after "
-                f"each update; an engine must return a receipt for the weights that it loaded.",
-                code="engine.version-mismatch",
-                node=self.name,
-                expected=updated.version,
-                found=self.rollout_version(),
-            )
-        # Between processes, report the transport between them rather than the engine's own.
-        transport = self.actor.transport if isinstance(self.actor, RemoteWeights) else receipt.transport
-        metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
-        metrics.sum("sync/bytes", receipt.bytes)
-        metrics.max("sync/version", receipt.version)
-        return receipt
-
-    def rollout_version(self) -> int | None:
-        """The version that the engine itself reports; None without a receipt."""
-        receipt = self.rollout.receipt
-        return receipt.version if receipt is not None else None

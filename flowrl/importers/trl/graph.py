@@ -18,9 +18,8 @@ _MEANS = {
     "sapo": "seq-mean-token-mean",
 }
 """By ``loss_type``, the aggregation."""
-_SAMPLING = (
-    "frequency_penalty", "ignore_eos", "min_p", "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
-)  # fmt: skip
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_SAMPLING = ("ignore_eos", "min_p", "temperature", "top_k", "top_p", *_PENALTIES)
 _OF_STEP = "a mean over the tokens of an optimizer step"
 
 LOSS_IMPORTS: dict[str, set[str]] = {
