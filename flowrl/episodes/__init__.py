@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flowrl.episodes.gymnasium import Gym
     from flowrl.episodes.openenv import OpenEnv
     from flowrl.episodes.text_env import TextEnvironment
+    from flowrl.episodes.trl import play_as_trl
 
 __all__ = [
     "Answer",
@@ -28,6 +29,9 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Toolbox",
+    "play_as_trl",
 ]
 
-__getattr__ = lazy(__name__, {"Gym": "gymnasium", "OpenEnv": "openenv", "TextEnvironment": "text_env"})
+__getattr__ = lazy(
+    __name__, {"Gym": "gymnasium", "OpenEnv": "openenv", "TextEnvironment": "text_env", "play_as_trl": "trl"}
+)

@@ -19,7 +19,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A script or a .yaml 
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script.", show_default=False)
 ]
-To = Annotated[Path | None, typer.Option(help="Python file to write. [default: FILE with the suffix .py, here]")]
+To = Annotated[
+    Path | None, typer.Option(help="Python file to write. [default: FILE.py here, or FILE_flowrl.py of a script]")
+]
 Allow = Annotated[list[str] | None, typer.Option(help="Leave out this key, or keys such as 'a.*'. Repeatable.")]
 Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE of an environment variable. Repeatable.")]
 Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are problems.")]
@@ -85,7 +87,7 @@ def _import(
             raise typer.Exit(1)
         out.print(f"{found.graph.algorithm}: no rule is violated.", markup=False)
         return
-    target = to or Path(source.path.with_suffix(".py").name)
+    target = to or Path(f"{source.path.stem}{'_flowrl' * (source.path.suffix == '.py')}.py")
     if target.exists():
         raise ParameterError(
             f"{target} exists. Pass another file to write: --to FILE.py.",

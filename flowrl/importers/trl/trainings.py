@@ -178,7 +178,7 @@ def _of_responses(
     else:
         agent.add_to(plan)
         functions.append(agent.source())
-        imports["flowrl.episodes.trl"] = {"play_as_trl"}
+        imports["flowrl.episodes"] = {"play_as_trl"}
     if part == "grpo":
         graph.scale_advantages(settings, plan)
         graph.add_correction(settings, plan)
