@@ -110,7 +110,7 @@ class Saveable:
         (
             lambda: TorchTrainer("m", schedule="cosine"),
             "schedule",
-            "Pass schedule=Cosine(start=..., end=..., steps=...).",
+            "Pass schedule=Cosine(start=..., end=...).",
         ),
         (lambda: TorchTrainer("m", optimizer="adamw"), "optimizer", "Pass optimizer=AdamW(lr=...)."),
         (lambda: UpdateActor("gspo"), "loss", "Pass loss=GSPO()."),

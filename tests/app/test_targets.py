@@ -62,7 +62,7 @@ def test_list_prints_source_and_changes_of_every_algorithm(command: Command) -> 
         "+rloo_advantage -gae -whiten -update_critic -value ~repeat.n ~kl_shape.coef ~update_actor.aggregation",
     )
     assert listed["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
-    plain = {"distill", "distill_full", "dpo", "grpo_sft", "ppo", "sft"}
+    plain = {"distill", "distill_full", "dpo", "grpo_sft", "kto", "ppo", "reward_model", "sft"}
     edits = {name: row for name, row in listed.items() if name not in plain}
     assert all(parent in listed and changes for parent, changes in edits.values())
     assert all(row == ("", "") for name, row in listed.items() if name not in edits)

@@ -148,7 +148,8 @@ def test_flags_functions_and_data_of_a_script(tmp_path: Path) -> None:
     assert (update.loss, update.mini_batch, update.aggregation) == (GSPO(3e-4, 4e-4), 16, "seq-mean-token-mean")
     assert (found.training["prompts"], found.training["steps"]) == (8, 10)  # 64 rows, 4 optimizer steps each
     assert found.graph.wire["weigh_rewards.exact"] == "exact.token_level_scores"
-    assert f'from_trl("{tmp_path}/gspo.py:exact")' in found.program().source()  # imports no training
+    source = found.program().source()
+    assert f'"{tmp_path}/gspo.py:exact"' in source and "def exact" not in source  # its import starts no training
     row = _loaded(found)["row"]
     assert row({"problem": "1+1", "solution": "2"}) == {
         "prompt": [{"role": "system", "content": "Think first. Then answer."}, {"role": "user", "content": "1+1"}],
