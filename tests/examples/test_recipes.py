@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flowrl.data.keys import Key
 from flowrl.references import load_object
 from tests import ROOT
 from tests.support.command_line import Command
@@ -66,7 +68,7 @@ def write_tiny(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_every_recipe_is_tested() -> None:
-    assert {path.parent.name for path in RECIPES.glob("*/recipe.py")} == SIZES.keys()
+    assert {path.parent.name for path in RECIPES.glob("*/recipe.py")} == {*SIZES, "smollm2"}
 
 
 @pytest.mark.parametrize("recipe", SIZES)
@@ -96,6 +98,32 @@ def test_a_recipe_trains_with_the_names_of_the_hub(
         assert trained[-1]["episodes/turns"] > 1
     if recipe not in ("dpo", "rlhf"):
         assert max(line["reward/max"] for line in trained) == 1.0  # the tiny model solves some
+
+
+def test_the_recipe_of_a_pretrained_model(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", tiny)
+    monkeypatch.setenv("STEPS", "1")
+    monkeypatch.chdir(tmp_path)
+    training = load_object(f"{RECIPES / 'smollm2' / 'recipe.py'}:training")()
+    data = tmp_path / "runs" / "word-problems-data"
+    train, heldout = (
+        [*map(json.loads, (data / f"{name}.jsonl").read_text().splitlines())] for name in ("train", "heldout")
+    )
+    asked = [{row["prompt"][0]["content"] for row in rows} for rows in (train, heldout)]
+    assert (len(train), len(heldout)) == (2000, 200) and not asked[0] & asked[1]
+    for row in (*train, *heldout):
+        first, second = map(int, re.findall(r"\d+", row["prompt"][0]["content"]))
+        assert int(row["ground_truth"]) == (first - second if "left" in row["prompt"][0]["content"] else first + second)
+    assert len(training.run().validations) == 2
+
+
+def test_the_control_of_a_pretrained_model_shuffles_scores() -> None:
+    shuffled: Any = load_object(f"{RECIPES / 'smollm2' / 'recipe.py'}:Shuffled")()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+    found = shuffled(scores, mask, Key(1))
+    assert sorted(found.sum(-1).tolist()) == [1.0, 2.0, 3.0] and not torch.equal(found, scores)
+    assert (found != 0).nonzero().tolist() == [[0, 1], [1, 2], [2, 0]]
 
 
 def test_the_readme_of_a_recipe_names_its_commands() -> None:
