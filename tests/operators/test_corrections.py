@@ -144,6 +144,8 @@ class TestFormulas:
         weights, outside = bound_ratios(ratios, "mask", 0.5, 2.0)
         assert weights.tolist() == [0.5, 1.0, 2.0, 0.0]
         assert outside.tolist() == [False, False, False, True]
+        assert bound_ratios(ratios, "clip", 1.0, 2.0)[0].tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert bound_ratios(ratios, "truncate", 1.0, 2.0)[0].tolist() == [0.5, 1.0, 2.0, 2.0]
 
     @pytest.mark.parametrize("mode", ["mask", "truncate"])
     def test_the_effective_sample_size_without_tokens_is_zero(self, mode: Mode) -> None:

@@ -31,7 +31,7 @@ Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 _LONG_RUN = 10**9
-"""The optimizer steps of the run for which a schedule as long as the run is checked when it is set: any warm-up fits."""
+"""The optimizer steps for which a schedule as long as the run is checked when it is set, so that any warm-up fits."""
 
 
 class AdamW(Spec):

@@ -14,8 +14,9 @@ def model_of(name: str, checkpoint: str = LAST, role: str | None = None) -> str:
     """The folder or repository of a model; of a run folder that of its trained model.
 
     Args:
-        checkpoint: of a run: ``"last"`` is the model that the run saved at its end, or else in its newest checkpoint;
-            ``"best"`` that of ``Training(keep_best=...)``; a number that after this step.
+        checkpoint: of a run: ``"last"`` is the model that the run saved at its end, or else, also if it was resumed and
+            has not ended again, in its newest checkpoint; ``"best"`` that of ``Training(keep_best=...)``; a number
+            that after this step.
         role: of a run that trains several models.
 
     Raises:
