@@ -39,9 +39,9 @@ class _Over(Schedule):
             return self
         given = parameters(self)
         steps = given.get("steps") or steps
-        parts = {"steps": steps, "warmup": _count(given["warmup"], steps)}
-        if "decay" in given:
-            parts["decay"] = _count(given["decay"], steps, most=steps - parts["warmup"])
+        parts = {"steps": steps, "warmup": _count(given["warmup"], steps, most=steps - ("decay" in given))}
+        if "decay" in given:  # it has at least a step
+            parts["decay"] = _count(given["decay"], steps, most=max(1, steps - parts["warmup"]))
         return dataclasses.replace(self, **{name: part for name, part in parts.items() if name in given})
 
     def _known(self, part: float | None) -> int:
@@ -174,8 +174,6 @@ def _warm(step: int, warmup: int) -> float:
     return min(1.0, step / warmup) if warmup else 1.0
 
 
-def _count(part: float, steps: int, most: int | None = None) -> int:
+def _count(part: float, steps: int, most: int) -> int:
     """A number of steps, or a share of `steps`, as a number of steps; that of a share is at most `most`."""
-    if isinstance(part, int):
-        return part
-    return min(math.ceil(part * steps), steps if most is None else most)
+    return part if isinstance(part, int) else min(math.ceil(part * steps), most)

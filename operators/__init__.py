@@ -30,8 +30,8 @@ from flowrl.operators.reward.scaling import ClipReward, NormalizeReward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows.feedback import Feedback
 from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
+from flowrl.operators.rows.kto import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.mismatch import MaskMismatch
-from flowrl.operators.rows.mismatched import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.updates.reward_model import UpdateRewardModel

@@ -127,7 +127,7 @@ def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | No
     if high is not None:
         outside |= ratios > high
     if mode in ("truncate", "clip"):
-        return ratios.clamp(low, high), outside
+        return ratios.clamp(low if mode == "clip" else None, high), outside
     within = ratios if mode == "mask" else torch.ones_like(ratios)
     return within.masked_fill(outside, 0.0), outside
 

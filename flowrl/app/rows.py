@@ -133,7 +133,7 @@ def summary(rows: Sequence[Row]) -> str:
 def shown(row: Row) -> Text:
     """A row in full: its prompt and response, or its episode."""
     score = "" if row.get("score") is None else f", score {row['score']:g}"
-    if terms := _terms(row):
+    if terms := {name: value for name, value in _terms(row).items() if value is not None}:
         score += " = " + " + ".join(f"{value:g} ({name})" for name, value in terms.items())
     text = Text()
     text.append(f"\n{row['of']}, step {row['step']}, row {printable(str(row.get('row_id')))}{score}\n", style="bold")

@@ -137,6 +137,10 @@ def _supervised(settings: Settings, part: str, title: str) -> Imported:
     else:
         beta, smoothing = float(get("model.beta")), float(get("model.label_smoothing"))
         graph = GraphPlan("dpo", {"beta": beta, "label_smoothing": smoothing}, has_reward=False)
+        if get("model.ipo_enable"):
+            graph = GraphPlan("ipo", {"tau": beta}, has_reward=False)
+            if smoothing:
+                settings.differ("model.label_smoothing", "without effect, because model.ipo_enable is on")
         ref = settings.name("ref.model_name_or_path") or model
         bind["ref"] = call("TorchScorer", ref, dtype=_dtype(settings), offload=bool(get("ref.offload")))
         columns = {name: get(f"data.{name}_key") for name in ("prompt", "chosen", "rejected")}

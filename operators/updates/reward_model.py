@@ -47,11 +47,6 @@ class UpdateRewardModel(Update, ModelInputs, Operator):
     norm: float | None = None
     reward_model: Writes[RewardTrainer] = Role("reward_model")
 
-    @property
-    def effects(self) -> frozenset[str]:
-        """The effects of the loss."""
-        return self.loss.effects
-
     def __call__(
         self,
         rollout: Tokens,

@@ -68,6 +68,11 @@ class Update:
             )
 
     @property
+    def effects(self) -> frozenset[str]:
+        """The effects of the loss."""
+        return self.loss.effects
+
+    @property
     def row_divisors(self) -> Mapping[str, int]:
         """Parameters that must divide the rows of a step: `mini_batch`, if given."""
         return {} if self.mini_batch is None else {"mini_batch": self.mini_batch}
@@ -363,11 +368,6 @@ class UpdateCritic(Update, ModelInputs, Operator):
     aggregation: Aggregation = "token-mean"
     norm: float | None = None
     critic: Writes[Critic] = Role("critic")
-
-    @property
-    def effects(self) -> frozenset[str]:
-        """The effects of the loss."""
-        return self.loss.effects
 
     def __call__(
         self,

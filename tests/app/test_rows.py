@@ -95,6 +95,12 @@ def test_options_select_the_printed_episodes(
     assert ("No row matches." in out) == (not expected)
 
 
+def test_a_term_that_was_not_recorded_is_left_out() -> None:
+    """Rows of steps with other terms have null in those that they lack."""
+    terms = {"reward/style": 1.0, "reward/style/weighted": 0.5, "reward/old": None, "reward/old/weighted": None}
+    assert "score 0.5 = 0.5 (reward/style)\n" in shown({**record("b", 0.5, "failed"), **terms, "of": "val"}).plain
+
+
 def test_a_terminal_gets_colors_but_no_escape_codes_of_the_text() -> None:
     text = shown({**record("b", 0.5, "failed"), "of": "val"})
     with (terminal := Console(force_terminal=True, color_system="standard")).capture() as colored:

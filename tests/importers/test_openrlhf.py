@@ -8,7 +8,7 @@ import pytest
 
 from flowrl import Colocate, Split
 from flowrl.importers.writer import value_of
-from flowrl.operators import DPO, ClipReward, KLLoss, PPOClip, ValueClip
+from flowrl.operators import DPO, IPO, ClipReward, KLLoss, PPOClip, ValueClip
 from flowrl.schedules import Constant, Cosine, Linear, Schedule
 from tests.importers.scripts import imported, refused
 
@@ -86,6 +86,16 @@ def test_validation_and_one_pool_of_gpus(tmp_path: Path) -> None:
     assert value_of(found.bind["place"]) == Colocate(gpus=4)
     validation = value_of(found.training["validation"])
     assert (validation.every, validation.changes["repeat.n"]) == (5, 4)
+
+
+def test_ipo_sums_over_the_tokens_of_a_response(tmp_path: Path) -> None:
+    text = (
+        "python -m openrlhf.cli.train_dpo --model.model_name_or_path Qwen/Qwen3-0.6B --data.dataset pairs.jsonl "
+        "--model.beta 0.2 --model.ipo_enable --model.label_smoothing 0.1\n"
+    )
+    found, _ = imported(tmp_path, "openrlhf", text)
+    assert not refused(found) and "model.label_smoothing" in found.settings.differs
+    assert found.graph.edited().nodes["update_actor"].operator.loss == IPO(0.2)
 
 
 def test_dpo_from_a_document(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ class TestFormulas:
     def test_the_bounds_of_a_correction_are_inclusive(self) -> None:
         ratios = torch.tensor([0.5, 1.0, 2.0, 2.5])
         weights, outside = bound_ratios(ratios, "mask", 0.5, 2.0)
-        assert weights.tolist() == [0.5, 1.0, 2.0, 0.0]
-        assert outside.tolist() == [False, False, False, True]
+        assert (weights.tolist(), outside.tolist()) == ([0.5, 1.0, 2.0, 0.0], [False, False, False, True])
+        assert bound_ratios(ratios, "truncate", 1.0, 2.0)[0].tolist() == [0.5, 1.0, 2.0, 2.0]
 
     @pytest.mark.parametrize("mode", ["mask", "truncate"])
     def test_the_effective_sample_size_without_tokens_is_zero(self, mode: Mode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +24,13 @@ from flowrl.sync.digest import weights_digest
 
 
 class LogProbCache:
-    """The log-probs of rows by their content, in a SQLite file: ``<digest of the weights>-<dtype>.sqlite``.
+    """The log-probs of rows by their content, in a SQLite file: ``<digest of the model>-<dtype>.sqlite``.
 
     Processes of one machine may share the file.
     """
 
-    def __init__(self, folder: str, weights: str, dtype: torch.dtype) -> None:
-        self.path = os.path.join(folder, f"{weights}-{str(dtype).removeprefix('torch.')}.sqlite")
+    def __init__(self, folder: str, model: str, dtype: torch.dtype) -> None:
+        self.path = os.path.join(folder, f"{model}-{str(dtype).removeprefix('torch.')}.sqlite")
         with self._opened(folder) as file:
             file.execute("CREATE TABLE IF NOT EXISTS rows (key BLOB PRIMARY KEY, log_probs BLOB) WITHOUT ROWID")
 
@@ -70,7 +71,7 @@ class CachedEngine(FrozenEngine):
         self, folder: str, scorer: TorchModel, budget: Budget, logprob_chunk: int, residence: Residence, cache: str
     ) -> None:
         super().__init__(folder, scorer, budget, logprob_chunk, residence)
-        self._cache = LogProbCache(cache, weights_digest(scorer.weights(BUCKET_BYTES)), scorer.dtype)
+        self._cache = LogProbCache(cache, _digest(scorer), scorer.dtype)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
@@ -86,6 +87,15 @@ class CachedEngine(FrozenEngine):
         for row, key in enumerate(keys):
             out[row, mask[row]] = torch.from_numpy(np.copy((stored if key in stored else new)[key]))
         return out.to(inputs.response_mask.device)
+
+
+def _digest(scorer: TorchModel) -> str:
+    """The xxh3-128 of what the log-probs of a row depend on: weights, configuration and attention. A collective."""
+    config = scorer.module.config
+    settings = {**config.to_dict(), "_name_or_path": None, "attention": config._attn_implementation}
+    weights = weights_digest(scorer.weights(BUCKET_BYTES))
+    text = f"{weights}\n{json.dumps(settings, sort_keys=True, default=str)}"
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def row_keys(inputs: SequenceInputs) -> Iterator[bytes]:

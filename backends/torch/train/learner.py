@@ -30,8 +30,8 @@ Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
-_SOME_STEPS = 1000
-"""The length of a run for which a schedule as long as the run is checked when it is set."""
+_LONG_RUN = 10**9
+"""The optimizer steps for which a schedule as long as the run is checked when it is set, so that any warm-up fits."""
 
 
 class AdamW(Spec):
@@ -129,7 +129,7 @@ class TrainedSpec(FolderBackend):
     @field_validator("schedule")
     @classmethod
     def _refuse_useless(cls, schedule: Schedule) -> Schedule:
-        one = schedule.over(_SOME_STEPS)
+        one = schedule.over(_LONG_RUN)
         if negative := [step for step in one.sample_steps() if one.at(step) < 0]:
             factor = f"{one!r} is {one.at(negative[0]):g} after {negative[0]} optimizer steps"
             raise ValueError(f"{factor}, which would ascend the loss; expected at least 0")

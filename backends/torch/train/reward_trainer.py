@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from flowrl.backends.torch.load import load_tokenizer, refuse_no_model
+from flowrl.backends.torch.load import load_tokenizer, refuse_no_model, stored_tensors
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of
@@ -55,7 +56,8 @@ class TorchRewardTrainer(TrainedSpec):
         for config in (classifier.config.get_text_config(), body.module.config.get_text_config()):
             if config.pad_token_id is None:
                 config.pad_token_id = tokenizer.pad_token_id
-        head = head_of(self.model, classifier, "stored" if trained else "random", context.seed).to(mesh.device)
+        stored = trained or _has_head(self.model)  # OpenRLHF's configurations name a class of its own
+        head = head_of(self.model, classifier, "stored" if stored else "random", context.seed).to(mesh.device)
         engine = TorchRewardTrainerEngine(self.model, body, head, 0, body.budget(self.max_tokens), tokenizer)
         engine.refuse_other_classifier(classifier)
         engine.train(classifier, self)
@@ -78,6 +80,12 @@ def _classifier(folder: str) -> tuple[Any, bool]:
             labels=tuple(classifier.config.id2label.values()),
         )
     return classifier, True
+
+
+def _has_head(folder: str) -> bool:
+    """Whether the weights of a folder have the head of a classifier."""
+    with ExitStack() as files:
+        return "score.weight" in stored_tensors(folder, files)
 
 
 class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):

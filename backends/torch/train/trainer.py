@@ -49,8 +49,9 @@ class TorchScorer(FolderBackend):
         offload: keep weights in CPU memory; a layer moves to the device to compute.
         cache: a folder on a disk of this machine in which the log-probs of each row are kept, so that the epochs of an
             offline algorithm, and a resumed run, do not compute them again (TRL's ``precompute_ref_log_probs``). Rows
-            are found by their tokens and the digest of the weights. In an epoch that computes nothing, log-probs are
-            those of the first one; uncached they differ by rounding, since micro-batches have other rows.
+            are found by their tokens and temperature, and by the model: weights, configuration, dtype and attention. In
+            an epoch that computes nothing, log-probs are those of the first one; uncached they differ by rounding,
+            since micro-batches have other rows.
     """
 
     serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)

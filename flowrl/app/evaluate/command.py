@@ -70,7 +70,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         from flowrl.operators import Generate, Reward
 
         kind, sizes = kinds()[engine_of(engine)], _sizes(k)
-        count = n or max(sizes)
+        count = max(sizes) if n is None else n
         evaluation = Evaluation(
             kind(model_of(model, checkpoint, role), frozen=True),
             _data(data),

@@ -14,8 +14,9 @@ def model_of(name: str, checkpoint: str = LAST, role: str | None = None) -> str:
     """The folder or repository of a model; of a run folder that of its trained model.
 
     Args:
-        checkpoint: of a run: ``"last"`` is the model that the run saved at its end, or else in its newest checkpoint;
-            ``"best"`` that of ``Training(keep_best=...)``; a number that after this step.
+        checkpoint: of a run: ``"last"`` is the model that the run saved at its end, or else, also if it was resumed and
+            has not ended again, in its newest checkpoint; ``"best"`` that of ``Training(keep_best=...)``; a number
+            that after this step.
         role: of a run that trains several models.
 
     Raises:
@@ -67,18 +68,20 @@ def _of_checkpoint(run: Path, checkpoint: str) -> Path | None:
     from flowrl.run.training.checkpoint import Checkpoints
     from flowrl.run.training.run_folder import CHECKPOINTS
 
-    known = Checkpoints(run / CHECKPOINTS, 1)
+    known, description = Checkpoints(run / CHECKPOINTS, 1), open_run(run).description
     if checkpoint == LAST:
-        latest = None if any(_models(run, None)) else known.latest()
+        # A run that was resumed, and has not ended again, holds the model of its earlier end.
+        ended = description.get("status") == "finished" and any(_models(run, None))
+        latest = None if ended else known.latest()
         return None if latest is None else latest[0]
-    best: Mapping[str, int] | None = open_run(run).description.get("best")
+    best: Mapping[str, int] | None = description.get("best")
     step = None if best is None else best["step"]
+    has = [LAST, *([BEST] if step in known.steps() else []), *map(str, known.steps())]
     if checkpoint != BEST:
         step = int(checkpoint) if checkpoint.isdecimal() else None
     if step not in known.steps():
-        has = ", ".join([LAST, *([BEST] if best is not None else []), *map(str, known.steps())])
         raise ParameterError(
-            f"--checkpoint {checkpoint} is none of {run}; it has {has}. Pass one of these.",
+            f"--checkpoint {checkpoint} is none of {run}; it has {', '.join(has)}. Pass one of these.",
             code="cli.bad-option",
             option="--checkpoint",
             found=checkpoint,

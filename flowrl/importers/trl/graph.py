@@ -246,10 +246,9 @@ def add_correction(settings: Settings, plan: GraphPlan) -> None:
     if level not in ("token", "sequence") or way not in ("truncate", "mask"):
         settings.refuse(f"{VLLM_CORRECTION}mode", "TRL has token_ and sequence_ with truncate and mask")
         return
-    if way == "truncate" and (low is not None or high is None):
-        settings.refuse(f"{VLLM_CORRECTION}clip_min", "`RolloutCorrection` truncates at an upper bound only")
-        return
-    if low is None and high is None:
+    if way == "truncate" and low is not None and high is not None:
+        way = "clip"
+    if (way == "truncate" or low is None) and high is None:
         settings.refuse(f"{VLLM_CORRECTION}clip_max", "`RolloutCorrection` needs a bound")
         return
     if level == "token" and get("importance_sampling_level") == "sequence":

@@ -27,10 +27,7 @@ def supervised(
         if "eos_token" in settings:
             settings.differ("eos_token", "turns are trained up to the token that ends them in the chat template")
     else:
-        if get("loss_type") not in (["sigmoid"], "sigmoid", None):
-            settings.refuse("loss_type", "flowrl's `DPO` is the sigmoid loss; write a `Loss` for another")
-        options = {"beta": float(get("beta")), "label_smoothing": float(get("label_smoothing"))}
-        graph = GraphPlan("dpo", options, has_reward=False)
+        graph = _preferences(settings)
         source = "PreferenceData"
         lora = get("use_peft")
         bind["ref"] = call("TorchScorer") if lora else call("TorchScorer", model, dtype=dtype_of(settings), **ranks)
@@ -46,6 +43,19 @@ def supervised(
         settings.differ("eval_strategy", "a loss on held-out rows is not a validation of flowrl: none is written")
         get("eval_steps"), get("dataset_test_split")
     return Imported(title, graph, bind, found, settings, [] if copies is None else [*copies.sources.values()])
+
+
+def _preferences(settings: Settings) -> GraphPlan:
+    """DPO with its sigmoid loss or that of IPO."""
+    get = settings.get
+    kind, beta, smoothing = get("loss_type"), float(get("beta")), float(get("label_smoothing"))
+    if kind in (["ipo"], "ipo"):
+        if smoothing:
+            settings.differ("label_smoothing", "without effect, because loss_type is ipo")
+        return GraphPlan("ipo", {"tau": beta, "per_token": True}, has_reward=False)
+    if kind not in (["sigmoid"], "sigmoid", None):
+        settings.refuse("loss_type", "flowrl has `dpo` for sigmoid and `ipo`; write a `Loss` for another")
+    return GraphPlan("dpo", {"beta": beta, "label_smoothing": smoothing}, has_reward=False)
 
 
 def _data(settings: Settings, source: str, data: str, rows: Prompts) -> Any:

@@ -235,6 +235,8 @@ def plain_call(node: ast.Call, function: ast.expr, args: list[Any], kwargs: dict
     if name not in _PLAIN or (found := first_unknown([*args, *kwargs.values()])):
         return found if name in _PLAIN else unknown(node, "was not run")
     try:
+        if any(isinstance(arg, range) and len(arg) > _LARGEST for arg in args):
+            return unknown(node, "is too large")
         return _PLAIN[name](*args, **kwargs)
     except _WRONG as error:
         return unknown(node, f"raises {type(error).__name__}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lineage import rows_of_step
+from flowrl.core.graphs.lineage import last_gate, rows_per_prompt
 from flowrl.data.sources.source import Source
 from flowrl.errors import ParameterError
 from flowrl.protocols.protocols import Synced
@@ -41,11 +41,19 @@ def optimizer_steps(graph: Graph, role: str, steps: int, prompts: int) -> int:
                 role=role,
                 node=node.name,
             )
-        rows, whens = rows_of_step(graph, node.name, prompts), graph.whens(node.name)
+        rows, whens = _rows(graph, node.name, prompts), graph.whens(node.name)
         ran = (step for step in range(steps) if all(when.runs(step) for when in whens))
         operator: Any = node.operator
         total += sum(operator.in_step(step).optimizer_steps(rows) for step in ran)
     return total
+
+
+def _rows(graph: Graph, name: str, prompts: int) -> int | None:
+    """The rows that reach a node in a step; None if unknown. A gate that may train on fewer groups than it collects
+    counts as filled, so that the schedule does not end before the run."""
+    gate = last_gate(graph, name)
+    groups = prompts if gate is None else gate.missing(())
+    return groups * rows_per_prompt(graph, name) if groups else None
 
 
 def over_run(graph: Graph, sources: Mapping[str, Source], steps: int | None, epochs: int, prompts: int) -> Graph:

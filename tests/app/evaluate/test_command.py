@@ -102,6 +102,25 @@ def test_of_a_run_its_end_its_best_or_a_step_is_evaluated(
     assert os.path.samefile(model, run / "checkpoints" / "step-000001" / "actor" / "huggingface")
 
 
+def test_a_resumed_run_that_has_not_ended_again_has_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    """The model in the folder is that of its earlier end."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "run.json").write_text(json.dumps({**described(run), "status": "interrupted"}))
+    newest = copy / "checkpoints" / "step-000002"
+    assert model_of(str(copy)) == str(newest / "actor" / "huggingface")
+    shutil.rmtree(newest.parent)
+    assert model_of(str(copy)) == str(copy / "actor")
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_offered(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(copy / described(run)["best"]["checkpoint"])
+    [left] = (copy / "checkpoints").glob("step-*")
+    with raises("cli.bad-option", found="best") as error:
+        model_of(str(copy), "best")
+    assert f"it has last, {int(left.name[-6:])}." in str(error.value)
+
+
 def test_models_that_a_run_does_not_have_are_refused(run: Path, tmp_path: Path) -> None:
     with raises("cli.bad-option", found="3", known=(1, 2)):
         model_of(str(run), "3")
@@ -128,6 +147,7 @@ def test_models_that_a_run_does_not_have_are_refused(run: Path, tmp_path: Path) 
         (["--k", "0"], "cli.bad-option"),
         (["--engine", "tgi"], "cli.bad-option"),
         (["--reward", "gsm8k", "--k", "4", "-n", "2"], "parameter.invalid"),
+        (["--reward", "gsm8k", "-n", "0"], "parameter.invalid"),
         (["--reward", "gsm8k", "--k", "4", "--temperature", "0"], "parameter.invalid"),
         (["--reward", "gsm8k", "--set", "data.colums=1"], "parameter.unknown"),
     ],

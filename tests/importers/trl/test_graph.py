@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.importers.importing import Source, import_file
+from flowrl.operators import RolloutCorrection
 from tests.importers.scripts import refused
 from tests.importers.trl.cases import CASES, command, inputs, numbers
 from tests.operators.test_peer_numbers import GIVEN
@@ -31,6 +32,15 @@ def test_numbers_are_those_of_trl(name: str, tmp_path: Path) -> None:
     if "correction" not in found.graph.insert:  # which is in flowrl's advantages, and in TRL's loss
         close(own["advantages"][mask], advantages[mask])
     close(own["gradient"], torch.tensor(TRL[name]["gradient"]))
+
+
+def test_weights_that_are_truncated_at_both_bounds_are_clipped(tmp_path: Path) -> None:
+    flags = "--vllm_importance_sampling_clip_min 0.9 --vllm_importance_sampling_clip_max 1.1"
+    (tmp_path / "run.sh").write_text(command("token_truncate").replace("\n", f" {flags}\n"))
+    found, _ = import_file("trl", Source(tmp_path / "run.sh"))
+    assert not refused(found)
+    correction = found.graph.edited().nodes["correction"].operator
+    assert correction == RolloutCorrection("token", "clip", low=0.9, high=1.1)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

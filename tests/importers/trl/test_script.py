@@ -206,6 +206,7 @@ def test_tools_and_environments(more: str, expected: str, tmp_path: Path) -> Non
     [
         ("map(conversation)", "map(conversation, batched=True)", "train_dataset"),
         ("SYSTEM = (", "SYSTEM = open('x').read() or (", "train_dataset"),
+        ("SYSTEM = (", "SYSTEM = list(range(10**12)) or (", "train_dataset"),
         ("def exact(", "@cached\ndef exact(", ""),
         ("[think_format_reward, exact]", "[make(exact)]", "reward_funcs"),
         ("    trainer = ", "    found = []\n    for one in [exact]:\n        found.append(one)\n    trainer = ", ""),

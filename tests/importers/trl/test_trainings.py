@@ -9,7 +9,7 @@ import pytest
 from flowrl.backends import AdamW, LoRA
 from flowrl.importers.importing import Source, import_file
 from flowrl.importers.writer import value_of
-from flowrl.operators import DPO
+from flowrl.operators import DPO, IPO
 from flowrl.schedules import Constant, Cosine, Linear, Schedule
 from tests.importers.scripts import imported, refused
 from tests.support.errors import raises
@@ -54,8 +54,14 @@ def test_dpo(name: str, text: str, tmp_path: Path) -> None:
     assert actor.schedule == Linear(1.0, 0.0, steps=100)
 
 
+def test_ipo_averages_over_the_tokens_of_a_response(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --loss_type ipo --beta 0.3\n")
+    assert not refused(found)
+    assert found.graph.edited().nodes["update_actor"].operator.loss == IPO(0.3, per_token=True)
+
+
 def test_other_losses_and_trainers_are_refused(tmp_path: Path) -> None:
-    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --loss_type ipo --f_divergence_type js_divergence\n")
+    found, _ = imported(tmp_path, "trl", f"trl dpo {FLAGS} --loss_type hinge --f_divergence_type js_divergence\n")
     assert refused(found) == ["loss_type", "f_divergence_type"]
     with raises("import.no-training"):
         imported(tmp_path, "trl", "trainer = KTOTrainer()\n", "run.py")

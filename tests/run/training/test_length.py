@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from flowrl import DemoData, Training
+from flowrl import After, DemoData, Training
 from flowrl.backends import SGD, TorchTrainer
 from flowrl.graphs import sft
+from flowrl.operators import Collect, Spread
 from flowrl.run.training.length import optimizer_steps
 from flowrl.schedules import WSD, Constant, Cosine, Linear, Schedule
 from tests.support.errors import raises
@@ -56,6 +57,13 @@ def test_steps_in_which_the_update_does_not_run_do_not_count() -> None:
     assert optimizer_steps(graph, "critic", steps=10, prompts=4) == 10 * 2 * 2
 
 
+@pytest.mark.parametrize("on_underfill", ["error", "train", "repeat"])
+def test_a_collect_counts_as_filled(on_underfill: Any) -> None:
+    collect = After("reward", Collect(Spread(), groups=6, on_underfill=on_underfill))
+    graph = job_of("grpo", "model", n=4, mini_batch=4).graph.edit(insert={"collect": collect})
+    assert optimizer_steps(graph, "actor", steps=10, prompts=8) == 10 * 6
+
+
 def test_demonstrations_are_counted_by_epochs(tiny: str, tmp_path: Path) -> None:
     demos = tmp_path / "demos.jsonl"
     demos.write_text('{"prompt": "ab", "response": "ba"}\n' * 5)
@@ -78,6 +86,20 @@ def test_demonstrations_are_counted_by_epochs(tiny: str, tmp_path: Path) -> None
 )
 def test_shares_are_rounded_up_as_in_transformers(schedule: Schedule, found: Schedule) -> None:
     assert schedule.over(40) == found
+
+
+@pytest.mark.parametrize(("steps", "shares"), [(1, (0.03, 0.2)), (2, (0.5, 0.9)), (50, (0.99, 0.2))])
+def test_shares_fit_into_any_run(steps: int, shares: tuple[float, float]) -> None:
+    """Warm-up, rounded up, could leave no step for the decay."""
+    found = WSD(1.0, 0.0, warmup=shares[0], decay=shares[1]).over(steps)
+    assert found.steps == steps and found.decay >= 1 and found.warmup + found.decay <= steps
+    assert found.at(steps - 1) > 0.0 == found.at(steps)
+
+
+def test_a_warmup_may_be_long_before_the_run_is_known() -> None:
+    schedule = Cosine(1.0, 0.1, warmup=2000)
+    trainer = TorchTrainer("model", schedule=schedule)
+    assert trainer.over(5000).schedule == Cosine(1.0, 0.1, steps=5000, warmup=2000)
 
 
 def test_a_schedule_of_unknown_length_is_refused(tiny: str) -> None:

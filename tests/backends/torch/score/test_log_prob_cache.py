@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,22 @@ def test_another_model_or_dtype_has_its_own_rows(tmp_path: Path) -> None:
     found = [engine(folder, cache=cache).log_probs(batch) for folder in (one, same, other)]
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-2)
     engine(one, cache=cache, dtype="bfloat16").log_probs(batch)
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_another_configuration_or_attention_of_the_same_weights_has_its_own_rows(tmp_path: Path) -> None:
+    """What positions mean is in the configuration, not in the weights."""
+    one, other = (tiny_folder(tmp_path / str(i), seed=0) for i in range(2))
+    file = Path(other, "config.json")
+    config = json.loads(file.read_text())
+    config["rope_parameters"]["rope_theta"] = 100.0
+    file.write_text(json.dumps(config))
+    batch, cache = ragged(), str(tmp_path / "cache")
+    assert not torch.equal(engine(one, cache=cache).log_probs(batch), engine(other).log_probs(batch))
+    assert torch.equal(engine(other, cache=cache).log_probs(batch), engine(other).log_probs(batch))
+    assert torch.equal(
+        engine(one, cache=cache, attention="eager").log_probs(batch), engine(one, attention="eager").log_probs(batch)
+    )
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 

@@ -131,6 +131,15 @@ def test_a_configuration_without_a_pad_token_gets_the_tokenizers(tmp_path: Path)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == PAD
 
 
+def test_a_stored_head_is_trained_on_whatever_class_the_configuration_names(tmp_path: Path) -> None:
+    """Reward models of OpenRLHF are of its own class."""
+    folder, batch = reward_folder(tmp_path, "llama"), pairs()
+    expected = build(folder).rewards(batch)
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["RewardModel"]}))
+    assert torch.equal(build(folder).rewards(batch), expected)
+
+
 def test_the_last_token_that_is_not_padding_is_trained(tmp_path: Path) -> None:
     """Where the end of a turn is the pad token, transformers scores the token before it, and so does the update."""
     folder, batch = reward_folder(tmp_path, pad=EOS), pairs()
