@@ -23,6 +23,8 @@ from tests.support.hub import hub as hub  # a fixture
 from tests.support.jobs import job_of
 from tests.support.runs import described, lines, train
 
+pytestmark = pytest.mark.runs
+
 COLUMNS = 'data.columns={"prompt": "question", "ground_truth": "answer"}'
 SHORT = ("--max-new-tokens", "4")
 

@@ -24,6 +24,8 @@ from tests.support.jobs import bind_tiny
 from tests.support.rewards import digits
 from tests.support.runs import train
 
+pytestmark = pytest.mark.runs
+
 OF_WEIGHTS = {"old_log_prob", "ref_log_prob", "value"}
 
 
