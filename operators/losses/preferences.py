@@ -261,7 +261,7 @@ class KTO(Loss):
     row. The baseline z is an estimate of KL to the reference; see `KTOBaseline`.
 
     Reports ``actor/kto_desirable`` and ``actor/kto_undesirable``, the means of ``beta * d`` over the rows of each
-    label.
+    label that there is.
 
     Args:
         beta: how fast the value saturates.
@@ -292,7 +292,8 @@ class KTO(Loss):
         moved = (log_probs - ref_log_prob).sum(-1)
         gain = torch.where(good, moved - kl_baseline, kl_baseline - moved)
         for name, rows in (("desirable", good), ("undesirable", ~good)):
-            metrics.mean(f"actor/kto_{name}", (self.beta * moved.detach() * rows).sum(), rows.sum())
+            if rows.any():
+                metrics.mean(f"actor/kto_{name}", (self.beta * moved.detach() * rows).sum(), rows.sum())
         weight = torch.where(good, self.desirable, self.undesirable)
         return weight * torch.sigmoid(-self.beta * gain)
 

@@ -242,6 +242,17 @@ def test_kto_matches_equation_8(mask: Tensor, seed: int, beta: float, baseline: 
         [slope] = torch.autograd.grad(expected, exact)
         assert found == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
         torch.testing.assert_close(gradient, slope[mask], rtol=1e-4, atol=1e-6)
-    assert metrics["actor/kto_desirable"].weight == sum(
-        good and bool(mask[row].any()) for row, good in enumerate(labels)
-    )
+    desirable = sum(good and bool(mask[row].any()) for row, good in enumerate(labels))
+    assert (metrics["actor/kto_desirable"].weight if "actor/kto_desirable" in metrics else 0) == desirable
+
+
+def test_kto_reports_nothing_of_a_label_that_no_row_has() -> None:
+    """A mean over no rows is NaN, of which an alarm would warn."""
+    scores = torch.tensor([[1.0], [1.0]])
+    mask, zero = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1)
+    *_, metrics = objective_of(
+        KTO(0.1), zero, mask, "seq-mean-token-mean", None,
+        ref_log_prob=zero - 1.0, token_level_scores=scores, kl_baseline=torch.zeros(2),
+    )  # fmt: skip
+    assert metrics.compute()["actor/kto_desirable"] == pytest.approx(0.1)
+    assert "actor/kto_undesirable" not in metrics
