@@ -249,7 +249,8 @@ def parse_reference(ref: str) -> tuple[str, str]:
     """Module or file, and name, of a reference."""
     if ref.endswith(".py"):
         raise ParameterError(
-            f"{ref!r} names a file but no object in it. Add the name, such as '{ref}:graph'.",
+            f"{ref!r} names a file but no object in it. Add the name, such as '{ref}:graph' or "
+            f"'{ref}:training'.",
             code="reference.format",
             reference=ref,
         )
