@@ -249,7 +249,7 @@ def parse_reference(ref: str) -> tuple[str, str]:
     """Module or file, and name, of a reference."""
     if ref.endswith(".py"):
         raise ParameterError(
-            f"{ref!r} names a file but no object in it. Add the name, such as '{ref}:graph'.",
+            f"{ref!r} names a file but no object in it. Add the name, such as '{ref}:graph' or '{ref}:training'.",
             code="reference.format",
             reference=ref,
         )

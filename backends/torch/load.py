@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 import torch
@@ -289,10 +290,16 @@ def refuse_no_model(folder: str) -> None:
         found = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
         found = f"has a config.json that is not JSON ({error})"
+    is_run = os.path.isfile(os.path.join(folder, "run.json"))
+    trained = sorted(str(path.parent) for path in Path(folder).glob("*/config.json")) if is_run else []
+    fix = (
+        f"It is the folder of a run; pass that of a model in it: {', '.join(map(repr, trained))}."
+        if trained
+        else "Pass the name of a repository of the Hub ('org/name'), or write the folder with "
+        "model.save_pretrained(folder) and tokenizer.save_pretrained(folder)."
+    )
     raise BindError(
-        f"The model folder {folder!r} {found}; expected a Hugging Face folder of a causal LM. Pass the name of a "
-        f"repository of the Hub ('org/name'), or write the folder with model.save_pretrained(folder) and "
-        f"tokenizer.save_pretrained(folder).",
+        f"The model folder {folder!r} {found}; expected a Hugging Face folder of a causal LM. {fix}",
         code="model.not-found",
         path=folder,
         found=found,

@@ -60,13 +60,22 @@ def with_parameters(
         if not isinstance(inside, Spec | Mapping | tuple):
             raise GraphError(
                 f"{call(f'{where}.{name}.{next(iter(values))}')} names a parameter of {where}.{name}, which is "
-                f"{inside!r} and has none. Set {name} itself: {call(f'{where}.{name}')}.",
+                f"{inside!r} and has none. Set {name} itself: "
+                f"{call(f'{where}.{name}').replace('...', _spec_with(values, annotation))}.",
                 code="parameter.unknown",
                 node=where,
                 parameter=f"{name}.{next(iter(values))}",
             )
         changed[name] = with_parameters(inside, f"{where}.{name}", values, call, read, annotation)
     return cast("T", _replaced(owner, changed))
+
+
+def _spec_with(values: Mapping[str, Any], annotation: Any) -> str:
+    """The call of the spec that an annotation allows, with these parameters; ``...`` if it is not exactly one spec."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Spec)]
+    if len(kinds) != 1 or not values.keys() <= cast(Any, kinds[0]).__pydantic_fields__.keys():
+        return "..."
+    return f"{kinds[0].__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
 
 def members(owner: Any, of: Any = Any) -> dict[str, tuple[Any, Any]]:

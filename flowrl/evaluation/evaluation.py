@@ -120,9 +120,13 @@ class Evaluation(Spec):
     @model_validator(mode="after")
     def _refuse_unfit(self) -> Self:
         if self.k and max(self.k) > self.n:
-            raise ValueError(f"k={max(self.k)} needs {max(self.k)} responses per prompt; pass n={max(self.k)}")
+            raise ValueError(
+                f"k={max(self.k)} needs {max(self.k)} responses per prompt; pass n={max(self.k)}, or -n {max(self.k)}"
+            )
         if self.n > 1 and Effect.GREEDY in self.generate.effects:
-            raise ValueError(f"n={self.n} greedy responses are equal; pass generate=Generate(temperature=1.0)")
+            raise ValueError(
+                f"n={self.n} greedy responses are equal; pass generate=Generate(temperature=1.0), or --temperature 1"
+            )
         if isinstance(self.answer, str):
             functions.check(self.answer)
         return self

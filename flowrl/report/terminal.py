@@ -14,8 +14,10 @@ from flowrl.run.engine.timeline import Summary
 
 _OF_REWARDS = {"reward/mean": "reward", "kl/ref": "KL", "response_length/mean": "length"}
 _OF_LOSSES = {
-    "actor/dpo_accuracy": "accuracy",
+    **dict.fromkeys((f"actor/{loss}_accuracy" for loss in ("dpo", "ipo", "simpo", "orpo")), "accuracy"),
+    "reward_model/accuracy": "accuracy",
     "actor/pg_loss": "loss",
+    "reward_model/loss": "loss",
     "actor/divergence": "divergence",
     "critic/vf_loss": "critic's loss",
 }
@@ -94,8 +96,8 @@ class Terminal:
             self._print(step, numbers)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        means = "  ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.endswith("/mean"))
-        self._print(step, means)
+        means = {key: value for key, value in metrics.items() if key.endswith("/mean")}
+        self._print(step, "  ".join(f"{key} {value:.3f}" for key, value in (means or metrics).items()))
 
     def end(self, summary: Summary | None) -> None:
         if self.progress is not None:

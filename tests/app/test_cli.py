@@ -101,7 +101,7 @@ def test_an_invalid_command_line_prints_usage(command: Command, arguments: list[
     ("arguments", "message"),
     [
         (["show", "nowhere.py:graph"], "nowhere.py' does not exist. Correct the path. [reference.missing-source]"),
-        (["show", "graphs.py"], "'graphs.py' names a file but no object in it. Add the name, such as 'graphs.py:graph"),
+        (["show", "graphs.py"], "no object in it. Add the name, such as 'graphs.py:graph' or 'graphs.py:training'."),
         (["show", "graphs"], "expected 'package.module:name', 'path/to/file.py:name', or an algorithm"),
         (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),

@@ -141,7 +141,8 @@ def test_set_validates_parameters(path: str, message: str) -> None:
 def test_setting_a_parameter_of_a_missing_spec_suggests_setting_the_spec() -> None:
     with raises("parameter.unknown") as error:
         PPO.edit(set={"update_actor.kl.coef": 2})
-    assert error.value.message.endswith("Set kl itself: edit(set={'update_actor.kl': ...}).")
+    assert error.value.message.endswith("Set kl itself: edit(set={'update_actor.kl': KLLoss(coef=2)}).")
+    assert PPO.edit(set={"update_actor.kl": KLLoss(coef=2)})["update_actor"].operator.kl.coef == 2
 
 
 def test_readers_of_a_dropped_node_read_its_input() -> None:

@@ -77,6 +77,8 @@ def test_the_terminal_is_restored_when_a_run_fails(tiny: str, prompts_file: str,
         ({"reward/mean": 0.5, "kl/ref": 0.25, "actor/pg_loss": 3.0}, "reward 0.500 KL 0.250"),
         ({"actor/pg_loss": 1.5, "actor/grad_norm": 2.0}, "loss 1.500"),
         ({"actor/dpo_accuracy": 0.75, "actor/pg_loss": 0.5}, "accuracy 0.750 loss 0.500"),
+        ({"actor/orpo_accuracy": 0.75, "actor/pg_loss": 0.5}, "accuracy 0.750 loss 0.500"),
+        ({"reward_model/accuracy": 0.75, "reward_model/loss": 0.5}, "accuracy 0.750 loss 0.500"),
         ({"actor/divergence": 0.125}, "divergence 0.125"),
     ],
 )
@@ -101,6 +103,17 @@ def first_line(make: Callable[[Console], Terminal], reported: dict[str, float], 
     terminal.step(1, reported)
     terminal.end(None)
     return " ".join(out.getvalue().splitlines()[1].split())
+
+
+def test_a_validation_without_a_mean_shows_all_its_metrics() -> None:
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=200, soft_wrap=True))
+    terminal.start("graph", 9, Path("run"), 0)
+    terminal.validation(0, {"val/reward_model/accuracy": 0.5, "val/reward_model/margin": -0.25})
+    terminal.validation(0, {"val/reward/mean": 0.5, "val/reward/max": 1.0})
+    _, pairs, rewards = (" ".join(line.split()) for line in out.getvalue().splitlines())
+    assert pairs == "step 0/9 val/reward_model/accuracy 0.500 val/reward_model/margin -0.250"
+    assert rewards == "step 0/9 val/reward/mean 0.500"
 
 
 def test_a_supervised_graph_shows_its_loss(tiny: str, tmp_path: Path) -> None:

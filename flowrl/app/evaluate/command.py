@@ -169,6 +169,6 @@ def _changed(evaluation: Any, settings: Mapping[str, str]) -> Any:
     from flowrl.run.settings.typed import typed
 
     def call(path: str) -> str:
-        return f"--set {path.removeprefix('evaluation.')}=..."
+        return f"--set '{path.removeprefix('evaluation.')}=...'"
 
     return with_parameters(evaluation, "evaluation", settings, call, lambda text, of, _: typed(text, of))

@@ -153,9 +153,10 @@ def _refuse_missing(where: str, record: Mapping[str, Any], mapped: Collection[st
     if not verl and not any(key in record for key in _TRUTHS):
         missing.append("ground_truth")
     if missing:
+        truth = " If the reward reads no ground truth, pass columns={'ground_truth': None}."
         raise DataError(
             f"{where}: the row has no {' and no '.join(missing)} (missing or null). "
-            f"{source.how_to_map(missing)}; None is no ground truth.",
+            f"{source.how_to_map(missing)}.{truth if 'ground_truth' in missing else ''}",
             code="prompts.missing-key",
             where=where,
             missing=missing,

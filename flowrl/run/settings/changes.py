@@ -112,8 +112,12 @@ def _changed(training: Training, root: str, texts: Mapping[str, str], flag: str)
                 raise _unknown(training, f"{root}.{rest}" if rest else root, text, flag)
         if not below:
             return owner.kind, value
+
+        def call(path: str) -> str:
+            return f"{flag} '{path}=...'"
+
         return owner.kind, with_parameters(
-            value, root, below, lambda path: f"{flag} {path}=...", lambda text, of, _: typed(text, of), owner.annotation
+            value, root, below, call, lambda text, of, _: typed(text, of), owner.annotation
         )
 
 

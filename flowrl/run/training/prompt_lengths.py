@@ -39,8 +39,7 @@ def refuse_long_prompts(graph: Graph, streams: Mapping[str, Stream]) -> None:
                 f"{len(long)} of {stream.size} prompts are too long for {node.name}, whose model has {limit} "
                 f"positions, {response} of them for the response (max_new_tokens): rows {named}"
                 f"{', ...' if len(long) > SHOWN else ''}. Pass "
-                f"{drop if len(long) < (stream.size or 0) else ''}edit(set={{'{node.name}.max_new_tokens': "
-                f"{max(1, limit - worst)}}}).",
+                f"{drop if len(long) < (stream.size or 0) else ''}{_shorter(node, max(1, limit - worst))}.",
                 code="model.too-long",
                 node=node.name,
                 rows=list(long),
@@ -55,12 +54,18 @@ def _refuse_long_response(node: Node, limit: int, response: int) -> None:
     if response >= limit:
         raise GraphError(
             f"{node.name} has max_new_tokens={response}, but its model has {limit} positions for prompt and "
-            f"response. Lower it: edit(set={{'{node.name}.max_new_tokens': {limit // 2}}}).",
+            f"response. Lower it: {_shorter(node, limit // 2)}.",
             code="model.too-long",
             node=node.name,
             expected=limit,
             found=response,
         )
+
+
+def _shorter(node: Node, tokens: int) -> str:
+    """How to lower `max_new_tokens`, in Python and on the command line."""
+    path = f"{node.name}.max_new_tokens"
+    return f"edit(set={{{path!r}: {tokens}}}), or on the command line --set {path}={tokens}"
 
 
 def positions_of(graph: Graph, node: Node) -> int | None:

@@ -13,7 +13,8 @@ from flowrl.core.graphs.lineage import input_of
 from flowrl.core.operators.effects import Effect
 from flowrl.data.keys import Key
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.data.sources.prompts import PromptStream
+from flowrl.data.sources.demos import DemoData, PreferenceData, UnpairedData
+from flowrl.data.sources.prompts import PromptData, PromptStream
 from flowrl.data.sources.source import Source, Stream
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, ParameterError, offer
@@ -170,8 +171,8 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
         record = f" (of {source.record.__name__})" if set(expected) & set(has) else ""
         raise ParameterError(
             f"The input {name!r} of {graph.name} needs the columns {', '.join(missing)}, but {kind} has "
-            f"{', '.join(has)}{record}. Annotate the input with {source.record.__name__} and compute the other columns "
-            f"in the graph, or write a Source that has them.",
+            f"{', '.join(has)}{record}. {_fitting(graph, name)} the input with {source.record.__name__} and "
+            f"compute the other columns in the graph, or write a Source that has them.",
             code="run.data-columns",
             graph=graph.name,
             input=name,
@@ -182,8 +183,8 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
     rows, factor = graph[name].operator.rows_factor, rows_per_item(source.record)
     if rows != factor:
         raise ParameterError(
-            f"The input {name!r} of {graph.name} has {rows} row(s) per draw, but {kind} has {factor}. Annotate the "
-            f"input with {source.record.__name__}.",
+            f"The input {name!r} of {graph.name} has {rows} row(s) per draw, but {kind} has {factor}. "
+            f"{_fitting(graph, name)} the input with {source.record.__name__}.",
             code="run.data-columns",
             graph=graph.name,
             input=name,
@@ -191,6 +192,17 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
             expected=rows,
             found=factor,
         )
+
+
+def _fitting(graph: Graph, name: str) -> str:
+    """The beginning of a fix: to pass flowrl's own source that fits an input, if one does."""
+    node = graph[name]
+    for kind in (PromptData, DemoData, UnpairedData, PreferenceData):
+        has = record_columns(kind.record)
+        fits = all(has.get(column) == typed for column, typed in node.signature.outputs.items())
+        if fits and rows_per_item(kind.record) == node.operator.rows_factor:
+            return f"Pass {kind.__name__}(...), or annotate"
+    return "Annotate"
 
 
 def feedback_nodes(graph: Graph, name: str) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,15 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"question": "1+1", "data_source": "x"}])
     with raises("prompts.missing-key", where=f"{path} row 0", missing=("prompt", "ground_truth")):
         load(path)
+
+
+def test_the_error_of_a_row_without_ground_truth_says_how_to_do_without_one(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1="}])
+    with raises("prompts.missing-key", missing=("ground_truth",)) as caught:
+        load(path)
+    fix = re.search(r"pass columns=(\{.*?\})\.", str(caught.value))
+    assert fix is not None
+    assert load(path, columns=ast.literal_eval(fix[1])).next(1)["ground_truth"] == [None]
 
 
 @pytest.mark.parametrize("prompt", [3, {"role": "user", "content": "x"}, []])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl import PromptData, Training
+from flowrl.run.settings.changes import with_settings
 from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 
@@ -55,5 +56,7 @@ def test_the_suggested_limit_drops_the_rows_and_the_run_ends(tiny: str, tmp_path
 @pytest.mark.parametrize("response", [POSITIONS, 1024])
 def test_a_response_as_long_as_the_model_is_refused(response: int, tiny: str, tmp_path: Path) -> None:
     run = training(tiny, PromptData(data(tmp_path)), tmp_path / "run", response=response)
-    with raises("model.too-long", node="generate", expected=POSITIONS, found=response):
+    with raises("model.too-long", node="generate", expected=POSITIONS, found=response) as caught:
         run.refuse_unfit_data()
+    path, _, tokens = caught.value.message.rstrip(".").rpartition(" --set ")[2].partition("=")
+    with_settings(run, {path: tokens}).refuse_unfit_data()

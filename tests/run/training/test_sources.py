@@ -20,6 +20,7 @@ from flowrl import (
     ReplaySampler,
     Source,
     Training,
+    UnpairedData,
     Validation,
     algorithm,
     graphs,
@@ -170,6 +171,22 @@ def test_mismatched_data_is_refused(
         by_input(mixed(), sources, "Training")
     with raises(code, **facts):
         Training(job(tiny), sources, steps=1, prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("graph", "given", "fits"),
+    [
+        (graphs.kto(), PreferenceData("a.jsonl"), UnpairedData("a.jsonl")),
+        (graphs.dpo(), PromptData("a.jsonl"), PreferenceData("a.jsonl")),
+        (graphs.sft(), PromptData("a.jsonl"), DemoData("a.jsonl")),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_mismatched_data_names_the_source_that_fits(graph: Graph, given: Source, fits: Source) -> None:
+    with raises("run.data-columns") as caught:
+        by_input(graph, given, "Training")
+    assert f"Pass {type(fits).__name__}(...), or annotate" in caught.value.message
+    by_input(graph, fits, "Training")
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,13 @@ def test_missing_and_incomplete_folders_are_refused_by_build(folder: Folder, tmp
     (tmp_path / "empty").mkdir()
     with raises("model.not-found", found="has no config.json"):
         TorchScorer(str(tmp_path / "empty")).build(CONTEXT)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{}")
+    shutil.copytree(folder("llama"), tmp_path / "run/actor")
+    with raises("model.not-found", found="has no config.json") as caught:
+        TorchScorer(str(tmp_path / "run")).build(CONTEXT)
+    named = caught.value.message.rstrip(".").rpartition(": ")[2].strip("'")
+    TorchScorer(named).build(CONTEXT)
 
     def broken(name: str, act: Callable[[Path], Any]) -> str:
         shutil.copytree(folder("llama"), tmp_path / name)
