@@ -214,7 +214,8 @@ def _data(settings: Settings, source: str, kind: str, columns: Mapping[str, Any]
     get = settings.get
     name, split = str(settings.name(f"data.{kind}dataset")), get(f"data.{kind or 'dataset_'}split")
     longest = get("data.max_len")
-    settings.differ("data.max_len", "the limit of prompt and response together; each has it in flowrl")
+    own = "the prompt has it, and the response rollout.max_new_tokens" if kind else "each has it"
+    settings.differ("data.max_len", f"the limit of prompt and response together; in flowrl {own}")
     if get("data.max_samples") is not None and "data.max_samples" in settings:
         split = f"{split}[:{get('data.max_samples')}]"
     named = {own: other for own, other in columns.items() if own != other}
