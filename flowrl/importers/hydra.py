@@ -26,6 +26,7 @@ _Loader.add_implicit_resolver(
     list("-+.0123456789"),
 )
 
+_LAUNCHERS = frozenset({"accelerate", "deepspeed", "torchrun", "torch.distributed.launch", "torch.distributed.run"})
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w\-]*(?:[./@][\w\-@]+)*)(?:=(.*))?$", re.DOTALL)
 
 
@@ -59,6 +60,26 @@ def flags(words: Sequence[Word]) -> dict[str, Setting]:
         value = True if not parts else parts[0] if len(parts) == 1 else parts
         found[key] = Setting(key, value, lines[key], tuple(unknown for word in given for unknown in word.unknown))
     return found
+
+
+def processes(words: Sequence[Word]) -> str | None:
+    """How many processes a launcher starts on all nodes, "" if it does not say; None for words without a launcher."""
+    given = {name.replace("-", "_"): setting.value for name, setting in flags(words).items()}
+    config = Path(str(given.get("config_file", "")))
+    if config.is_file():  # of accelerate
+        given = {**{setting.key: setting.value for setting in of_file(config)}, **given}
+    if count := _number(given, "num_processes"):
+        return str(count)
+    if each := _number(given, "nproc_per_node", "num_gpus"):
+        return str(each * (_number(given, "nnodes", "num_nodes") or 1))
+    return "" if {Path(word.text).name for word in words} & _LAUNCHERS else None
+
+
+def _number(given: Mapping[str, Any], *names: str) -> int:
+    """The first of some flags, which a word that is no flag may follow; 0 if none is a number."""
+    values = [given[name] for name in names if name in given]
+    firsts = [value[0] if isinstance(value, list) else value for value in values]
+    return next((int(first) for first in firsts if str(first).isdigit()), 0)
 
 
 def parsed(text: str) -> Any:

@@ -78,9 +78,10 @@ def _read(framework: str, source: Source) -> tuple[Imported, list[str]]:
     script = shell.read(source.text(), str(source.path), source.environment, source.arguments)
     started = [one for one in map(module.from_words, script.commands) if one is not None]
     if not started:
+        others = [name for name in FRAMEWORKS if name != framework and _starts(name, script)]
+        fix = f"Read it by flowrl from-{others[0]}" if others else f"Pass a script that starts {module.STARTS}"
         raise ImporterError(
-            f"{source.path} starts no training of {FRAMEWORKS[framework]}: {_commands(script)}. Pass a script that "
-            f"starts {module.STARTS}.",
+            f"{source.path} starts no training of {FRAMEWORKS[framework]}: {_commands(script)}. {fix}.",
             code="import.no-training",
             file=source.path,
         )
@@ -89,6 +90,12 @@ def _read(framework: str, source: Source) -> tuple[Imported, list[str]]:
         notes.append(f"{len(started)} trainings are started; the last one is imported")
     part, settings, launcher = started[-1]
     return module.imported(part, settings, title, launcher), notes
+
+
+def _starts(framework: str, script: shell.Script) -> bool:
+    """Whether a script starts a training of a framework."""
+    module: Any = importlib.import_module(f"flowrl.importers.{framework}")
+    return any(module.from_words(words) is not None for words in script.commands)
 
 
 def _commands(script: shell.Script) -> str:

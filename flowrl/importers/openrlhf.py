@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.importers.hydra import flags
+from flowrl.importers.hydra import flags, processes
 from flowrl.importers.openrlhf_graph import graph_of
 from flowrl.importers.plan import GraphPlan, Imported, call
 from flowrl.importers.settings import Setting, Settings, Table, is_file
@@ -24,13 +24,16 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     at = next((index for index, name in enumerate(names) if name in _COMMANDS), None)
     if at is None:
         return None
-    return names[at], flags(words[at + 1 :]), {}
+    count = processes(words[:at])
+    return names[at], flags(words[at + 1 :]), {} if count is None else {"processes": count}
 
 
 def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:
     """A command as a training of flowrl."""
     settings = Settings(given, Table.of("openrlhf", part))
-    return _ppo(settings, title) if part == "train_ppo_ray" else _supervised(settings, part, title)
+    if part == "train_ppo_ray":
+        return _ppo(settings, title)
+    return _supervised(settings, part, title, settings.gpus(launcher, "set ranks= and place= in the file for more"))
 
 
 def _ppo(settings: Settings, title: str) -> Imported:
@@ -50,7 +53,7 @@ def _ppo(settings: Settings, title: str) -> Imported:
 def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     """Backends by role, and the place."""
     get = settings.get
-    model = settings.name("actor.model_name_or_path")
+    model = settings.known_name("actor.model_name_or_path")
     gpus = int(get("actor.num_nodes")) * int(get("actor.num_gpus_per_node"))
     tensor = int(get("vllm.tensor_parallel_size"))
     engines = int(get("vllm.num_engines") or max(1, gpus // tensor))
@@ -118,12 +121,15 @@ def _validation(settings: Settings, graph: GraphPlan, columns: Mapping[str, Any]
     )
 
 
-def _supervised(settings: Settings, part: str, title: str) -> Imported:
+def _supervised(settings: Settings, part: str, title: str, gpus: int) -> Imported:
     """SFT and DPO."""
     get = settings.get
-    model = settings.name("model.model_name_or_path")
+    model = settings.known_name("model.model_name_or_path")
     lora = _lora(settings)
-    bind = {"actor": _trainer(settings, "TorchTrainer", model, "", {}, lora)}
+    ranks = {"ranks": gpus} if gpus > 1 else {}
+    bind = {"actor": _trainer(settings, "TorchTrainer", model, "", ranks, lora)}
+    if gpus > 1:
+        bind["place"] = call("Colocate", gpus=gpus)
     training = _training(settings)
     if get("eval.steps") not in (-1, None) and get("eval.dataset"):
         settings.refuse("eval.dataset", "a loss on held-out rows is not written; pass validation= to `Training`")
@@ -142,7 +148,7 @@ def _supervised(settings: Settings, part: str, title: str) -> Imported:
             if smoothing:
                 settings.differ("model.label_smoothing", "without effect, because model.ipo_enable is on")
         ref = settings.name("ref.model_name_or_path") or model
-        bind["ref"] = call("TorchScorer", ref, dtype=_dtype(settings), offload=bool(get("ref.offload")))
+        bind["ref"] = call("TorchScorer", ref, dtype=_dtype(settings), **ranks, offload=bool(get("ref.offload")))
         columns = {name: get(f"data.{name}_key") for name in ("prompt", "chosen", "rejected")}
         training["data"] = _data(settings, "PreferenceData", "", {k: v for k, v in columns.items() if v})
     return Imported(title, graph, bind, training, settings)
@@ -210,8 +216,10 @@ def _lora(settings: Settings) -> Any:
 def _data(settings: Settings, source: str, kind: str, columns: Mapping[str, Any]) -> Any:
     """A source of rows: a file, or a data set on the Hub with its split."""
     get = settings.get
-    name, split = str(settings.name(f"data.{kind}dataset")), get(f"data.{kind}split")
+    name, split = str(settings.name(f"data.{kind}dataset")), get(f"data.{kind or 'dataset_'}split")
     longest = get("data.max_len")
+    own = "the prompt has it, and the response rollout.max_new_tokens" if kind else "each has it"
+    settings.differ("data.max_len", f"the limit of prompt and response together; in flowrl {own}")
     if get("data.max_samples") is not None and "data.max_samples" in settings:
         split = f"{split}[:{get('data.max_samples')}]"
     named = {own: other for own, other in columns.items() if own != other}
@@ -222,6 +230,7 @@ def _data(settings: Settings, source: str, kind: str, columns: Mapping[str, Any]
         source,
         name,
         max_prompt_length=longest,
+        **({} if kind else {"max_response_length": longest}),
         overlong="drop",
         **({} if is_file(name) else {"split": split}),
         **({"columns": named} if named else {}),

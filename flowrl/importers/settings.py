@@ -144,6 +144,21 @@ class Settings:
         text = str(setting.value or "").strip("-_ /" if setting.unknown else " ")
         return text or None
 
+    def known_name(self, key: str) -> str | None:
+        """A name or path, which is refused if nothing of it is known."""
+        found = self.name(key)
+        if found is None and key in self.given and (why := self.given[key].unknown):
+            self.refuse(key, f"cannot be resolved: {'; '.join(why)}")
+        return found
+
+    def gpus(self, launcher: Mapping[str, str], fix: str) -> int:
+        """The processes of a launcher, each with a GPU; 1 if it does not say how many."""
+        given = launcher.get("processes", "1")
+        if not given.isdigit():
+            self.differ("num_processes", f"its launcher does not say how many: one GPU; {fix}")
+            return 1
+        return max(1, int(given))
+
     def _resolved(self, value: Any) -> Any:
         """A value without OmegaConf's references to other keys."""
         if not isinstance(value, str) or not value.startswith("${"):

@@ -34,7 +34,8 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     )
     if at is None:
         return None
-    launcher = {w.text.partition("=")[0].lstrip("-"): w.text.partition("=")[2] for w in words[:at] if "=" in w.text}
+    count = hydra.processes(words[:at])
+    launcher = {} if count is None else {"processes": count}
     settings: dict[str, Setting] = {}
     rest = list(words[at + 1 :])
     for index, word in enumerate(rest):
@@ -113,7 +114,7 @@ def _reward(settings: Settings) -> Any:
         if get(key, "naive") not in (None, "naive", "dapo", "prime", "gdpo"):
             settings.refuse(key, "write a reward function in its place")
     for prefix in (f"reward.{name}", name):
-        if path := settings.name(f"{prefix}path"):
+        if path := settings.known_name(f"{prefix}path"):
             function = f"{path}:{get(f'{prefix}name') or 'compute_score'}"
             kwargs = {
                 key.rpartition(".")[2]: get(key) for key in settings.given if key.startswith(f"{prefix}reward_kwargs.")
@@ -125,7 +126,7 @@ def _reward(settings: Settings) -> Any:
 def _add_reward_model(settings: Settings, graph: GraphPlan) -> None:
     """A classifier that scores responses, in place of the reward function."""
     for prefix, path in (("reward.reward_model.", "model_path"), ("reward_model.", "model.path")):
-        if settings.get(f"{prefix}enable") and (model := settings.name(f"{prefix}{path}")):
+        if settings.get(f"{prefix}enable") and (model := settings.known_name(f"{prefix}{path}")):
             if graph.reward is not None and not isinstance(graph.reward, str):
                 graph.reward = None
                 graph.replace["reward"] = call("TextModelReward")
@@ -137,7 +138,7 @@ def _add_reward_model(settings: Settings, graph: GraphPlan) -> None:
 def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     """Backends by role, and the place."""
     get = settings.get
-    model = settings.name(f"{MODEL}path")
+    model = settings.known_name(f"{MODEL}path")
     gpus = int(get("trainer.n_gpus_per_node")) * int(get("trainer.nnodes"))
     ranks = {"ranks": gpus} if gpus > 1 else {}
     lora = _lora(settings, MODEL)
@@ -159,10 +160,10 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
         if lora:
             bind["ref"] = call("TorchScorer")
     if "critic" in roles:
-        critic = settings.name("critic.model.path")
+        critic = settings.known_name("critic.model.path")
         bind["critic"] = _trainer(settings, "TorchCritic", critic, "critic.", ranks, None)
     if "teacher" in roles:
-        teacher = settings.name("distillation.teacher_models.teacher_model.model_path")
+        teacher = settings.known_name("distillation.teacher_models.teacher_model.model_path")
         bind["teacher"] = call("TorchScorer", teacher, dtype="bfloat16", **ranks)
     bind |= graph.bound
     if "reward_model" in graph.bound:
@@ -381,14 +382,13 @@ def _listed(value: Any) -> list[str]:
 
 def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Imported:
     get = settings.get
-    nodes, each = launcher.get("nnodes", "1"), launcher.get("nproc_per_node", "1")
-    gpus = (int(nodes) if nodes.isdigit() else 1) * (int(each) if each.isdigit() else 1)
+    gpus = settings.gpus(launcher, "set ranks= and place= in the file for more")
     graph = GraphPlan("sft", has_reward=False)
     lora = _lora(settings, "model.")
     offload = any([get("engine.param_offload"), get("engine.optimizer_offload")])
     actor = call(
         "TorchTrainer",
-        settings.name("model.path"),
+        settings.known_name("model.path"),
         optimizer=_optimizer(settings, "optim."),
         schedule=_schedule(settings, "optim.", 1),
         grad_clip=get("optim.clip_grad"),

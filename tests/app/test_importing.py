@@ -36,3 +36,10 @@ def test_check_writes_nothing(command: Command, script: Path) -> None:
 def test_variables(command: Command, script: Path) -> None:
     assert "rollout.n=2" in command("from-verl", script, "--env", "N=2", "--check", "--allow", "*").out
     assert command("from-verl", script, "--env", "N").code == 2
+
+
+def test_the_folder_of_the_file_is_made(command: Command, script: Path) -> None:
+    target = script.parent / "new" / "train.py"
+    assert command("from-verl", script, "--allow", "trainer.val_only", "--to", target).code == 0 and target.exists()
+    wrong = command("from-verl", script, "--allow", "trainer.val_only", "--to", target / "train.py")
+    assert wrong.code == 2 and "cannot be written" in wrong.err

@@ -46,3 +46,24 @@ def test_a_file_gives_dotted_keys_with_lines(tmp_path: Path) -> None:
     file.write_text("!!python/object/apply:os.getcwd []")
     with raises("import.unreadable-file"):
         hydra.of_file(file)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python3", None),
+        ("torchrun --nnodes=2 --nproc_per_node 4 -m", "8"),
+        ("torchrun --nproc-per-node=gpu", ""),
+        ("python3 -m torch.distributed.run --nproc_per_node 2", "2"),
+        ("deepspeed --num_gpus 4 --module", "4"),
+        ("accelerate launch --config_file zero3.yaml", "8"),
+        ("accelerate launch --config_file zero3.yaml --num_processes 2", "2"),
+        ("accelerate launch --config_file missing.yaml", ""),
+    ],
+)
+def test_processes_of_launchers(
+    command: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 8\n")
+    monkeypatch.chdir(tmp_path)
+    assert hydra.processes([Word(text) for text in command.split()]) == expected

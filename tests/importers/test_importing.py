@@ -17,3 +17,20 @@ def test_files_that_an_importer_does_not_read_are_refused(framework: str, name: 
     (tmp_path / name).write_text("lr: 1\n")
     with raises("import.no-training", file=str(tmp_path / name)):
         import_file(framework, Source(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("framework", "command", "other"),
+    [
+        ("verl", "deepspeed --module openrlhf.cli.train_dpo --adam.lr 1e-6", "openrlhf"),
+        ("openrlhf", "trl dpo --beta 0.2", "trl"),
+        ("trl", "python3 -m verl.trainer.main_ppo trainer.nnodes=1", "verl"),
+    ],
+)
+def test_a_script_of_another_framework_names_its_importer(
+    framework: str, command: str, other: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{command}\n")
+    with raises("import.no-training") as caught:
+        import_file(framework, Source(tmp_path / "run.sh"))
+    assert f"flowrl from-{other}" in str(caught.value)

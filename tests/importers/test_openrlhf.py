@@ -108,3 +108,18 @@ def test_dpo_from_a_document(tmp_path: Path) -> None:
     assert not refused(found) and not findings.problems
     assert found.graph.edited().nodes["update_actor"].operator.loss == DPO(0.2)
     assert value_of(found.bind["actor"]).router_aux_loss_coef == 0.01
+
+
+def test_sft_reads_its_own_split_and_the_gpus_of_its_launcher(tmp_path: Path) -> None:
+    text = (
+        "deepspeed %s --module openrlhf.cli.train_sft --model.model_name_or_path Qwen/Qwen3-0.6B --data.max_len 512 "
+        "--data.dataset org/rows --data.input_key question --data.output_key answer --data.max_samples 100 %s\n"
+    )
+    found, findings = imported(tmp_path, "openrlhf", text % ("", ""))
+    assert not refused(found) and not findings.problems
+    rows = found.training["data"].kwargs
+    assert (rows["split"], rows["max_prompt_length"], rows["max_response_length"]) == ("train[:100]", 512, 512)
+    assert {"num_processes", "data.max_len"} <= found.settings.differs.keys()
+    more, _ = imported(tmp_path, "openrlhf", text % ("--num_nodes 2 --num_gpus 4", "--data.dataset_split dev"))
+    assert more.training["data"].kwargs["split"] == "dev[:100]"
+    assert (value_of(more.bind["actor"]).ranks, value_of(more.bind["place"])) == (8, Colocate(gpus=8))

@@ -171,3 +171,15 @@ def test_sft(tmp_path: Path) -> None:
     assert (actor.optimizer.lr, actor.lora.r, actor.ranks) == (1e-4, 32, 2)
     assert actor.lora.adapter_path == "org/adapter"
     assert found.training["prompts"] == 256  # verl's default
+    unset, _ = imported(tmp_path, "verl", text.replace("=2 -m", "=$1 -m"))
+    assert "ranks" not in unset.bind["actor"].kwargs and "num_processes" in unset.settings.differs
+
+
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.model.path", "reward.custom_reward_function.path"], ids=["model", "reward"]
+)
+def test_a_name_of_which_nothing_is_known_is_refused(key: str, tmp_path: Path) -> None:
+    found, _ = verl(tmp_path, "grpo", f"{key}=$UNSET")
+    assert refused(found) == [key]
+    part, _ = verl(tmp_path, "grpo", f"{key}=$ROOT/part.py")
+    assert not refused(part) and "part.py" in part.program().source()

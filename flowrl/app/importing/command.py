@@ -95,7 +95,16 @@ def _import(
             option="--to",
             found=target,
         )
-    target.write_text(found.program().source(), encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(found.program().source(), encoding="utf-8")
+    except OSError as error:
+        raise ParameterError(
+            f"--to {target} cannot be written: {error.strerror}. Pass another file.",
+            code="cli.bad-option",
+            option="--to",
+            found=target,
+        ) from error
     out.print(f"Written to {target}. Run it: flowrl run {target}:training", markup=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from flowrl.importers import hydra
@@ -12,7 +12,7 @@ from flowrl.importers.words import Word
 PARTS = ("grpo", "rloo", "dpo", "sft")
 STARTS = "trl grpo, rloo, dpo or sft, or a Python script with one of their trainers"
 _PROCESSES = ("num_processes", "nproc_per_node")
-"""Flags of ``accelerate launch`` and ``torchrun``."""
+"""Flags of ``accelerate launch`` and ``torchrun``, which ``trl`` takes, too."""
 
 
 def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[str, str]] | None:
@@ -20,18 +20,22 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     at = next((index for index in range(len(words)) if _starts(words, index)), None)
     if at is None:
         return None
-    given, launcher = of_arguments([*words[at + 1 :]]), {}
-    before = of_arguments(words[:at])
-    for name in _PROCESSES:
-        if (found := before.get(name) or given.pop(name, None)) is not None:
-            launcher["processes"] = str(found.value)
-    if not launcher and {Path(word.text).name for word in words[:at]} & {"accelerate", "torchrun"}:
-        launcher["processes"] = ""
+    given = of_arguments([*words[at + 1 :]])
+    launcher = launched(words[:at], given)
     script = Path(words[at].text)
     part = script.name.removesuffix(".py")
     if script.suffix == ".py" and script.is_file():
         return "", given, {**launcher, "script": str(script)}
     return (part, given, launcher) if part in PARTS else None
+
+
+def launched(words: Sequence[Word], given: MutableMapping[str, Setting]) -> dict[str, str]:
+    """What a launcher says, or the flags that ``trl`` passes to one, which are taken from the given ones."""
+    own = [found.value for name in _PROCESSES if (found := given.pop(name, None)) is not None]
+    count = hydra.processes(words)
+    if own and not count:
+        count = str(own[0])
+    return {} if count is None else {"processes": count}
 
 
 def _starts(words: Sequence[Word], index: int) -> bool:

@@ -13,17 +13,6 @@ _IGNORED = frozenset({"device_map", "low_cpu_mem_usage", "torch_dtype", "use_cac
 """Arguments of ``from_pretrained`` that change no result, or are read under another name."""
 
 
-def processes_of(settings: Settings, launcher: Mapping[str, str]) -> int:
-    """How many processes the launcher starts; 1 if it does not say."""
-    given = launcher.get("processes")
-    if given is None:
-        return 1
-    if given.isdigit():
-        return max(1, int(given))
-    settings.differ("num_processes", "its launcher does not say how many: one GPU; pass --num_processes for more")
-    return 1
-
-
 def dtype_of(settings: Settings) -> str:
     """The precision of the passes; weights are float32."""
     get = settings.get

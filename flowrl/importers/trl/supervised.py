@@ -24,6 +24,8 @@ def supervised(
         source = "DemoData"
         if get("loss_type") not in ("nll", "chunked_nll", None):
             settings.refuse("loss_type", "flowrl's `sft` is the negative log-likelihood; write a `Loss` for another")
+        if not get("assistant_only_loss"):
+            settings.differ("assistant_only_loss", "of messages, flowrl trains the turns of the assistant alone")
         if "eos_token" in settings:
             settings.differ("eos_token", "turns are trained up to the token that ends them in the chat template")
     else:

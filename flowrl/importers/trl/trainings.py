@@ -15,11 +15,11 @@ from flowrl.importers.plan import Imported, call
 from flowrl.importers.settings import Setting, Settings, Table
 from flowrl.importers.trl import graph
 from flowrl.importers.trl.agent import Agent
-from flowrl.importers.trl.commands import PARTS, of_arguments
+from flowrl.importers.trl.commands import PARTS, launched, of_arguments
 from flowrl.importers.trl.data import Prompts
 from flowrl.importers.trl.functions import Copies
 from flowrl.importers.trl.given import given_by
-from flowrl.importers.trl.models import dtype_of, processes_of, trainer, training
+from flowrl.importers.trl.models import dtype_of, trainer, training
 from flowrl.importers.trl.rewards import Rewards
 from flowrl.importers.trl.script import Script, read
 from flowrl.importers.trl.supervised import supervised
@@ -27,31 +27,34 @@ from flowrl.importers.words import Word
 
 
 def of_python(text: str, path: Path, title: str, arguments: Sequence[str]) -> Imported:
-    """A script, with the given flags, else those of the first command in its docstring.
+    """A script, with the given flags, else those of the first command in its docstring, and the GPUs of its launcher.
 
     Raises:
         ImporterError: it is not valid Python, or has no trainer that flowrl reads.
     """
-    given = of_arguments([Word(word) for word in arguments or _documented(text)])
+    before, flags = ([], arguments) if arguments else _documented(text)
+    given = of_arguments([Word(word) for word in flags])
+    launcher = launched([Word(word) for word in before], given)
     own = path.stem in PARTS and "def make_parser(subparsers" in text  # a script of TRL itself, which its command runs
-    return imported(path.stem, given, title, {}) if own else imported("", given, title, {"script": str(path)})
+    return imported(path.stem if own else "", given, title, launcher if own else {**launcher, "script": str(path)})
 
 
-def _documented(text: str) -> list[str]:
-    """The flags of the first command in a docstring or comment."""
+def _documented(text: str) -> tuple[list[str], list[str]]:
+    """The first command in a docstring or comment: the words before the script, and its flags."""
     command = re.search(
         r"(?:python|accelerate launch|trl)\b[^`\"]*?\s(--model_name_or_path.*?|--\w+.*?)(?:\n\s*#?\s*\n|```|\"\"\"|$)",
         text,
         re.DOTALL,
     )
     if command is None:
-        return []
+        return [], []
     flags = re.sub(r"\\\s*\n\s*#?", " ", command[1])
     script = re.search(r"\S+\.py\s", flags)
+    before = [*text[command.start() : command.start(1)].split(), *flags[: script.start() if script else 0].split()]
     try:
-        return shlex.split(flags[script.end() if script else 0 :].replace("\n", " "))
+        return before, shlex.split(flags[script.end() if script else 0 :].replace("\n", " "))
     except ValueError:
-        return []
+        return [], []
 
 
 def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:
@@ -78,7 +81,7 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
             code="import.no-training",
             file=title,
         )
-    processes = processes_of(settings, launcher)
+    processes = settings.gpus(launcher, "pass --num_processes for more")
     if part in ("dpo", "sft"):
         found = supervised(part, settings, title, model, data, processes, script)
     else:

@@ -104,6 +104,21 @@ def test_processes_of_the_launcher(tmp_path: Path) -> None:
     assert (value_of(found.bind["actor"]).ranks, found.training["prompts"]) == (2, 8 * 2)
     unsaid, _ = imported(tmp_path, "trl", f"torchrun sft.py {BOTH}\n")
     assert "num_processes" in [remark.key for remark in unsaid.settings.report(()).differing]
+    text = PYTHON.format(flags=FLAGS)
+    script = text.replace("python dpo.py", "accelerate launch --num_processes 4 dpo.py")
+    assert imported(tmp_path, "trl", script, "run.py")[0].training["prompts"] == 8 * 4
+    unsaid, _ = imported(tmp_path, "trl", text.replace("python dpo.py", "accelerate launch dpo.py"), "run.py")
+    assert "num_processes" in unsaid.settings.differs
+    (tmp_path / "run.py").write_text(text)
+    own, _ = import_file("trl", Source(tmp_path / "run.py", {}, [*FLAGS.split(), "--num_processes", "2"]))
+    assert not refused(own) and own.training["prompts"] == 8 * 2
+
+
+def test_messages_are_trained_as_with_assistant_only_loss(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, "trl", f"trl sft {BOTH}\n")
+    assert "assistant_only_loss" in [remark.key for remark in found.settings.report(()).differing]
+    same, _ = imported(tmp_path, "trl", f"trl sft {BOTH} --assistant_only_loss\n")
+    assert not refused(same) and "assistant_only_loss" not in same.settings.differs
 
 
 def test_an_adapter_has_the_layers_of_peft(tmp_path: Path) -> None:
