@@ -9,6 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "extensions"))
 
+import inventories  # noqa: E402
 import names  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
@@ -39,6 +40,8 @@ autodoc_typehints = "none"  # docstrings.py writes them
 add_module_names = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+intersphinx_mapping = inventories.write(DOCS.parent / "build" / "inventories")
 
 html_theme = "furo"
 html_title = "flowrl"

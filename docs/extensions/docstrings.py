@@ -19,7 +19,7 @@ def signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, arguments: str | None, returns: str | None
 ) -> tuple[str, str | None] | None:
     """Annotations as in the source; evaluated, those of jaxtyping and pydantic fill lines."""
-    if arguments is None and not callable(value):
+    if what not in ("class", "function", "method", "exception"):
         return None
     try:
         found = inspect.signature(value)
@@ -30,7 +30,7 @@ def signature(
         parameters = parameters[1:]
     shown = [p.replace(annotation=_annotation(p.annotation), default=_default(p.default)) for p in parameters]
     text = str(inspect.Signature(shown))
-    return text, None if what == "class" else str(_annotation(found.return_annotation) or "") or None
+    return text, None if what in ("class", "exception") else str(_annotation(found.return_annotation) or "") or None
 
 
 class _Text(str):
@@ -43,8 +43,8 @@ class _Text(str):
 def _annotation(value: Any) -> Any:
     if value is inspect.Signature.empty:
         return value
-    text = value if isinstance(value, str) else getattr(value, "__forward_arg__", None) or inspect.formatannotation(value)
-    return _Text(text)
+    written = value if isinstance(value, str) else getattr(value, "__forward_arg__", None)
+    return _Text(written or inspect.formatannotation(value))
 
 
 def _default(value: Any) -> Any:
@@ -89,8 +89,14 @@ def restored(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
     lines[:] = [line.replace("\N{RATIO}", ":") for line in lines]
 
 
+def bases(app: Sphinx, name: str, value: Any, options: Any, found: list[Any]) -> None:
+    """Leave `object` out."""
+    found[:] = [base for base in found if base is not object]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-bases", bases)
     app.connect("object-description-transform", type_of_attribute)
     app.connect("autodoc-process-docstring", plain, priority=400)  # napoleon has 500
     app.connect("autodoc-process-docstring", restored, priority=600)

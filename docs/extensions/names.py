@@ -65,10 +65,13 @@ class Role(XRefRole):
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.TextElement
 ) -> nodes.Element | None:
-    """A link for a name that Sphinx does not know, its text for one without a page, or None if there is no such name."""
+    """A link for a name that Sphinx does not know; its text if the name has no page, None if there is no such name."""
     if node.get("reftype") != "name" and node.get("refdomain") != "py":
         return None
-    found = look_up(node["reftarget"], *place(node))
+    target = node["reftarget"]
+    if node.get("refdomain") == "py":
+        target = re.sub(r"\[.*\]$", "", target)  # a type of jaxtyping with its axes
+    found = look_up(target, *place(node))
     if found is None:
         return None
     for name in found:
@@ -103,15 +106,16 @@ def look_up(text: str, module: str, path: str) -> list[str] | None:
             return []
         if (member := _member(value, name)) is not _NOTHING:
             return [*_names_of(member), f"{owner}.{name}"]
-    homes = [getattr(value, "__module__", module) for _, value in _owners(module, path)]
-    for home in dict.fromkeys([*homes, module, *MODULES, "builtins", "typing", "torch"]):
+    owners = [kind for _, value in _owners(module, path) for kind in getattr(value, "__mro__", (value,))]
+    homes = [getattr(owner, "__module__", module) for owner in owners]
+    for home in dict.fromkeys([*homes, module, *MODULES, "builtins"]):
         if home and (value := _global(home, head)) is not _NOTHING:
             found = _member(value, rest) if rest else value
             if found is not _NOTHING:
                 return _names_of(value, rest)
     if (value := _imported(name)) is not _NOTHING:
         return [*value, name]
-    return [] if _is_column(name) or _is_file(text) else None
+    return [] if columns.lookup(name) or _is_file(text) else None
 
 
 def value_at(module: str, path: str) -> Any:
@@ -137,7 +141,7 @@ def _parameters(value: Any) -> set[str]:
 
 
 def _member(value: Any, path: str) -> Any:
-    """The attribute of a class or a module at a path; `_NOTHING` if it has none, its name if only its type is declared."""
+    """The attribute of a class or a module at a path, its name if only its type is declared, or `_NOTHING`."""
     for part in path.split("."):
         annotated = isinstance(value, type) and any(part in inspect.get_annotations(c) for c in value.__mro__)
         value = getattr(value, part, part if annotated else _NOTHING)
@@ -163,18 +167,24 @@ def _global(module: str, name: str) -> Any:
     value = getattr(home, name, _NOTHING)
     if value is _NOTHING and name in _typing_imports(module):
         source, original = _typing_imports(module)[name]
-        return getattr(importlib.import_module(source), original)
+        found = importlib.import_module(source)
+        return getattr(found, original) if original else found
     return value
 
 
 @cache
 def _typing_imports(module: str) -> dict[str, tuple[str, str]]:
-    """By name, the module and the name that a ``from`` import anywhere in a module reads."""
+    """By name, what imports anywhere in a module read: a module, and the name in it or ``""``."""
     file = sys.modules[module].__dict__.get("__file__") or ""
     if "flowrl" not in module or not file:
         return {}
-    imports = (node for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))) if isinstance(node, ast.ImportFrom))
-    return {a.asname or a.name: (node.module or "", a.name) for node in imports for a in node.names}
+    found = {}
+    for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.update({alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names})
+        elif isinstance(node, ast.Import):
+            found.update({alias.asname: (alias.name, "") for alias in node.names if alias.asname})
+    return found
 
 
 def _imported(path: str) -> Any:
@@ -186,22 +196,14 @@ def _imported(path: str) -> Any:
         except ImportError:
             continue
         rest = parts[end:]
+        if rest and _member(module, ".".join(rest)) is _NOTHING:
+            return _NOTHING
         for split in range(len(rest), -1, -1):
             value = _member(module, ".".join(rest[:split])) if split else module
-            if value is not _NOTHING and id(value) in public_names():
+            if id(value) in public_names():
                 return _names_of(value, ".".join(rest[split:]))
-        if not rest or _member(module, ".".join(rest)) is not _NOTHING:
-            return []
+        return []
     return _NOTHING
-
-
-@cache
-def _is_column(name: str) -> bool:
-    try:
-        columns.lookup(name)
-    except Exception:
-        return False
-    return True
 
 
 def _is_file(text: str) -> bool:
