@@ -7,12 +7,10 @@ import inspect
 import re
 from typing import Any
 
-from docutils import nodes
+from names import value_at
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import _parse_annotation
-
-from names import place, value_at
 
 
 def signature(
@@ -71,6 +69,17 @@ def type_of_attribute(app: Sphinx, domain: str, kind: str, content: addnodes.des
             return
 
 
+def bases(app: Sphinx, name: str, value: Any, options: Any, found: list[Any]) -> None:
+    """Leave `object` out."""
+    found[:] = [base for base in found if base is not object]
+
+
+def without_bases(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -> None:
+    """Remove the line ``Bases:`` of a class whose only base was `object`."""
+    if domain == "py" and kind in ("class", "exception") and content.children and content[0].astext() == "Bases:":
+        content.pop(0)
+
+
 def plain(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Prepare a docstring for napoleon, which reads types where this code has none.
 
@@ -89,14 +98,10 @@ def restored(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
     lines[:] = [line.replace("\N{RATIO}", ":") for line in lines]
 
 
-def bases(app: Sphinx, name: str, value: Any, options: Any, found: list[Any]) -> None:
-    """Leave `object` out."""
-    found[:] = [base for base in found if base is not object]
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-bases", bases)
+    app.connect("object-description-transform", without_bases)
     app.connect("object-description-transform", type_of_attribute)
     app.connect("autodoc-process-docstring", plain, priority=400)  # napoleon has 500
     app.connect("autodoc-process-docstring", restored, priority=600)

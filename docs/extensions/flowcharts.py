@@ -60,7 +60,9 @@ def read(text: str) -> Picture:
     arrows: list[tuple[str, str, str, bool]] = []
     for line in map(str.strip, text.splitlines()):
         for name, opening, quoted, word in _NODE.findall(line):
-            parts = [unescape(re.sub(r"</?[bi]>", "", part)) for part in (quoted or word).replace("#", "&#").split("<br/>")]
+            parts = [
+                unescape(re.sub(r"</?[bi]>", "", part)) for part in (quoted or word).replace("#", "&#").split("<br/>")
+            ]
             if name.startswith("legend-"):
                 roles[name] = parts[0]
             else:

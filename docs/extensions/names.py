@@ -7,13 +7,11 @@ the public modules, and as a path that can be imported. What the reference or an
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import inspect
 import re
 import sys
 import types
-import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
