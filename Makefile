@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 
 PICTURES := .pictures
 
-REFERENCE := build/reference
+SITE := build/site
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
@@ -97,8 +97,10 @@ race: $(READY) $(RACE_READY)  ## Compare speed with TRL (per step) and verl (per
 	$(BIN)/python benchmarks/race $(RACE)/bin/python
 	@for script in $(RACES); do PYTHONPATH=$(RACE)/verl $(BIN)/python benchmarks/$$script.py || exit 1; done
 
-docs: $(READY)  ## Build the API reference from the docstrings; writes build/reference/index.html
-	@$(BIN)/python docs/reference.py $(REFERENCE)
+docs: $(READY)  ## Build the site of the docs, with the API reference; writes build/site/index.html
+	@rm -rf $(SITE)
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2 --doctree-dir build/doctrees docs $(SITE)
+	@$(BIN)/python docs/extensions/check.py $(SITE)
 
 tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
 	@$(BIN)/python docs/tables.py

@@ -109,7 +109,7 @@ class GraphError(FlowrlError, ValueError):
 
 
 class RuleError(GraphError):
-    """`graph.check()` found a violation of a rule."""
+    """`Graph.check` found a violation of a rule."""
 
 
 class BindError(FlowrlError, ValueError):

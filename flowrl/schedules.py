@@ -1,6 +1,6 @@
 """Schedules: numbers over time, given where an operator takes a number: ``KLShape(coef=Linear(0.1, 0.01, steps=100))``.
 
-The number is computed for each step, before the operator runs. `at` is a pure function of the number of steps done
+The number is computed for each step, before the operator runs. ``at`` is a pure function of the number of steps done
 before, so a resumed run needs only that number. A learning rate is multiplied by one, too, which counts optimizer
 steps: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
 warm-up the very first step has learning rate 0, as in transformers and verl.

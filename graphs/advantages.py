@@ -123,7 +123,7 @@ def gdpo(
 ) -> Graph:
     """Several rewards, each normalized separately in its group (GDPO: Liu et al. 2026, arXiv:2601.05242).
 
-    Their weighted sum is normalized over the batch; see `gdpo_advantage`.
+    Their weighted sum is normalized over the batch; see `GDPOAdvantage`.
 
     Args:
         reward_fn: scores a response; see `Reward`. Its node and its weight are named ``reward``.

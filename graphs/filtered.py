@@ -22,7 +22,7 @@ def raft(reward_fn: RewardFn, *, best: int = 1, **settings: Unpack[GRPOSettings]
     Args:
         reward_fn: scores a response; see `Reward`.
         best: number of responses per prompt to train on.
-        settings: settings of `grpo`, except `clip`, `kl_coef`, and `mini_batch`, since a filter selects a varying
+        settings: settings of `grpo`, except ``clip``, ``kl_coef``, and ``mini_batch``, since a filter selects a varying
             number of rows.
 
     Raises:
@@ -43,10 +43,10 @@ def pf_ppo(reward_fn: RewardFn, *, best: int = 1, worst: int = 1, **settings: Un
     Args:
         reward_fn: scores a response; see `Reward`.
         best, worst: number of responses per prompt to select from either end; ``worst=0`` is the paper's best-of-n.
-        settings: settings of `ppo`, except `mini_batch`, since a filter selects a varying number of rows.
+        settings: settings of `ppo`, except ``mini_batch``, since a filter selects a varying number of rows.
 
     Raises:
-        ParameterError: `mini_batch` was given, or `n` is not greater than ``best + worst``.
+        ParameterError: ``mini_batch`` was given, or `n` is not greater than ``best + worst``.
     """
     _refuse_all("pf_ppo", settings["n"], best + worst)
     return ppo(reward_fn, **settings).edit(

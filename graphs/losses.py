@@ -27,10 +27,10 @@ def gspo(
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_low, clip_high: the bounds of the ratio are ``1 - clip_low`` and ``1 + clip_high``.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("gspo", reward_fn, GSPO(clip_low, clip_high), "seq-mean-token-mean", settings)
 
@@ -44,10 +44,10 @@ def cispo(reward_fn: RewardFn, *, clip_high: float = 0.28, **settings: Unpack[GR
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_high: the upper bound of the weight is ``1 + clip_high``.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("cispo", reward_fn, CISPO(clip_high=clip_high), "token-mean", settings)
 
@@ -61,10 +61,10 @@ def gmpo(reward_fn: RewardFn, *, clip_log: float = 0.4, **settings: Unpack[GRPOS
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_log: bound on the absolute log-ratio.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("gmpo", reward_fn, GMPO(clip_log), "seq-mean-token-mean", settings)
 
@@ -80,10 +80,10 @@ def sapo(
     Args:
         reward_fn: scores a response; see `Reward`.
         tau_pos, tau_neg: steepness for positive advantages, and for all others.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("sapo", reward_fn, SAPO(tau_pos, tau_neg), "seq-mean-token-mean", settings)
 
@@ -98,10 +98,10 @@ def kl_cov(reward_fn: RewardFn, *, top: float = 2e-4, coef: float = 1.0, **setti
         reward_fn: scores a response; see `Reward`.
         top: share of tokens with the penalty.
         coef: coefficient of the penalty.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("kl_cov", reward_fn, KLCov(top, coef), "token-mean", settings)
 
@@ -118,10 +118,10 @@ def clip_cov(
         reward_fn: scores a response; see `Reward`.
         share: size of the sample as a share of all tokens.
         low, high: range of the covariance.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("clip_cov", reward_fn, ClipCov(share, low, high), "token-mean", settings)
 
@@ -144,10 +144,10 @@ def dppo(
         divergence: total variation or KL of the binary distribution (this token, any other).
         within: radius of the region.
         within_high: radius for positive advantages, if it differs.
-        settings: settings of `grpo`, except `clip`.
+        settings: settings of `grpo`, except ``clip``.
 
     Raises:
-        ParameterError: `clip` was given.
+        ParameterError: ``clip`` was given.
     """
     return _grpo("dppo", reward_fn, DPPO(divergence, within, within_high=within_high), "token-mean", settings)
 
@@ -162,7 +162,7 @@ def online_dpo(reward_fn: RewardFn, *, beta: float = 0.1, **settings: Unpack[GRP
     Args:
         reward_fn: scores a response; see `Reward`.
         beta: coefficient of KL to the reference.
-        settings: settings of `grpo`, except `clip` and `kl_coef`.
+        settings: settings of `grpo`, except ``clip`` and ``kl_coef``.
 
     Raises:
         ParameterError: one of these was given.

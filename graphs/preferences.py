@@ -20,7 +20,7 @@ def ipo(*, tau: float = 0.1, per_token: bool = False, **settings: Unpack[DPOSett
     Args:
         tau: coefficient of KL to the reference.
         per_token: average log-probs over the tokens of a row, as TRL does, instead of summing them.
-        settings: settings of `dpo`, except `beta` and `label_smoothing`.
+        settings: settings of `dpo`, except ``beta`` and ``label_smoothing``.
     """
     return dpo(**settings).edit(set={"update_actor.loss": IPO(tau, per_token)}, name="ipo")
 
@@ -31,7 +31,7 @@ def simpo(*, gamma: float = 1.0, **settings: Unpack[DPOSettings]) -> Graph:
 
     Args:
         gamma: the margin by which the chosen response should lead.
-        settings: settings of `dpo`, except `label_smoothing`; `beta` is the scale of the mean log-prob of a response.
+        settings: settings of `dpo`, except ``label_smoothing``; `beta` is the scale of the mean log-prob of a response.
     """
     return dpo(**settings).edit(set={"update_actor.loss": SimPO(settings["beta"], gamma)}, name="simpo")
 
@@ -44,7 +44,7 @@ def orpo(*, coef: float = 0.1, **settings: Unpack[DPOSettings]) -> Graph:
 
     Args:
         coef: coefficient of the odds ratio.
-        settings: settings of `dpo`, except `beta` and `label_smoothing`.
+        settings: settings of `dpo`, except ``beta`` and ``label_smoothing``.
     """
     return dpo(**settings).edit(set={"update_actor.loss": ORPO(coef)}, name="orpo")
 

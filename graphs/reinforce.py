@@ -21,8 +21,8 @@ def rloo(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) -> Graph:
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: settings of `ppo`, except those of the critic: `gamma`, `lam` and `critic_warmup`. With one mini-batch
-            per step nothing is clipped, and the update is that of REINFORCE.
+        settings: settings of `ppo`, except those of the critic: ``gamma``, ``lam`` and ``critic_warmup``. With one
+            mini-batch per step nothing is clipped, and the update is that of REINFORCE.
 
     Raises:
         ParameterError: one of these was given.
@@ -41,7 +41,7 @@ def reinforce_plus_plus(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) ->
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        settings: settings of `ppo`, except `lam` and `critic_warmup`; KL is in the reward.
+        settings: settings of `ppo`, except ``lam`` and ``critic_warmup``; KL is in the reward.
 
     Raises:
         ParameterError: one of these was given.
@@ -80,7 +80,7 @@ def remax(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) -> Graph:
             the update is that of REINFORCE.
 
     Raises:
-        ParameterError: `lam` or `critic_warmup`, settings of a critic, was given.
+        ParameterError: ``lam`` or ``critic_warmup``, settings of a critic, was given.
     """
     return reinforce_plus_plus(reward_fn, **settings).edit(
         insert={

@@ -30,7 +30,7 @@ def vapo(
         alpha: see above.
         clip_high: the upper bound of the ratio is ``1 + clip_high``; the lower is ``1 - clip``.
         nll: coefficient of the negative log-likelihood.
-        settings: settings of `ppo`, except `lam` and `kl_coef`.
+        settings: settings of `ppo`, except ``lam`` and ``kl_coef``.
 
     Raises:
         ParameterError: one of these was given.

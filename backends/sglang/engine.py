@@ -50,7 +50,7 @@ class SGLang(EngineSpec):
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
             lora, frozen: as in `flowrl.backends.hosted.spec.EngineSpec`.
-        engine_args: further arguments of `sglang.Engine`, by name.
+        engine_args: further arguments of ``sglang.Engine``, by name.
         cache_tokens: the capacity of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either,
             65,536 or one sequence of full length.
         seed: of SGLang's generator, plus the rank for each further engine; None is the run's. See `SGLangEngine`.

@@ -48,7 +48,7 @@ class VLLM(EngineSpec):
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
             lora, frozen: as in `flowrl.backends.hosted.spec.EngineSpec`. With `tensor_parallel`, vLLM starts worker
             processes.
-        engine_args: further arguments of `vllm.LLM`, by name.
+        engine_args: further arguments of ``vllm.LLM``, by name.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
         sleep_level: 1 keeps the weights in CPU memory while the engine sleeps, 2 drops them, so it needs a sync before
             it generates again. vLLM does neither on a CPU.

@@ -42,8 +42,8 @@ def audit(
         task: the task; None is the default one, on-policy.
         n: responses per prompt, in place of the graph's own; fewer make an exact audit feasible.
         role: which of several trained policies.
-        critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, prefix): value}``, where `prefix` is
-            the tuple of tokens so far, and missing states have the value 0.
+        critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, prefix): value}``, where ``prefix``
+            is the tuple of tokens so far, and missing states have the value 0.
         limit: enumerate all runs if there are at most this many.
         samples: otherwise, sample this many runs.
         explain: also attribute a bias to causes, which takes several times as long.

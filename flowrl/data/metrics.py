@@ -109,7 +109,7 @@ class Metrics(Mapping[str, Metric]):
     def tokens(self, key: str, values: Tensor, mask: Tensor) -> None:
         """Report the mean of `values` ``[rows response]``, which are 0 off `mask`, over the tokens on `mask`.
 
-        The sums and counts of the rows of the newest report are in `of_tokens`.
+        The sums and counts of the rows of the newest report are in ``of_tokens``.
         """
         self.mean(key, values.sum(), mask.sum())
         self.of_tokens[key] = values.sum(-1), mask.sum(-1)

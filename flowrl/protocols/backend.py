@@ -73,7 +73,7 @@ class Backend(Spec):
 
     @property
     def probes(self) -> bool:
-        """Whether a sync compares log-probs of the engine's `probe` with the trainer's; see `flowrl.sync.probe`."""
+        """Whether a sync compares log-probs of the engine's ``probe`` with the trainer's; see `flowrl.sync.probe`."""
         return False
 
     @property
@@ -112,10 +112,10 @@ class Backend(Spec):
 
     @property
     def why_not_fusable(self) -> str | None:
-        """Why a trainer's log-probs in the first pass of `update` may differ in bits from those of `log_probs`.
+        """Why a trainer's log-probs in the first pass of ``update`` may differ in bits from those of `log_probs`.
 
         None if they are identical on each rank. A plan may then reuse them (see `flowrl.core.graphs.fusing`), and
-        `update` must call its objective with every row that has a trained token, each once.
+        ``update`` must call its objective with every row that has a trained token, each once.
         """
         return f"{type(self).__name__} does not declare that it trains and scores with the same bits"
 

@@ -100,10 +100,10 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
-        stop_token_ids: tokens that end a row, as the tokenizer's `ends` do; the stop token is part of the response.
+        stop_token_ids: tokens that end a row, as the tokenizer's ``ends`` do; the stop token is part of the response.
         stop: strings that end a row once its text (special tokens skipped) contains one. The response includes the
             full token that completes the string, so its text may extend past the string.
-        ignore_eos: the tokenizer's `ends` do not end a row; stop tokens and strings still do.
+        ignore_eos: the tokenizer's ``ends`` do not end a row; stop tokens and strings still do.
         min_p: keep the tokens whose probability is at least `min_p` times the largest one; 0 keeps all.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens of the context and of the
             response so far; 1 is none.
@@ -238,7 +238,7 @@ class Critic(Protocol):
 @runtime_checkable
 class Synced(Protocol):
     """An engine whose weights come from a sync. It must not sample without a receipt, and has one initially only if
-    its backend is `frozen`."""
+    its backend is ``frozen``."""
 
     @property
     def receipt(self) -> Receipt | None:
@@ -246,7 +246,7 @@ class Synced(Protocol):
         ...
 
     def sync(self, source: Trainer) -> Receipt:
-        """Load the weights of `source`; the receipt has `source.version`.
+        """Load the weights of `source`; the receipt has ``source.version``.
 
         Raises:
             SyncError: the received weights differ from those sent.

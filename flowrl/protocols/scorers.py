@@ -13,7 +13,7 @@ from flowrl.records import Sequences, Tokens
 
 
 class Top(NamedTuple):
-    """The `k` most likely tokens at each position, and the remaining probability.
+    """The ``k`` most likely tokens at each position, and the remaining probability.
 
     Args:
         ids: int64 ``[batch response k]``, most likely first; 0 off the mask.

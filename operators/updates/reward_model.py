@@ -28,7 +28,8 @@ class UpdateRewardModel(Update, ModelInputs, Operator):
         loss: a loss of scores; the update has a port for each column that it reads.
         ppo_epochs: passes over the rows.
         mini_batch: rows per optimizer step, two per pair; None for all rows.
-        aggregation, norm: how to aggregate tokens, which all have the loss of their row; see `token_weights`.
+        aggregation, norm: how to aggregate tokens, which all have the loss of their row; see
+            `flowrl.operators.losses.objective.token_weights`.
         reads: record of the model's inputs; None for tokens. See `ModelInputs`.
         reward_model: the model.
 

@@ -93,10 +93,7 @@ def test_the_readme_links_every_page() -> None:
     assert linked == {page.name for page in PAGES}
 
 
-REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
-
-
-@pytest.mark.parametrize("name", REFERENCE["MODULES"])
+@pytest.mark.parametrize("name", sorted(page.stem for page in (ROOT / "docs" / "reference").glob("flowrl*.rst")))
 def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
     """Not the one that `dataclass` or `NamedTuple` generates."""
     module = importlib.import_module(name)

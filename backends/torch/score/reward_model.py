@@ -38,7 +38,7 @@ class TorchRewardModel(FolderBackend):
         head: ``"random"`` initializes the head of a folder without one, from the seed of the run, for experiments.
         dtype: the body's arithmetic: ``"bfloat16"`` is autocast over float32 weights. The head is in float32.
         attention: as in `TorchScorer`.
-        max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
+        max_tokens: positions that one forward pass may compute; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.

@@ -9,7 +9,7 @@ from flowrl.core.operators.operator import Operator
 
 @dataclass(frozen=True)
 class After:
-    """Where `edit(insert=...)` inserts an operator: after `node`."""
+    """Where ``edit(insert=...)`` inserts an operator: after `node`."""
 
     node: str
     operator: Operator

@@ -54,7 +54,7 @@ class Loss(HasEffects):
 
     A loss that reads `Distributions` is called within the model for some tokens at a time, so ``[rows response
     vocabulary]`` never exists. It gets log-probs ``[tokens vocabulary]``, every other column at these tokens
-    (``[tokens ...]``; a row's column repeated for its tokens) and values such as a teacher's `Head` unchanged, and
+    (``[tokens ...]``; a row's column repeated for its tokens) and values such as a teacher's ``Head`` unchanged, and
     returns ``[tokens]``. It sees each token alone and takes no metrics.
 
     Class attributes:

@@ -152,7 +152,7 @@ class Operator(HasEffects):
 
     @property
     def more_ports(self) -> Signature:
-        """The ports of the parameters, if `__call__` takes `FromParameters`: those of the field `loss`."""
+        """The ports of the parameters, if `__call__` takes ``FromParameters``: those of the field ``loss``."""
         loss: Signature = typing.cast(Any, self).loss.signature
         return loss
 

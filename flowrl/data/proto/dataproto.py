@@ -231,7 +231,7 @@ class DataProto:
         the left as its prompt grows and on the right as its response grows.
 
         Args:
-            pad: ``{name: (value, side)}`` for the second axis of columns that flowrl does not know; `side` is
+            pad: ``{name: (value, side)}`` for the second axis of columns that flowrl does not know; ``side`` is
                 ``"left"``, ``"right"`` or ``"sequence"``.
 
         Raises:
@@ -373,12 +373,12 @@ class DataProto:
         return DataProto(*formats.load(folder))
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict`: objects as `NonTensorStack`, meta as `NonTensorData`."""
+        """A `tensordict.TensorDict`: objects as ``NonTensorStack``, meta as ``NonTensorData``."""
         return formats.to_tensordict(self.columns, self._meta, len(self))
 
     @staticmethod
     def from_tensordict(data: Any) -> DataProto:
-        """The reverse of `to_tensordict`; a `NonTensorData` of a known object column's name fills that column."""
+        """The reverse of `to_tensordict`; a ``NonTensorData`` of a known object column's name fills that column."""
         return DataProto(*formats.from_tensordict(data))
 
     def to_verl(self) -> dict[str, dict[str, Any]]:

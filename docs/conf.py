@@ -1,0 +1,54 @@
+"""The settings of the site that ``make docs`` builds with Sphinx."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS / "extensions"))
+
+import inventories  # noqa: E402
+import names  # noqa: E402
+
+from flowrl import __version__  # noqa: E402
+
+project = "flowrl"
+author = "the authors of flowrl"
+project_copyright = author
+version = release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "docstrings",
+    "names",
+    "pages",
+    "flowcharts",
+]
+nitpicky = True
+default_role = "name"
+exclude_patterns = ["errors/*", "pictures/*", "curves/*"]
+
+myst_heading_anchors = 6  # links to headings, as on GitHub
+
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_typehints = "none"  # docstrings.py writes them
+add_module_names = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+intersphinx_mapping = inventories.write(DOCS.parent / "build" / "inventories")
+
+html_theme = "furo"
+html_title = "flowrl"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+
+for module in map(importlib.import_module, names.MODULES):
+    for name in getattr(module, "__all__", ()):
+        getattr(module, name)  # autodoc does not see a name before its first use

@@ -1,0 +1,105 @@
+"""The parts of the site that ``make docs`` builds: names in docstrings, flowcharts, and its check (docs/extensions)."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.draw.mermaid import draw
+from flowrl.draw.picture import picture
+from flowrl.graphs import grpo
+from tests import ROOT
+from tests.support.kernel import exact
+
+EXTENSIONS = ROOT / "docs" / "extensions"
+CHECK = runpy.run_path(str(EXTENSIONS / "check.py"))
+
+
+def _extension(name: str) -> dict[str, Any]:
+    pytest.importorskip("sphinx", reason="needs pip install 'flowrl[docs]'")
+    return runpy.run_path(str(EXTENSIONS / f"{name}.py"))
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = re.findall(r"^   ([\w./-]+)$", (ROOT / "docs/index.rst").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [page.stem for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(listed) == sorted([*pages, "reference/index"])
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "path", "first"),
+    [
+        ("Job", "flowrl", "Graph.bind", "flowrl.Job"),
+        ("Graph.check", "flowrl.errors", "RuleError", "flowrl.Graph.check"),  # a public name of another module
+        ("flowrl.run.training.job.Job", "flowrl", "", "flowrl.Job"),  # public, by the path of its definition
+        ("torch.Generator", "flowrl", "", "torch.Generator"),
+        ("loss", "flowrl.operators", "UpdateActor", None),  # a parameter, not the class of this name elsewhere
+        ("uid", "flowrl.operators", "GAE", None),  # a column
+        ("flowrl.sync.probe", "flowrl", "", None),  # a module without a page
+        ("docs/errors.md", "flowrl.errors", "", None),
+        ("flowrl check", "flowrl", "", None),
+    ],
+)
+def test_a_name_in_a_docstring_is_found_where_it_stands(text: str, module: str, path: str, first: str | None) -> None:
+    found = _extension("names")["look_up"](text, module, path)
+    assert found is not None
+    assert found[:1] == ([first] if first else found[:1])
+    if first is None:
+        assert not [name for name in found if name in ("flowrl.Loss", "flowrl.operators.Uid")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nothing", "Job.nothing", "flowrl.nothing", "flowrl.Job.nothing", "docs/nothing.md", "flowrl nothing", "a > b"],
+)
+def test_a_name_of_nothing_is_not_found(text: str) -> None:
+    assert _extension("names")["look_up"](text, "flowrl", "Graph.bind") is None
+
+
+def _shown(drawn: Any) -> Iterator[Any]:
+    yield from (sorted((box.name, box.lines, box.writes, box.role, box.shape) for box in drawn.boxes), drawn.roles)
+    yield [(a.source, a.target, "" if a.whole else a.label, a.kind) for a in drawn.arrows]
+
+
+def test_a_flowchart_is_the_picture_that_it_was_written_from() -> None:
+    graph = grpo(exact)
+    assert list(_shown(_extension("flowcharts")["read"](draw(graph)))) == list(_shown(picture(graph)))
+
+
+def test_a_line_that_is_no_flowchart_is_refused() -> None:
+    with pytest.raises(ValueError, match="a->>b: hello"):
+        _extension("flowcharts")["read"]("sequenceDiagram\n    a->>b: hello")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<img src="https://img.example/badge.svg">',
+        '<script src="//cdn.example/x.js"></script>',
+        '<link rel="stylesheet" href="https://fonts.example/css">',
+        '<p style="background: url(https://img.example/x.png)">',
+        "<style>@import 'https://fonts.example/css';</style>",
+    ],
+)
+def test_a_page_that_loads_from_another_host_fails_the_build(page: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    (found,) = CHECK["requests"](tmp_path)
+    assert found.startswith("page.html loads ")
+
+
+def test_a_link_and_an_own_picture_pass(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text('<a href="https://arxiv.org">a</a><img src="x.svg">', encoding="utf-8")
+    (tmp_path / "site.css").write_text("p { background: url(x.png) }", encoding="utf-8")
+    assert not list(CHECK["requests"](tmp_path))
+
+
+def test_an_index_without_a_name_fails_the_build(tmp_path: Path) -> None:
+    (tmp_path / "searchindex.js").write_text(
+        'Search.setIndex({"terms":{updateactor:1,"kl":2,ref:3}})', encoding="utf-8"
+    )
+    assert list(CHECK["not_found"](tmp_path)) == ["the search does not find FR011"]
