@@ -10,7 +10,7 @@ from pathlib import Path
 from flowrl.importers.settings import Settings
 
 _NUMBER = r"v?(\d+(?:\.\d+)*)"
-_BESIDE = ("requirements.txt", "pyproject.toml")
+_REQUIREMENT_FILES = ("requirements.txt", "pyproject.toml")
 """Files next to a script that may name versions."""
 
 
@@ -32,8 +32,8 @@ def warnings_of(framework: str, text: str, path: Path, settings: Settings) -> li
 
 def _named(framework: str, text: str, path: Path, pinned: str) -> Iterator[tuple[str, str]]:
     """Where another version is required, and how."""
-    beside = [path.parent / name for name in _BESIDE]
-    texts = {path.name: text} | {file.name: _text(file) for file in beside if file.is_file()}
+    files = [path.parent / name for name in _REQUIREMENT_FILES]
+    texts = {path.name: text} | {file.name: _text(file) for file in files if file.is_file()}
     for where, content in texts.items():
         for line, one in enumerate(content.splitlines(), 1):
             for sign, version in _requirements(framework, one):
