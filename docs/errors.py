@@ -1,4 +1,4 @@
-"""Write docs/errors.md, the page of all error codes, from docs/errors/*.toml: ``python docs/errors.py``.
+"""Write docs/reference/errors.md, the page of all error codes, from docs/errors/*.toml: ``python docs/errors.py``.
 
 A file holds the codes of one group, such as ``graph.toml``::
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "errors.md"
+PAGE = HERE / "reference" / "errors.md"
 HEAD = """# Error codes
 
 Every error that flowrl raises has a code in brackets at the end of its message, also as `error.code`. The names and

@@ -109,14 +109,14 @@ def entry_points() -> list[str]:
 
 
 FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
-    "docs/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
-    "docs/operators.md": {"<!-- operators -->\n\n": operators},
-    "docs/losses.md": {"<!-- losses -->\n\n": losses},
-    "docs/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
-    "docs/graphs.md": {"<!-- rules -->\n\n": rules},
+    "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
+    "docs/reference/operators.md": {"<!-- operators -->\n\n": operators},
+    "docs/reference/losses.md": {"<!-- losses -->\n\n": losses},
+    "docs/reference/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
+    "docs/reference/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{
-        f"docs/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}
+        f"docs/how-to/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}
         for name in ("openrlhf", "trl", "verl")
     },
 }

@@ -1,8 +1,8 @@
 """The errors of flowrl.
 
 A message states what happened, where, what was expected, and how to fix it. Each refused situation has a stable code,
-such as ``graph.unknown-node``; `docs/errors.md` lists all of them, each with an example and its fix. Each class
-derives from `FlowrlError` and from the builtin that it refines.
+such as ``graph.unknown-node``; `docs/reference/errors.md` lists all of them, each with an example and its fix. Each
+class derives from `FlowrlError` and from the builtin that it refines.
 """
 
 from __future__ import annotations

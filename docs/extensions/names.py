@@ -30,7 +30,9 @@ from flowrl.app.cli import app as commands
 
 DOCS = Path(__file__).resolve().parents[1]
 MODULES = tuple(
-    re.findall(r"automodule:: (\S+)", "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.rst"))))
+    re.findall(
+        r"automodule:: (\S+)", "".join(page.read_text() for page in sorted((DOCS / "reference" / "api").glob("*.rst")))
+    )
 )
 """The public modules: those with a page."""
 

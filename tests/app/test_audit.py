@@ -1,4 +1,4 @@
-"""``flowrl audit``, and its output on `docs/audit.md`."""
+"""``flowrl audit``, and its output on `docs/evidence/audit.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.auditing.listed import unread
 from tests.support.command_line import Command, is_paragraph, write
 
-PAGE = ROOT / "docs" / "audit.md"
+PAGE = ROOT / "docs" / "evidence" / "audit.md"
 GRAPHS = """
     from flowrl import PromptBatch, algorithm
     from flowrl.graphs import grpo, rloo
@@ -79,7 +79,7 @@ def test_the_table_on_the_docs_page_lists_every_algorithm() -> None:
     expected = table()
     assert lines[:2] == [next(expected), next(expected)]
     listed = [line.split("`")[1] for line in lines[2:]]
-    assert listed == flowrl.graphs.__all__, "write what `flowrl audit --all` prints into docs/audit.md"
+    assert listed == flowrl.graphs.__all__, "write what `flowrl audit --all` prints into docs/evidence/audit.md"
     assert all(line.count("|") - line.count("\\|") == 8 for line in lines)
 
 

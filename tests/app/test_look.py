@@ -58,7 +58,9 @@ def test_refusals_name_the_option(command: Command, run: Path, tmp_path: Path, o
     assert result.code == 2 and is_paragraph(result) and option in result.err
 
 
-LINES = re.findall(r"^flowrl (look .*?) +#", (ROOT / "docs" / "look.md").read_text(encoding="utf-8"), re.MULTILINE)
+LINES = re.findall(
+    r"^flowrl (look .*?) +#", (ROOT / "docs" / "how-to" / "look.md").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if "--" in line])

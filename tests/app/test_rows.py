@@ -153,7 +153,7 @@ def test_the_output_on_the_docs_page_is_current(command: Command, tmp_path: Path
     rows = [guessed("0/2/0#0", *[("1", 2, -0.1)] * 3), guessed("0/2/0#1", ("12", 3, -0.1), ("7", 2, 1.0))]
     written(tmp_path / "guess", {"rollouts.jsonl": rows})
     printed = command("rows", tmp_path / "guess", "--best=1").out
-    page = (ROOT / "docs" / "episodes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "episodes.md").read_text(encoding="utf-8")
     assert f"```text\n$ flowrl rows runs/guess --best 1\n{printed}```\n" in page
 
 

@@ -1,4 +1,4 @@
-"""Each session of `docs/bugs-elsewhere.md` prints what the page shows, and each entry names one thread."""
+"""Each session of `docs/evidence/bugs-elsewhere.md` prints what the page shows, and each entry names one thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests import ROOT
 from tests.support.desk import set_up_desk
 
-PAGE = (ROOT / "docs" / "bugs-elsewhere.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evidence" / "bugs-elsewhere.md").read_text(encoding="utf-8")
 HEAD, *ENTRIES = re.split(r"^### ", PAGE, flags=re.MULTILINE)
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS  # messages are wrapped; numbers that may round are left out
 

@@ -50,7 +50,7 @@ def test_every_code_of_the_page_is_raised() -> None:
 
 
 def test_the_committed_page_equals_the_generated_one() -> None:
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == GENERATOR["page"]()
+    assert (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8") == GENERATOR["page"]()
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -92,7 +92,7 @@ def test_the_table_has_every_algorithm_and_every_engine() -> None:
     assert sorted(names) == sorted(flowrl.graphs.__all__)
     assert all(hasattr(flowrl.backends, name) for name in re.findall(r"`(\w+)`", engines))
     assert "**GPU: untested**" in gpus
-    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "learning.md").read_text(encoding="utf-8")
     for row in families:
         names = re.findall(r"`(\w+)`", row)
         measured = sum(f"| `{name}` |" in page for name in names)

@@ -25,10 +25,15 @@ def _extension(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXTENSIONS / f"{name}.py"))
 
 
-def test_every_page_is_in_the_index() -> None:
-    listed = re.findall(r"^   ([\w./-]+)$", (ROOT / "docs/index.rst").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [page.stem for page in (ROOT / "docs").glob("*.md")]
-    assert sorted(listed) == sorted([*pages, "reference/index"])
+@pytest.mark.parametrize("index", sorted((ROOT / "docs").glob("*/index.md")), ids=lambda index: index.parent.name)
+def test_every_page_is_in_both_lists_of_its_index(index: Path) -> None:
+    text = index.read_text(encoding="utf-8")
+    pages = [
+        str(page.relative_to(index.parent).with_suffix("")) for page in index.parent.rglob("*.md") if page != index
+    ]
+    tree = [name for name in re.findall(r"^([\w./-]+)$", text, re.MULTILINE) if name != "api/index"]
+    assert sorted(tree) == sorted(pages)
+    assert {f"{name}.md" for name in pages} <= set(re.findall(r"\]\(([\w./-]+)\)", text))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def test_every_page_is_in_the_index() -> None:
         ("loss", "flowrl.operators", "UpdateActor", None),  # a parameter, not the class of this name elsewhere
         ("uid", "flowrl.operators", "GAE", None),  # a column
         ("flowrl.sync.probe", "flowrl", "", None),  # a module without a page
-        ("docs/errors.md", "flowrl.errors", "", None),
+        ("docs/reference/errors.md", "flowrl.errors", "", None),
         ("flowrl check", "flowrl", "", None),
     ],
 )

@@ -22,7 +22,7 @@ from tests import ROOT
 
 pytestmark = pytest.mark.timeout(480)  # it trains for as long as it takes to learn
 
-TUTORIAL = ROOT / "docs" / "tutorial.md"
+TUTORIAL = ROOT / "docs" / "tutorial" / "tutorial.md"
 SAY = """
 import json
 right = [v["val/reward/mean"] for v in run.validations]

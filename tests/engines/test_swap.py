@@ -115,7 +115,7 @@ def test_the_example_trains_with_vllm(model: Path, tmp_path: Path) -> None:
 @pytest.mark.engines("vllm")
 @pytest.mark.nightly
 def test_vllm_plays_the_triage_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/engine-notes.md has the learning curves of triage on each engine."""
+    """docs/develop/engine-notes.md has the learning curves of triage on each engine."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     model = load_object(f"{ROOT / 'examples' / 'triage_environment.py'}:build")(tmp_path / "model", steps=40, rows=32)
     trained = by_vllm("triage.py", model, tmp_path)

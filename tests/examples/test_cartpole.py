@@ -1,6 +1,6 @@
 """The example "cartpole.py", with "cartpole_policy.py": its data, its updates, and that it learns.
 
-That five seeds come to 475 is in docs/classic.md.
+That five seeds come to 475 is in docs/how-to/classic.md.
 """
 
 from __future__ import annotations
