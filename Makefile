@@ -9,7 +9,8 @@ READY  := $(VENV)/.ready
 
 PICTURES := .pictures
 
-SITE := build/site
+SITE   := build/site
+SPHINX  = $(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
@@ -38,7 +39,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs tables clean \
+.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs translations tables clean \
 	nightly nightly-main nightly-ray nightly-engines environments FORCE
 
 FORCE:
@@ -97,10 +98,14 @@ race: $(READY) $(RACE_READY)  ## Compare speed with TRL (per step) and verl (per
 	$(BIN)/python benchmarks/race $(RACE)/bin/python
 	@for script in $(RACES); do PYTHONPATH=$(RACE)/verl $(BIN)/python benchmarks/$$script.py || exit 1; done
 
-docs: $(READY)  ## Build the site of the docs, with the API reference; writes build/site/index.html
+docs: $(READY)  ## Build the site of the docs, in English and Chinese; writes build/site/index.html
 	@rm -rf $(SITE)
-	@$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2 --doctree-dir build/doctrees docs $(SITE)
+	@$(SPHINX) --doctree-dir build/doctrees docs $(SITE)
+	@$(SPHINX) --doctree-dir build/doctrees-zh -D language=zh_CN docs $(SITE)/zh
 	@$(BIN)/python docs/extensions/check.py $(SITE)
+
+translations: $(READY)  ## Bring docs/locales up to date with the English pages, for translators
+	@$(BIN)/python docs/translations.py
 
 tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
 	@$(BIN)/python docs/tables.py

@@ -28,10 +28,16 @@ extensions = [
     "names",
     "pages",
     "flowcharts",
+    "languages",
 ]
 nitpicky = True
 default_role = "name"
-exclude_patterns = ["errors/*", "pictures/*", "curves/*"]
+exclude_patterns = ["errors/*", "pictures/*", "curves/*", "locales/*"]
+
+language = "en"  # `make docs` builds zh_CN, too
+locale_dirs = ["locales"]
+gettext_compact = False  # one catalog a page
+gettext_location = False
 
 myst_heading_anchors = 6  # links to headings, as on GitHub
 
@@ -45,6 +51,10 @@ intersphinx_mapping = inventories.write(DOCS.parent / "build" / "inventories")
 
 html_theme = "furo"
 html_title = "flowrl"
+templates_path = ["templates"]
+html_sidebars = {
+    "**": [f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "language", "scroll-end")]
+}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
