@@ -53,8 +53,11 @@ html_theme = "furo"
 html_title = "flowrl"
 templates_path = ["templates"]
 html_sidebars = {
-    "**": [f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "language", "scroll-end")]
+    "**": [
+        f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "language", "scroll-end")
+    ]
 }
+html_favicon = "static/favicon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False

@@ -1,4 +1,4 @@
-"""Check a built site: no page loads anything from another host, and the search finds what readers look for.
+"""Check a built site: no request to another host, no broken link, and the search finds what readers look for.
 
 ``python docs/extensions/check.py FOLDER``, which ``make docs`` runs.
 """
@@ -10,22 +10,30 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
-SEARCHED = ("UpdateActor", "FR011", "kl/ref")
+SEARCHED = ("UpdateActor", "FR011", "kl/ref", "clip")
 _LOADED = {"src", "srcset", "poster", "data", "action"}
 _OTHER_HOST = re.compile(r"\s*(https?:)?//", re.IGNORECASE)
 _IN_STYLES = re.compile(r"(?:url\(\s*|@import\s*)[\"']?((?:https?:)?//[^\"')\s]+)", re.IGNORECASE)
 
 
-class _Loads(HTMLParser):
-    """Collects what a page loads from another host; links to follow are not loaded."""
+class _Page(HTMLParser):
+    """Collects what a page loads from another host, its links to this one, and its anchors."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         for name, value in attributes:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif tag == "a" and name == "href" and value and not re.match(r"[a-z]+:|//", value):
+                self.links.append(value)
             if (name in _LOADED or (tag == "link" and name == "href")) and value and _OTHER_HOST.match(value):
                 self.found.append(value)
             elif name == "style" and value:
@@ -36,14 +44,24 @@ def requests(site: Path) -> Iterator[str]:
     """What pages and styles of a site load from another host."""
     for file in sorted(site.rglob("*.html")):
         text = file.read_text(encoding="utf-8")
-        page = _Loads()
-        page.feed(text)
+        page = _Page(text)
         for style in re.findall(r"<style\b.*?</style>", text, re.DOTALL):
             page.found += _IN_STYLES.findall(style)
         yield from (f"{file.relative_to(site)} loads {url}" for url in page.found)
     for file in sorted(site.rglob("*.css")):
         for url in _IN_STYLES.findall(file.read_text(encoding="utf-8")):
             yield f"{file.relative_to(site)} loads {url}"
+
+
+def broken(site: Path) -> Iterator[str]:
+    """Links of pages to a file or an anchor that is not there."""
+    pages = {file.resolve(): _Page(file.read_text(encoding="utf-8")) for file in site.rglob("*.html")}
+    for file, page in pages.items():
+        for link in dict.fromkeys(page.links):
+            path, _, anchor = unquote(link).partition("#")
+            target = (file.parent / path.partition("?")[0]).resolve() if path else file
+            if not target.exists() or (anchor and target in pages and anchor not in pages[target].anchors):
+                yield f"{file.relative_to(site.resolve())} links {link}, which is not there"
 
 
 def not_found(site: Path) -> Iterator[str]:
@@ -56,7 +74,7 @@ def not_found(site: Path) -> Iterator[str]:
 
 def main() -> None:
     site = Path(sys.argv[1])
-    if failures := [*requests(site), *not_found(site)]:
+    if failures := [*requests(site), *broken(site), *not_found(site)]:
         sys.exit("\n".join(failures))
     print(f"The site is in {site}/index.html.")
 

@@ -20,7 +20,7 @@ TRANSLATED = ("index", "start/", "tutorial/", "concepts/")
 CHINESE = "zh"
 """The folder of the Chinese site in that of the English one."""
 
-_UNTRANSLATED = "本页尚未完全译成中文，未译部分显示英文原文。"
+_UNTRANSLATED = "本页尚未完全译成中文，未译部分显示英文原文。"  # noqa: RUF001
 _SPLIT = """
 var splitQuery = (query) => {
   const terms = { ...Search._index.terms, ...Search._index.titleterms };
@@ -45,6 +45,7 @@ var splitQuery = (query) => {
 class Chinese(SearchChinese):
     """Chinese words are found by jieba; a query is split into the longest words that the index has."""
 
+    language_name = "English"  # the name of the stemmer in JavaScript
     js_splitter_code = _SPLIT
 
 

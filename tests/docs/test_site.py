@@ -103,8 +103,16 @@ def test_a_link_and_an_own_picture_pass(tmp_path: Path) -> None:
     assert not list(CHECK["requests"](tmp_path))
 
 
+def test_links_to_missing_files_and_anchors_fail_the_build(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(
+        '<a href="other.html#here">a</a><a href="other.html#gone">b</a><a href="no.html">c</a>'
+    )
+    (tmp_path / "other.html").write_text('<h2 id="here">h</h2><a href="page.html">d</a>', encoding="utf-8")
+    assert [found.split()[2] for found in CHECK["broken"](tmp_path)] == ["other.html#gone,", "no.html,"]
+
+
 def test_an_index_without_a_name_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "searchindex.js").write_text(
-        'Search.setIndex({"terms":{updateactor:1,"kl":2,ref:3}})', encoding="utf-8"
+        'Search.setIndex({"terms":{updateactor:1,"kl":2,ref:3,clip:4}})', encoding="utf-8"
     )
     assert list(CHECK["not_found"](tmp_path)) == ["the search does not find FR011"]

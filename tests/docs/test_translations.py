@@ -45,7 +45,9 @@ def test_the_readme_and_its_twin_have_the_same_code_and_sections() -> None:
         return re.findall(r"^```\w*\n.*?^```$", text, re.MULTILINE | re.DOTALL)
 
     def depths(text: str) -> list[int]:
-        return [len(marks) for marks in re.findall(r"^(#+) ", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)]
+        return [
+            len(marks) for marks in re.findall(r"^(#+) ", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+        ]
 
     assert [re.sub(r"#.*", "", block) for block in blocks(CHINESE)] == [re.sub(r"#.*", "", b) for b in blocks(ENGLISH)]
     assert depths(CHINESE) == depths(ENGLISH)
