@@ -6,6 +6,8 @@ translation says so at its top.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jieba
@@ -16,6 +18,8 @@ from sphinx.util import logging
 
 TRANSLATED = ("index", "start/", "tutorial/", "concepts/")
 """The pages, by the beginning of their names, that are translated in full."""
+
+GLOSSARY = Path(__file__).resolve().parents[1] / "locales" / "README.md"
 
 CHINESE = "zh"
 """The folder of the Chinese site in that of the English one."""
@@ -75,6 +79,8 @@ def link_other_language(app: Sphinx, page: str, template: str, context: dict[str
 
 def setup(app: Sphinx) -> dict[str, bool]:
     jieba.setLogLevel("WARNING")
+    for word in re.findall(r"^\| .* \| ([^ a-zA-Z-]+) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE):
+        jieba.add_word(word)
     app.add_search_language(Chinese)
     app.connect("doctree-read", mark_untranslated, priority=900)
     app.connect("html-page-context", link_other_language)

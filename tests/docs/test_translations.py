@@ -44,6 +44,9 @@ def test_the_readme_and_its_twin_have_the_same_code_and_sections() -> None:
     def blocks(text: str) -> list[str]:
         return re.findall(r"^```\w*\n.*?^```$", text, re.MULTILINE | re.DOTALL)
 
+    def names(text: str) -> set[str]:
+        return set(re.findall(r"`[^`\n]+`|docs/[\w/-]+\.md", text))
+
     def depths(text: str) -> list[int]:
         return [
             len(marks) for marks in re.findall(r"^(#+) ", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
@@ -51,3 +54,4 @@ def test_the_readme_and_its_twin_have_the_same_code_and_sections() -> None:
 
     assert [re.sub(r"#.*", "", block) for block in blocks(CHINESE)] == [re.sub(r"#.*", "", b) for b in blocks(ENGLISH)]
     assert depths(CHINESE) == depths(ENGLISH)
+    assert names(CHINESE) == names(ENGLISH)
