@@ -10,6 +10,8 @@ READY  := $(VENV)/.ready
 PICTURES := .pictures
 
 SITE := build/site
+# Scripts of docs/, each of which writes pages or tables.
+GENERATED := tables errors metrics
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
@@ -102,9 +104,8 @@ docs: $(READY)  ## Build the site of the docs, with the API reference; writes bu
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2 --doctree-dir build/doctrees docs $(SITE)
 	@$(BIN)/python docs/extensions/check.py $(SITE)
 
-tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
-	@$(BIN)/python docs/tables.py
-	@$(BIN)/python docs/errors.py
+tables: $(READY)  ## Write what the reference has from the code, and the entry points of pyproject.toml
+	@for page in $(GENERATED); do $(BIN)/python docs/$$page.py || exit 1; done
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
