@@ -11,7 +11,7 @@ PICTURES := .pictures
 
 SITE := build/site
 # Scripts of docs/, each of which writes pages or tables.
-GENERATED := tables errors metrics
+GENERATED := tables errors metrics rules
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready

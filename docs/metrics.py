@@ -98,7 +98,14 @@ def page() -> str:
     """The page as Markdown."""
     parts = [HEAD]
     for group, entries in metrics().items():
-        rows = [f"## {group}", "", "<!-- from docs/metrics.toml -->", "", "| metric | formula | unit | healthy |", "|---|---|---|---|"]
+        rows = [
+            f"## {group}",
+            "",
+            "<!-- from docs/metrics.toml -->",
+            "",
+            "| metric | formula | unit | healthy |",
+            "|---|---|---|---|",
+        ]
         for key, entry in entries.items():
             names = key.split()
             cells = ", ".join(f"`{name}`" for name in names), entry["formula"], entry["unit"], _healthy(names, entry)

@@ -18,8 +18,6 @@ from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.importers.settings import groups_of
 from flowrl.rewards import RewardFunction, Sandbox
-from flowrl.rules.check import RULES
-from flowrl.rules.rule import RETIRED
 from flowrl.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,12 +87,6 @@ def _of_spec(name: str, cls: Any) -> str:
     return f"| `{name}` | {_code(cls.__pydantic_fields__)} | {_summary(cls)} |"
 
 
-def rules() -> list[str]:
-    rows = ["| rule | reason | learned from |", "|---|---|---|"]
-    rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
-    return rows + [f"| {id} | *Retired.* {reason} | |" for id, reason in RETIRED.items()]
-
-
 def keys_of(framework: str) -> list[str]:
     """The keys of another framework, by what flowrl has in their place."""
     rows = ["| | flowrl | keys |", "|---|---|---|"]
@@ -113,7 +105,6 @@ FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/reference/operators.md": {"<!-- operators -->\n\n": operators},
     "docs/reference/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/reference/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
-    "docs/reference/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{
         f"docs/how-to/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}
