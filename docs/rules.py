@@ -30,10 +30,11 @@ def exact(data_source, solution_str, ground_truth, extra_info=None):
 """
 TEXT = """# Rules
 
-`graph.check(prompts=...)` finds mistakes in graphs whose types are correct, and a job whose graph breaks a rule does not
-start. Rules see what operators declare, so they cover your own operators, too; [Graphs](graphs.md#rules) says how to
-allow an exception. Each rule below has its reason, the public issue that it was learned from, a graph that breaks it,
-what the check prints for it, and a fix. The examples run after these lines:
+`graph.check(prompts=...)` finds mistakes in graphs whose types are correct, and a job whose graph breaks a rule
+does not start. Rules see what operators declare, so they cover your own operators, too;
+[Graphs](graphs.md#rules) says how to allow an exception. Each rule below has its reason, the public issue that
+it was learned from, a graph that breaks it, what the check prints for it, and a fix. The examples run after
+these lines:
 
 ```py
 {head}

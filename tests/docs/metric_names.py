@@ -12,9 +12,8 @@ from tests import ROOT
 from tests.repository.test_imports import module_files
 
 GENERATOR = runpy.run_path(str(ROOT / "docs" / "metrics.py"))
-PAGE = {
-    name: entry for group in GENERATOR["metrics"]().values() for key, entry in group.items() for name in key.split()
-}
+_ENTRIES = [one for group in GENERATOR["metrics"]().values() for one in group.items()]
+PAGE = {name: entry for key, entry in _ENTRIES for name in key.split()}
 """The entries of the page by name."""
 
 _REPORTS = {"mean", "sum", "min", "max", "tokens", "groups"}
@@ -102,7 +101,5 @@ def _expand(text: str, parts: Iterable[str]) -> set[str]:
 def undocumented(names: Iterable[str]) -> list[str]:
     """The names of a run's metrics that the page does not have; the node may be in front of a name."""
     known = [name for name in PAGE if name != "<validation>/<metric>"]
-    pattern = "|".join(
-        re.sub(r"<\w+>", r"[^/]+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">")) for name in known
-    )
-    return [name for name in names if not re.fullmatch(rf"(\w+/)?({pattern})", name)]
+    patterns = "|".join(re.sub(r"<\w+>", "[^/]+", re.escape(name)) for name in known)
+    return [name for name in names if not re.fullmatch(rf"(\w+/)?({patterns})", name)]
