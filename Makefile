@@ -11,7 +11,7 @@ PICTURES := .pictures
 
 SITE := build/site
 # Scripts of docs/, each of which writes pages or tables.
-GENERATED := tables errors metrics rules
+GENERATED := tables errors metrics rules commands
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
