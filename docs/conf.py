@@ -28,6 +28,7 @@ extensions = [
     "names",
     "pages",
     "flowcharts",
+    "code_links",
 ]
 nitpicky = True
 default_role = "name"

@@ -18,7 +18,7 @@ PAGE = HERE / "reference" / "metrics.md"
 HEAD = """# Metrics
 
 A step of a run and each of its validations write one line of numbers to `metrics.jsonl`
-([formats](files.md#metrics-jsonl)); reporters and `flowrl look` show the same numbers. A line has the metrics that the
+([formats](files.md#metricsjsonl)); reporters and `flowrl look` show the same numbers. A line has the metrics that the
 nodes of its graph report. If two nodes report one name, the name of the node is in front: `imitate/actor/pg_loss`.
 `log=` of a reward or a judge replaces the prefix `reward`.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-SEARCHED = ("UpdateActor", "FR011", "kl/ref")
+SEARCHED = ("UpdateActor", "FR011", "kl/ref", "clip")
 _LOADED = {"src", "srcset", "poster", "data", "action"}
 _OTHER_HOST = re.compile(r"\s*(https?:)?//", re.IGNORECASE)
 _IN_STYLES = re.compile(r"(?:url\(\s*|@import\s*)[\"']?((?:https?:)?//[^\"')\s]+)", re.IGNORECASE)
