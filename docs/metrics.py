@@ -17,8 +17,8 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "reference" / "metrics.md"
 HEAD = """# Metrics
 
-A step of a run and each of its validations write one line of numbers to `metrics.jsonl`
-([formats](files.md#metricsjsonl)); reporters and `flowrl look` show the same numbers. A line has the metrics that the
+A step of a run and each of its validations write one line of numbers to
+[`metrics.jsonl`](files.md#metricsjsonl); reporters and `flowrl look` show the same numbers. A line has the metrics that the
 nodes of its graph report. If two nodes report one name, the name of the node is in front: `imitate/actor/pg_loss`.
 `log=` of a reward or a judge replaces the prefix `reward`.
 
@@ -53,9 +53,10 @@ def _worded(rule: Rule) -> tuple[tuple[str, ...], str]:
             return (metric,), f"above {floor:g} and {times:g} times {highest}"
         case Jump(metric, times, "start", floor):
             return (metric,), f"above {floor:g} and {times:g} times the first step"
-        case Falls(metric, to, of, steps):
+        case Falls(metric, to, of, steps, spreads):
             what = "the first step" if of == "start" else "its best"
-            return (metric,), f"below {to:g} of {what}" + (f" for {steps} steps" if steps > 1 else "")
+            more = (f" for {steps} steps" if steps > 1 else "") + (f", by {spreads:g} `reward/std`" if spreads else "")
+            return (metric,), f"below {to:g} of {what}{more}"
         case NothingUpdated(steps):
             return ("lr", "grad_norm", "kl/ref"), f"exactly 0 in all steps so far, at least {steps}"
         case ConstantReward(steps):
