@@ -19,8 +19,8 @@ HEAD = """# Metrics
 
 A step of a run and each of its validations write one line of numbers to
 [`metrics.jsonl`](files.md#metricsjsonl); reporters and `flowrl look` show the same numbers. A line has the metrics
-that the nodes of its graph report. If two nodes report one name, the name of the node is in front: `imitate/actor/pg_loss`.
-`log=` of a reward or a judge replaces the prefix `reward`.
+that the nodes of its graph report. If two nodes report one name, the name of the node is in front:
+`imitate/actor/pg_loss`. `log=` of a reward or a judge replaces the prefix `reward`.
 
 Means are exact over ranks, micro-batches and mini-batches: numerators and denominators are summed before the division.
 "Tokens" are sampled tokens on `response_mask`. *Healthy* is what a run that learns shows; an alarm says when a run
