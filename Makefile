@@ -11,6 +11,8 @@ PICTURES := .pictures
 
 SITE   := build/site
 SPHINX  = $(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2
+# Scripts of docs/, each of which writes pages or tables.
+GENERATED := tables errors metrics rules commands
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
@@ -107,9 +109,8 @@ docs: $(READY)  ## Build the site of the docs, in English and Chinese; writes bu
 translations: $(READY)  ## Bring docs/locales up to date with the English pages, for translators
 	@$(BIN)/python docs/translations.py
 
-tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
-	@$(BIN)/python docs/tables.py
-	@$(BIN)/python docs/errors.py
+tables: $(READY)  ## Write what the reference has from the code, and the entry points of pyproject.toml
+	@for page in $(GENERATED); do $(BIN)/python docs/$$page.py || exit 1; done
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
