@@ -45,7 +45,7 @@ QUESTIONS = {  # what new users ask first, with the page that answers it; test_d
     "Train on Slurm": "slurm",
     "Use a data set of the Hub": "data",
     "Save the model and push it": "hub",
-    "Train on GSM8K": "examples",
+    "Train on GSM8K": "recipes",
     "Train on images": "data",
     "Train a 70B model": "precision-and-memory",
     "Stop early": "validate",
