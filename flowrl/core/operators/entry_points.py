@@ -35,7 +35,7 @@ def names() -> dict[str, EntryPoint]:
 
 
 def _modified() -> tuple[tuple[str, int], ...]:
-    """The folders from which Python imports, each with the time, in ns, when a package was last installed or removed."""
+    """The folders that Python imports from, with the time in ns at which a package was last installed or removed."""
     return tuple((path, os.stat(path or ".").st_mtime_ns) for path in sys.path if os.path.exists(path or "."))
 
 
