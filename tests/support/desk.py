@@ -17,7 +17,7 @@ from tests.support.models import tiny_folder
 def set_up_desk(folder: Path) -> Path:
     """Fill a new folder: ``model``, ``train.jsonl``, ``heldout.jsonl``, ``my_reward.py``, the ``train.py`` of
     docs/how-to/train.md and ``runs/first``, a run of three steps; returns it."""
-    shutil.copytree(tiny_folder(folder / "build"), folder / "model")
+    shutil.move(tiny_folder(folder), folder / "model")
     for path in write_dataset(folder):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
     shutil.copy(ROOT / "examples" / "reward.py", folder / "my_reward.py")
