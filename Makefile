@@ -28,7 +28,7 @@ PICTURES_TESTS := tests/draw/test_pictures.py tests/look/page/test_in_browser.py
 MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS) tests/repository/test_budgets.py)
 RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
-ENGINES_TESTS  := tests/engines tests/backends
+ENGINES_TESTS  := tests/engines tests/backends tests/docs/test_tutorial.py
 
 # Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1

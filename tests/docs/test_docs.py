@@ -1,4 +1,4 @@
-"""The Python examples of every page run in order, and tables are the code's own; Start and the tutorial have tests of their own."""
+"""The Python examples of every page run in order, and tables are the code's own; Start and the tutorial are typed."""
 
 from __future__ import annotations
 
