@@ -83,7 +83,9 @@ class Typist:
             printed = "".join(self._run(line) for line in lines).replace(str(self.folder.parent), "/home/you")
             if lines:
                 for shown in block.shown:
-                    self._compare(page, self._settings(shown), printed, sampled=any(line.startswith(SAMPLED) for line in lines))
+                    self._compare(
+                        page, self._settings(shown), printed, sampled=any(line.startswith(SAMPLED) for line in lines)
+                    )
 
     def _settings(self, text: str) -> str:
         for number, fewer in FAST.items() if self.fast else ():
