@@ -23,7 +23,7 @@ PYTEST         := $(BIN)/python -m pytest --durations 10
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
 TWO_PROCESSES  := --numprocesses 2 --dist worksteal
 
-PICTURES_TESTS := tests/draw/test_pictures.py tests/look/page/test_in_browser.py
+PICTURES_TESTS := tests/draw/test_pictures.py tests/docs/test_drawings_in_browser.py tests/look/page/test_in_browser.py
 # `make check` runs test_budgets.py.
 MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS) tests/repository/test_budgets.py)
 RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)

@@ -1,6 +1,7 @@
-"""Draw the pictures of the README, each in a light and a dark version: ``python docs/pictures.py [RUN]``.
+"""Draw the pictures of README and concepts, each in a light and a dark version: ``python docs/pictures.py [RUN]``.
 
-RUN is the folder of a quick demo, such as ``runs/demo/quick/001``; its curve is copied.
+``docs/drawings`` draws those of the concepts. RUN is the folder of a quick demo, such as ``runs/demo/quick/001``; its
+curve is copied.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from flowrl.draw.colors import INK, STROKES
 from flowrl.draw.picture import Picture, picture
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from drawings import draw_all  # noqa: E402
+from drawings.sheet import CODE_FONT  # noqa: E402
+
 PICTURES = ROOT / "docs" / "pictures"
 
 Place = tuple[float, float]
@@ -46,7 +52,6 @@ BETWEEN: dict[tuple[str, str], list[Place]] = {  # where an arrow passes between
 
 _COLUMN, _ROW, _BOX, _CHAR = 134, 54, 32, 7.3  # pixels: between columns, between rows, height of a box, a character
 _LEFT, _TOP, _WIDTH, _HEIGHT = 52, 108, 920, 320
-_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 DARK = {
     "#ffffff": "#0d1117",
@@ -63,6 +68,10 @@ DARK = {
     "#f6e6db": "#33200f",
     "#dfedee": "#0e2a2e",
     "#f6e3ee": "#331b2a",
+    STROKES["added"]: "#3fb950",
+    STROKES["removed"]: "#f85149",
+    "#d7f5dd": "#12301b",
+    "#ffe1e1": "#3d1a1d",
 }
 """The color on a dark page for each color on a light one."""
 
@@ -87,7 +96,7 @@ def banner(graph: Graph) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="{_FONT}" font-size="12">',
+            f'height="{_HEIGHT}" font-family="{CODE_FONT}" font-size="12">',
             f"<title>{escape(shown.title)} as a graph of operators</title>",
             f"<defs>{_marker('data')}{_marker('back')}</defs>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
@@ -166,12 +175,11 @@ def _text(x: float, y: float, text: str, color: str, anchor: str) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    light = {"ppo": banner(graph_of_the_readme())}
     curve = Path(sys.argv[1]) / "curve.svg" if sys.argv[1:] else PICTURES / "quick.svg"
-    light["quick"] = curve.read_text(encoding="utf-8")
-    for name, svg in light.items():
-        (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
-        (PICTURES / f"{name}-dark.svg").write_text(dark(svg), encoding="utf-8")
+    light = [("ppo", "", banner(graph_of_the_readme())), ("quick", "", curve.read_text(encoding="utf-8")), *draw_all()]
+    for name, language, svg in light:
+        (PICTURES / f"{name}{language}.svg").write_text(svg, encoding="utf-8")
+        (PICTURES / f"{name}-dark{language}.svg").write_text(dark(svg), encoding="utf-8")
 
 
 if __name__ == "__main__":

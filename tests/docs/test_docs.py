@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import json
 import re
 import runpy
@@ -71,8 +73,12 @@ def test_every_example_of_a_page_runs(
 ) -> None:
     if "### Models of the Hub" in page.read_text(encoding="utf-8"):
         fill(request.getfixturevalue("hub"), desk / "model")
-    execute(page, desk, tmp_path, monkeypatch)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        execute(page, desk, tmp_path, monkeypatch)
     source = page.read_text(encoding="utf-8")
+    if page.parent.name == "concepts":
+        shown = re.findall(r"^```text\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+        assert "".join(shown) == printed.getvalue()
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         json.loads(block.group(1))
 
