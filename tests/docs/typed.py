@@ -147,7 +147,7 @@ class Typist:
         """The page shows all that is printed, in this order, except where it shows …."""
         lines, forms, omits = plain(printed), {form(line) for line in plain(printed)}, False
         for expected in plain(shown):
-            if self.fast and sampled and form(expected) in forms or expected == "…":
+            if (self.fast and sampled and form(expected) in forms) or expected == "…":
                 omits = True  # with fast settings there are fewer lines
                 continue
             places = range(len(lines)) if omits else range(min(1, len(lines)))
