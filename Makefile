@@ -33,7 +33,7 @@ ELSEWHERE       := $(addprefix --ignore ,tests/docs tests/repository)
 ON_EVERY_COMMIT := not runs and not ray and not pictures and not engines and not nightly
 RUNS_TESTS       = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS        = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
-ENGINES_TESTS   := tests/engines tests/backends
+ENGINES_TESTS   := tests/engines tests/backends tests/docs/test_tutorial.py
 
 # Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1

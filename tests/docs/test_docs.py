@@ -1,4 +1,4 @@
-"""The Python examples of every page run in order, and tables are the code's own; test_tutorial.py has the tutorial."""
+"""The Python examples of every page run in order, and tables are the code's own; Start and the tutorial are typed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.stem != "tutorial"], ids=lambda page: str(page.relative_to(ROOT / "docs"))
+    "page",
+    [page for page in PAGES if page.parent.name not in ("start", "tutorial")],
+    ids=lambda page: str(page.relative_to(ROOT / "docs")),
 )
 def test_every_example_of_a_page_runs(
     page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
