@@ -36,6 +36,39 @@ def test_every_page_is_in_both_lists_of_its_index(index: Path) -> None:
     assert {f"{name}.md" for name in pages} <= set(re.findall(r"\]\(([\w./-]+)\)", text))
 
 
+QUESTIONS = {  # what new users ask first, with the page that answers it; test_docs.py checks the heading of the link
+    "See the rollouts of step 10": "looking",
+    "Compare runs": "looking",
+    "Send a run to W&B": "trackers",
+    "Set a learning rate schedule": "optimizer",
+    "Train on two GPUs": "distributed",
+    "Train on Slurm": "slurm",
+    "Use a data set of the Hub": "data",
+    "Save the model and push it": "hub",
+    "Train on GSM8K": "recipes",
+    "Train on images": "data",
+    "Train a 70B model": "precision-and-memory",
+    "Stop early": "validate",
+    "Resume with another learning rate": "resume",
+    "Profile a run": "trace",
+    "Write my own reward": "reward-function",
+    "Train a LoRA adapter": "lora",
+    "Why does it not learn?": "troubleshooting",
+    "Use tools in several turns": "episodes",
+    "Move a training from verl": "from-verl",
+    "Move a training from TRL": "from-trl",
+    "Move a training from OpenRLHF": "from-openrlhf",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_start_page_answers_a_first_question(question: str) -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (answer,) = re.findall(rf"^\| {re.escape(question)} \| (.*) \|$", text, re.MULTILINE)
+    (page,) = re.findall(r"\]\(how-to/([\w-]+)\.md(?:#[\w-]+)?\)", answer)
+    assert page == QUESTIONS[question]
+
+
 @pytest.mark.parametrize(
     ("text", "module", "path", "first"),
     [
