@@ -109,7 +109,8 @@ def entry_points() -> list[str]:
 
 
 FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
-    "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
+    "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards},
+    "docs/how-to/sandboxes.md": {"<!-- sandboxes -->\n\n": sandboxes},
     "docs/reference/operators.md": {"<!-- operators -->\n\n": operators},
     "docs/reference/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/reference/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
