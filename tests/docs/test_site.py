@@ -54,7 +54,7 @@ QUESTIONS = {  # what new users ask first, with the page that answers it; test_d
     "Write my own reward": "reward-function",
     "Train a LoRA adapter": "lora",
     "Why does it not learn?": "troubleshooting",
-    "Use tools in several turns": "episodes",
+    "Use tools in several turns": "tools",
     "Move a training from verl": "from-verl",
     "Move a training from TRL": "from-trl",
     "Move a training from OpenRLHF": "from-openrlhf",
