@@ -6,7 +6,7 @@
 The task is the demo's, addition of two digits, at a learning rate that moves the policy far in every step, so that rows
 are clearly off-policy after a lag of a few steps. Everything runs in one process, where a lag costs memory and saves no
 time. Results are stored in ``<folder>/<method>-<lag>-<seed>.json``; runs with a stored result of the same settings are
-skipped, so an interrupted benchmark resumes. At the end it prints the tables of docs/how-to/ahead.md and writes
+skipped, so an interrupted benchmark resumes. At the end it prints the tables of docs/evidence/corrections.md and writes
 ``<folder>/corrections.svg``.
 """
 

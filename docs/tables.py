@@ -146,7 +146,8 @@ def entry_points() -> list[str]:
 
 
 FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
-    "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
+    "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards},
+    "docs/how-to/sandboxes.md": {"<!-- sandboxes -->\n\n": sandboxes},
     "docs/reference/operators.md": {
         **{f"<!-- operators: {group} -->\n\n": functools.partial(operators, group) for group in OPERATORS},
         "<!-- effects -->\n\n": effects,

@@ -43,7 +43,7 @@ def test_every_page_is_in_both_lists_of_its_index(index: Path) -> None:
 
 QUESTIONS = {  # what new users ask first, with the page that answers it; test_docs.py checks the heading of the link
     "See the rollouts of step 10": "looking",
-    "Compare runs": "looking",
+    "Compare runs": "compare",
     "Send a run to W&B": "trackers",
     "Set a learning rate schedule": "optimizer",
     "Train on two GPUs": "distributed",
@@ -59,7 +59,7 @@ QUESTIONS = {  # what new users ask first, with the page that answers it; test_d
     "Write my own reward": "reward-function",
     "Train a LoRA adapter": "lora",
     "Why does it not learn?": "troubleshooting",
-    "Use tools in several turns": "episodes",
+    "Use tools in several turns": "tools",
     "Move a training from verl": "from-verl",
     "Move a training from TRL": "from-trl",
     "Move a training from OpenRLHF": "from-openrlhf",
