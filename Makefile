@@ -11,6 +11,8 @@ PICTURES := .pictures
 
 SITE   := build/site
 SPHINX  = $(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2
+# Scripts of docs/, each of which writes pages or tables.
+GENERATED := tables errors metrics rules commands
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
@@ -20,16 +22,18 @@ ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 
 # Each tier of tests collects only the paths that hold its tests.
-PYTEST         := $(BIN)/python -m pytest --durations 10
-ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
-TWO_PROCESSES  := --numprocesses 2 --dist worksteal
+PYTEST          := $(BIN)/python -m pytest --durations 10
+ENGINES_PYTEST  := $(ENGINES)/bin/python -m pytest --durations 10
+TWO_PROCESSES   := --numprocesses 2 --dist worksteal
 
-PICTURES_TESTS := tests/draw/test_pictures.py tests/look/page/test_in_browser.py $(wildcard tests/docs/test_*_in_browser.py)
-# `make check` runs test_budgets.py.
-MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS) tests/repository/test_budgets.py)
-RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
-RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
-ENGINES_TESTS  := tests/engines tests/backends
+PICTURES_TESTS  := tests/draw/test_pictures.py tests/look/page/test_in_browser.py $(wildcard tests/docs/test_*_in_browser.py)
+MAIN_TESTS      := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS))
+# `make test-docs` and `make check` run these.
+ELSEWHERE       := $(addprefix --ignore ,tests/docs tests/repository)
+ON_EVERY_COMMIT := not runs and not ray and not pictures and not engines and not nightly
+RUNS_TESTS       = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
+RAY_TESTS        = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
+ENGINES_TESTS   := tests/engines tests/backends tests/docs/test_tutorial.py
 
 # Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1
@@ -39,8 +43,8 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs translations tables clean \
-	nightly nightly-main nightly-ray nightly-engines environments FORCE
+.PHONY: help demo test test-docs test-runs test-ray engines test-engines pictures test-pictures check bench race docs \
+	translations tables clean nightly nightly-main nightly-ray nightly-engines environments FORCE
 
 FORCE:
 
@@ -51,7 +55,10 @@ demo: $(READY)  ## Train a small language model to think, with GRPO and PPO; wri
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, except those of the targets below
-	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) -m "not runs and not ray and not pictures and not engines and not nightly"
+	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) $(ELSEWHERE) -m "$(ON_EVERY_COMMIT)"
+
+test-docs: $(READY)  ## Run the tests of the docs: every example of every page, and the tutorial
+	$(PYTEST) $(TWO_PROCESSES) tests/docs -m "$(ON_EVERY_COMMIT)"
 
 test-runs: $(READY)  ## Run the tests of whole runs: killed and resumed, every algorithm and example
 	$(PYTEST) $(TWO_PROCESSES) $(RUNS_TESTS) -m "runs and not ray and not nightly"
@@ -83,11 +90,11 @@ nightly-ray: $(READY)
 nightly-engines: $(ENGINES_READY)
 	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "nightly and engines"
 
-check: $(READY)  ## Lint, check formatting, type-check in strict mode, and check length limits
+check: $(READY)  ## Lint, check formatting, type-check in strict mode, and test the layout, imports, limits and packages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/repository/test_budgets.py
+	$(BIN)/python -m pytest --quiet $(TWO_PROCESSES) tests/repository
 
 bench: $(READY)  ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/*.py)); do \
@@ -107,9 +114,8 @@ docs: $(READY)  ## Build the site of the docs, in English and Chinese; writes bu
 translations: $(READY)  ## Bring docs/locales up to date with the English pages, for translators
 	@$(BIN)/python docs/translations.py
 
-tables: $(READY)  ## Write the tables of the docs, the page of error codes and the entry points of pyproject.toml
-	@$(BIN)/python docs/tables.py
-	@$(BIN)/python docs/errors.py
+tables: $(READY)  ## Write what the reference has from the code, and the entry points of pyproject.toml
+	@for page in $(GENERATED); do $(BIN)/python docs/$$page.py || exit 1; done
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

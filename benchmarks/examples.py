@@ -7,7 +7,7 @@
 ``docs/curves/NAME.json`` defines what to show of an example, and stores the results of its runs:
 
     {"example": "triage.py",                               # in examples/; reads SEED from the environment
-     "page": "how-to/examples.md",                         # in docs/, with a marker for the table
+     "page": "evidence/examples.md",                      # in docs/, with a marker for the table
      "along": {"step": "steps of training"},               # horizontal axis: a key of metrics.jsonl, and its label
      "shown": {"val/reward/mean": "right answers"},        # one panel each
      "compared": {"val/reward/mean": {"random": 0.0}},     # reference lines, by panel

@@ -29,6 +29,7 @@ extensions = [
     "pages",
     "flowcharts",
     "languages",
+    "code_links",
 ]
 nitpicky = True
 default_role = "name"

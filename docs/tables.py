@@ -5,21 +5,25 @@ Each table follows ``<!-- its name -->`` in its page; pyproject.toml lists every
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
+from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import flowrl.graphs
 import flowrl.operators
 import flowrl.rewards
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
 from flowrl.importers.settings import groups_of
 from flowrl.rewards import RewardFunction, Sandbox
-from flowrl.rules.check import RULES
-from flowrl.rules.rule import RETIRED
 from flowrl.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,16 +38,43 @@ def _classes(base: type) -> Iterator[tuple[str, Any]]:
 
 
 def _summary(of: Any) -> str:
-    return (of.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+    return (of.__doc__ or "").split("\n\n")[0].replace("\n    ", " ").replace("|", "\\|")
 
 
 def _code(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def operators() -> list[str]:
+OPERATORS = {
+    "sampling": ("Repeat", "Generate", "Interact"),
+    "log-probs": (
+        *("OldLogProb", "RefLogProb", "Value", "LogitNorm", "Mismatch", "TeacherTopK", "TeacherHiddenStates"),
+        "MismatchResponses",
+    ),
+    "rewards": (
+        *("Reward", "ModelReward", "TextModelReward", "Judge", "Matches", "WeighRewards", "ClipReward"),
+        *("NormalizeReward", "OverlongPenalty", "KLShape", "RowScore", "Feedback"),
+    ),
+    "advantages": (
+        *("GAE", "DecoupledGAE", "TurnGAE", "ReturnToGo", "GroupAdvantage", "TurnGroupAdvantage", "RLOOAdvantage"),
+        *("OPOAdvantage", "GPGAdvantage", "GDPOAdvantage", "PassAtKAdvantage", "OptimalTokenBaseline", "ReverseKL"),
+        *("SubtractBaseline", "KTOBaseline", "Whiten"),
+    ),
+    "corrections": ("RolloutCorrection", "CorrectLogitNorms", "MaskMismatch"),
+    "rows": ("Filter", "Collect", "Spread", "Length", "Ranked", "MaskOverlong"),
+    "updates": ("UpdateActor", "UpdateCritic", "UpdateRewardModel", "Sync"),
+    "validations": ("PassAtK", "MajorityAtK", "PreferenceAccuracy"),
+}
+"""The operators by what they are for, in the order of a step."""
+
+
+def operators(group: str) -> list[str]:
+    classes = dict(_classes(Operator))
+    if classes.keys() != (grouped := {name for names in OPERATORS.values() for name in names}):
+        raise ValueError(f"OPERATORS of docs/tables.py is not complete: {sorted(classes.keys() ^ grouped)}")
     rows = ["| operator | reads | writes | |", "|---|---|---|---|"]
-    for name, cls in _classes(Operator):
+    for name in OPERATORS[group]:
+        cls = classes[name]
         signature = cls.usual_signature()
         writes = _code(signature.outputs)
         if signature.output_record is not None and len(signature.outputs) > 2:
@@ -51,6 +82,18 @@ def operators() -> list[str]:
         ports = (_code(signature.ports), writes) if cls._signature.ports else ("what passes",) * 2  # of a gate
         rows.append(f"| `{name}` | {ports[0]} | {ports[1]} | {_summary(cls)} |")
     return rows
+
+
+def effects() -> list[str]:
+    return ["| effect | |", "|---|---|", *(f'| `"{one}"` | {text} |' for one, text in _members(Effect))]
+
+
+def _members(cls: type[StrEnum]) -> Iterator[tuple[str, str]]:
+    """The values of an enumeration, with the docstring after each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    for member, doc in pairwise(body):
+        if isinstance(member, ast.Assign) and isinstance(doc, ast.Expr):
+            yield ast.literal_eval(member.value), doc.value.value.rstrip(".").replace("\n    ", " ")  # type: ignore[attr-defined]
 
 
 def losses() -> list[str]:
@@ -89,12 +132,6 @@ def _of_spec(name: str, cls: Any) -> str:
     return f"| `{name}` | {_code(cls.__pydantic_fields__)} | {_summary(cls)} |"
 
 
-def rules() -> list[str]:
-    rows = ["| rule | reason | learned from |", "|---|---|---|"]
-    rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
-    return rows + [f"| {id} | *Retired.* {reason} | |" for id, reason in RETIRED.items()]
-
-
 def keys_of(framework: str) -> list[str]:
     """The keys of another framework, by what flowrl has in their place."""
     rows = ["| | flowrl | keys |", "|---|---|---|"]
@@ -110,10 +147,12 @@ def entry_points() -> list[str]:
 
 FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/how-to/rewards.md": {"<!-- rewards -->\n\n": rewards, "<!-- sandboxes -->\n\n": sandboxes},
-    "docs/reference/operators.md": {"<!-- operators -->\n\n": operators},
+    "docs/reference/operators.md": {
+        **{f"<!-- operators: {group} -->\n\n": functools.partial(operators, group) for group in OPERATORS},
+        "<!-- effects -->\n\n": effects,
+    },
     "docs/reference/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/reference/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
-    "docs/reference/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{
         f"docs/how-to/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}
@@ -130,7 +169,7 @@ def generated(file: str) -> str:
         before, found, after = text.partition(mark)
         assert found, f"{file} has no {mark!r}"
         text = "".join((before, mark, "\n".join(lines()), *after.partition("\n\n")[1:]))
-    return text
+    return text.rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its ``__name__``.
-        modules: by public name, the module that defines it, relative to the package.
+        modules: by public name, the module that defines it, relative to the package; ``".protocols.backend"`` is one
+            level up.
     """
 
     def __getattr__(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -27,7 +27,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), max_examples=100)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-FIRST = ("test_tutorial.py", "test_fsdp.py")
+FIRST = ("test_tutorial.py", "test_start.py", "test_fsdp.py")
 """Files whose set-up takes longest: they come first, so that two processes end at the same time."""
 
 

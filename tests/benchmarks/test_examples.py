@@ -33,7 +33,7 @@ def test_the_page_shows_the_stored_results_of_three_seeds(stored: Path, examples
         assert "".join(arm["seeds"]) == SEEDS.get(f"{stored.stem} {name}", SEEDS.get(stored.stem, "012"))
     page = (ROOT / "docs" / curve["page"]).read_text(encoding="utf-8")
     assert f"<!-- {stored.stem} -->\n\n{examples.table(curve)}\n" in page
-    assert f"](curves/{stored.stem}.svg)" in page
+    assert f"](../curves/{stored.stem}.svg)" in page
 
 
 @pytest.mark.parametrize("stored", KEPT, ids=lambda kept: kept.stem)
@@ -60,7 +60,7 @@ def ends(name: str, key: str, arm: str = "") -> list[tuple[float, float]]:
 
 def test_claims_of_the_page_match_the_stored_results() -> None:
     """That the policy beats simple heuristics is tested with the example."""
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "examples.md").read_text(encoding="utf-8")
     assert all(before < 0.36 and after >= 0.95 for before, after in ends("triage", "val/reward/mean"))
     for engine in ("TorchRollout", "VLLM", "SGLang"):
         [(before, after)] = ends("engines", "val/reward/mean", engine)

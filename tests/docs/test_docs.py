@@ -1,4 +1,4 @@
-"""The Python examples of every page run in order, and tables are the code's own; test_tutorial.py has the tutorial."""
+"""The Python examples of every page run in order, and tables are the code's own; Start and the tutorial are typed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import re
 import runpy
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
     """Run the examples of a page in a copy of the desk; returns the names that they define."""
     shutil.copytree(desk, folder, dirs_exist_ok=True)
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
     source = page.read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for block in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
@@ -64,12 +67,14 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.stem != "tutorial"], ids=lambda page: str(page.relative_to(ROOT / "docs"))
+    "page",
+    [page for page in PAGES if page.parent.name not in ("start", "tutorial")],
+    ids=lambda page: str(page.relative_to(ROOT / "docs")),
 )
 def test_every_example_of_a_page_runs(
     page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if "### Models of the Hub" in page.read_text(encoding="utf-8"):
+    if page.stem == "hub":
         fill(request.getfixturevalue("hub"), desk / "model")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         execute(page, desk, tmp_path, monkeypatch)

@@ -1,11 +1,14 @@
-"""The parts of the site that ``make docs`` builds: names in docstrings, flowcharts, and its check (docs/extensions)."""
+"""The parts of the site that ``make docs`` builds: names in docstrings and pages, flowcharts, and its check
+(docs/extensions)."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,9 @@ CHECK = runpy.run_path(str(EXTENSIONS / "check.py"))
 
 def _extension(name: str) -> dict[str, Any]:
     pytest.importorskip("sphinx", reason="needs pip install 'flowrl[docs]'")
-    return runpy.run_path(str(EXTENSIONS / f"{name}.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXTENSIONS)  # for those that import another one
+        return runpy.run_path(str(EXTENSIONS / f"{name}.py"))
 
 
 @pytest.mark.parametrize("index", sorted((ROOT / "docs").glob("*/index.md")), ids=lambda index: index.parent.name)
@@ -34,6 +39,39 @@ def test_every_page_is_in_both_lists_of_its_index(index: Path) -> None:
     tree = [name for name in re.findall(r"^([\w./-]+)$", text, re.MULTILINE) if name != "api/index"]
     assert sorted(tree) == sorted(pages)
     assert {f"{name}.md" for name in pages} <= set(re.findall(r"\]\(([\w./-]+)\)", text))
+
+
+QUESTIONS = {  # what new users ask first, with the page that answers it; test_docs.py checks the heading of the link
+    "See the rollouts of step 10": "looking",
+    "Compare runs": "looking",
+    "Send a run to W&B": "trackers",
+    "Set a learning rate schedule": "optimizer",
+    "Train on two GPUs": "distributed",
+    "Train on Slurm": "slurm",
+    "Use a data set of the Hub": "data",
+    "Save the model and push it": "hub",
+    "Train on GSM8K": "recipes",
+    "Train on images": "data",
+    "Train a 70B model": "precision-and-memory",
+    "Stop early": "validate",
+    "Resume with another learning rate": "resume",
+    "Profile a run": "trace",
+    "Write my own reward": "reward-function",
+    "Train a LoRA adapter": "lora",
+    "Why does it not learn?": "troubleshooting",
+    "Use tools in several turns": "episodes",
+    "Move a training from verl": "from-verl",
+    "Move a training from TRL": "from-trl",
+    "Move a training from OpenRLHF": "from-openrlhf",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_start_page_answers_a_first_question(question: str) -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (answer,) = re.findall(rf"^\| {re.escape(question)} \| (.*) \|$", text, re.MULTILINE)
+    (page,) = re.findall(r"\]\(how-to/([\w-]+)\.md(?:#[\w-]+)?\)", answer)
+    assert page == QUESTIONS[question]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +102,40 @@ def test_a_name_in_a_docstring_is_found_where_it_stands(text: str, module: str, 
 )
 def test_a_name_of_nothing_is_not_found(text: str) -> None:
     assert _extension("names")["look_up"](text, "flowrl", "Graph.bind") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("UpdateActor", "UpdateActor"),
+        ("Graph.check", "Graph.check"),
+        ("Spread(least=0.1)", "Spread"),
+        ("grpo(exact, n=4)", "grpo"),
+        ("flowrl.operators.kl", "flowrl.operators.kl"),
+        ("gae", None),  # a node
+        ("update_actor.loss", None),
+        ("kl/ref", None),
+        ("Graph.check == 1", None),
+    ],
+)
+def test_inline_code_links_by_the_name_in_it(code: str, name: str | None) -> None:
+    assert _extension("code_links")["name_of"](code) == name
+
+
+def test_a_name_has_the_only_object_of_the_reference_with_it() -> None:
+    objects = ("flowrl.Graph", "flowrl.Graph.check", "flowrl.operators.Sync", "flowrl.records.Sync")
+    env = SimpleNamespace(domains=SimpleNamespace(python_domain=SimpleNamespace(objects=dict.fromkeys(objects))))
+    found = _extension("code_links")["public"](env)
+    assert found["Graph.check"] == found["flowrl.Graph.check"] == "flowrl.Graph.check"
+    assert "Sync" not in found and found["flowrl.records.Sync"] == "flowrl.records.Sync"
+
+
+def test_a_name_links_once_in_a_section_and_not_in_headings_and_links() -> None:
+    linkable = _extension("code_links")["linkable"]
+    core = importlib.import_module("docutils.core")
+    page = "``GAE`` 1\n=========\n\n``GAE`` and ``GAE(lam=1)`` `x`__\n\n__ y\n\n``Sync`` 2\n----------\n\n``GAE``\n"
+    document = core.publish_doctree(page, settings_overrides={"doctitle_xform": False})
+    assert [one.astext() for one in linkable(document)] == ["GAE", "GAE"]
 
 
 def _shown(drawn: Any) -> Iterator[Any]:

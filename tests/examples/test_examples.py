@@ -54,7 +54,7 @@ def test_think_trains_and_writes_a_run_folder(tmp_path: Path, tiny: str) -> None
 
 def learned(name: str, environment: str, folder: Path, *others: str) -> list[dict[str, float]]:
     """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on 100
-    rows of "rows.py", and 100 held out; how well the examples learn is in docs/how-to/examples.md."""
+    rows of "rows.py", and 100 held out; how well the examples learn is in docs/evidence/examples.md."""
     with pytest.MonkeyPatch.context() as patch:
         for build in ("build", *others):
             made = load_object(f"{EXAMPLES / environment}:{build}")(folder / build, steps=40, rows=16)
@@ -131,7 +131,7 @@ def test_the_learned_alarm_policy_beats_every_heuristic(tmp_path: Path) -> None:
     compared = kept["compared"]["val/reward/mean"]
     assert compared == {name: pytest.approx(expected(rule, streams), abs=5e-4) for name, rule in rules.items()}
     incidents = sum(incident is not None for _, incident in streams) / len(streams)
-    assert f"would be worth {incidents:.2f}\n" in (EXAMPLES.parent / "docs/how-to/examples.md").read_text()
+    assert f"would be worth {incidents:.2f}\n" in (EXAMPLES.parent / "docs/evidence/examples.md").read_text()
     at_random = [expected(lambda seen, p=p: p / 20, streams) for p in range(21)]
     by_errors = [expected(lambda seen, k=k: float(errors_of(seen[-1]) >= k), streams) for k in range(11)]
     best = max(*at_random, *by_errors)

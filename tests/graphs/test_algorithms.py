@@ -13,6 +13,7 @@ import torch
 from flowrl import graphs
 from flowrl.graph import Graph
 from flowrl.operators import DPO, GroupAdvantage, KLLoss, PPOClip
+from tests.docs.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact
@@ -50,6 +51,7 @@ def test_every_algorithm_trains_three_steps(algorithm: object, tiny: str) -> Non
     for step in range(3):
         metrics = steps.step(PROMPTS, step).metrics.compute()
         assert all(math.isfinite(value) for value in metrics.values())
+        assert undocumented(metrics) == []
     assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
 
 

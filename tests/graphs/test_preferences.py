@@ -14,6 +14,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import dpo, ipo, kto, orpo, simpo
 from flowrl.operators import IPO, KTO, ORPO, MismatchResponses, SimPO
 from flowrl.records import UnpairedBatch
+from tests.docs.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.jobs import bind_tiny
 from tests.support.runs import walk
@@ -39,6 +40,7 @@ def test_the_loss_falls(graph: Graph, roles: list[str], tiny: str) -> None:
     job, batch = bind_tiny(graph, tiny), batch_of(graph, tiny)
     steps = walk(job.graph, **job.build(0))
     found = [steps.step(batch, step).metrics.compute() for step in range(4)]
+    assert undocumented(found[0]) == []
     assert found[-1]["actor/pg_loss"] < found[0]["actor/pg_loss"]
     if graph.name == "kto":
         assert found[-1]["actor/kto_desirable"] > found[-1]["actor/kto_undesirable"]

@@ -16,6 +16,7 @@ from flowrl.graphs import reward_model
 from flowrl.operators import BradleyTerry, PPOClip, PreferenceAccuracy, UpdateRewardModel
 from flowrl.records import PreferenceBatch
 from flowrl.run.engine.build import EngineBuilder
+from tests.docs.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.runs import walk
 
@@ -50,6 +51,7 @@ def training(folder: str, run: Path, steps: int = 12, **settings: Any) -> Traini
 
 def test_a_run_learns_held_out_preferences_and_writes_the_model(tiny: str, tmp_path: Path) -> None:
     run = training(tiny, tmp_path / "run").run()
+    assert undocumented(run.metrics[-1]) == undocumented(k.removeprefix("val/") for k in run.validations[-1]) == []
     assert run.metrics[-1]["reward_model/loss"] < run.metrics[0]["reward_model/loss"]
     first, last = run.validations[0], run.validations[-1]
     assert last["val/reward_model/accuracy"] > 0.9 >= first["val/reward_model/accuracy"]

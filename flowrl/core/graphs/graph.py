@@ -17,14 +17,13 @@ from flowrl.core.graphs.inference import infer
 from flowrl.core.graphs.lag import ON_POLICY, Lag, SupportsLiveSync, lag_of
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
-from flowrl.core.operators.ports import PortField, Signature
+from flowrl.core.operators.ports import PortField, Signature, signature_of_record
 from flowrl.core.operators.roles import RoleRef
 from flowrl.core.operators.symbols import Edge, EdgeType
 from flowrl.core.operators.when import ALWAYS, When, first_idle
 from flowrl.errors import BindError, GraphError, offer, type_of
 from flowrl.protocols.backend import members, refuse_unfit
 from flowrl.protocols.protocols import Synced
-from flowrl.record_types import record_columns
 from flowrl.records import rows_per_item
 
 
@@ -35,7 +34,7 @@ class Input(Operator):
 
     @property
     def signature(self) -> Signature:
-        return Signature({}, {}, record_columns(self.record), self.record)
+        return signature_of_record(self.record)
 
     @property
     def rows_factor(self) -> int:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -18,7 +21,7 @@ GROUP = "flowrl.operators"
 def names() -> dict[str, EntryPoint]:
     """The entry points by name; two operators of one name are an error."""
     found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
+    for point in _points(_modified()):
         known = found.setdefault(point.name, point)
         if known.value != point.value:
             raise GraphError(
@@ -29,6 +32,17 @@ def names() -> dict[str, EntryPoint]:
                 found=[known.value, point.value],
             )
     return found
+
+
+def _modified() -> tuple[tuple[str, int], ...]:
+    """The folders that Python imports from, with the time in ns at which a package was last installed or removed."""
+    return tuple((path, os.stat(path or ".").st_mtime_ns) for path in sys.path if os.path.exists(path or "."))
+
+
+@lru_cache(maxsize=1)
+def _points(modified: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of the group; kept until the folders change, because this reads a file of every package."""
+    return tuple(entry_points(group=GROUP))
 
 
 def load(name: str) -> Any:

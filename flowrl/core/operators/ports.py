@@ -100,6 +100,12 @@ class Signature:
         return replace(self, ports={**self.ports, name: replace(self.ports[name], fields=fields, record=record)})
 
 
+@functools.cache
+def signature_of_record(record: type) -> Signature:
+    """The signature of what only outputs a record; kept, as evaluating annotations is a third of building a graph."""
+    return Signature({}, {}, record_columns(record), record)
+
+
 @functools.lru_cache(maxsize=256)
 def with_more(own: Signature, more: Signature) -> Signature:
     """The signature of an operator with the ports of its parameters, such as its loss, added to its own.

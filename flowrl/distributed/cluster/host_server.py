@@ -14,7 +14,9 @@ from flowrl.protocols.backend import Backend
 from flowrl.workers.fork_server import ForkServer, imports
 
 _MODULES = (
-    "flowrl.backends",
+    "flowrl.backends.torch.generate.rollout",
+    "flowrl.backends.torch.train.critic",
+    "flowrl.backends.torch.train.trainer",
     "flowrl.operators",
     "flowrl.run.engine.local",
     "flowrl.run.engine.build",

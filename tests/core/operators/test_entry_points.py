@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,8 @@ from tests.support.errors import raises
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
-    found = [EntryPoint(name, value, installed.GROUP) for name, value in points]
-    monkeypatch.setattr(installed, "entry_points", lambda group: found)
+    found = tuple(EntryPoint(name, value, installed.GROUP) for name, value in points)
+    monkeypatch.setattr(installed, "_points", lambda modified: found)
 
 
 def test_every_standard_operator_is_installed_under_its_name() -> None:
@@ -55,3 +57,17 @@ def test_an_entry_point_must_name_an_operator(monkeypatch: pytest.MonkeyPatch) -
     plant(monkeypatch, ("Column", "flowrl.columns:Column"))
     with raises("operator.entry-point", operator="Column", found="flowrl.columns:Column"):
         installed.load("Column")
+
+
+def test_a_package_that_is_installed_or_removed_later_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = installed.names()
+    package = tmp_path / "late-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: late\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[{installed.GROUP}]\nLate = flowrl.operators:GAE\n")
+    assert installed.names().keys() - before.keys() == {"Late"}
+    shutil.rmtree(package)
+    assert installed.names() == before

@@ -101,12 +101,19 @@ class TestRequests(RequestTests):
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
     def test_a_long_response_does_not_block_other_episodes(self, engine: SGLangEngine) -> None:
-        """Steps return even if no request ends, so episodes whose environment replies continue."""
+        """Steps return while no request can end, since SGLang's scheduler is stopped, so episodes whose environment
+        replies continue."""
+        group = pid_of(engine)
+        others = [int(process.name) for process in members(group) if int(process.name) != group]
         engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
-        steps = 1
-        while not engine.step():
-            steps += 1
-        assert steps > 3
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert others and [engine.step() for _ in range(4)] == [[]] * 4
+        finally:
+            for pid in others:
+                os.kill(pid, signal.SIGCONT)
+        assert len(finished(engine, 1)["long"].ids) == 240
 
     @pytest.mark.nightly
     def test_a_process_killed_during_episodes_is_reported_and_restarted_by_the_next_sync(

@@ -98,6 +98,7 @@ def test_reserved_space_lets_a_full_disk_record_the_failure(tmp_path: Path, monk
     assert freed and described(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.runs
 def test_a_run_resumes_after_disk_space_is_freed(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_existing_signal_handlers_are_preserved() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.runs
 def test_a_terminated_program_exits_with_128_plus_the_signal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     """Its last words are how to resume."""
     script = """

@@ -23,6 +23,8 @@ from tests.support.errors import raises
 from tests.support.jobs import write_prompts
 from tests.support.runs import described
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture(scope="module")
 def model(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -97,7 +97,7 @@ class Float64Critic:
 
 
 def test_default_learning_rates_match_the_docs() -> None:
-    """docs/how-to/running.md: 1e-6 for the actor and 1e-5 for the critic."""
+    """docs/how-to/optimizer.md: 1e-6 for the actor and 1e-5 for the critic."""
     assert TorchTrainer("model").optimizer == AdamW(lr=1e-6)
     assert TorchCritic("model").optimizer == AdamW(lr=1e-5)
 
