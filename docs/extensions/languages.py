@@ -79,7 +79,7 @@ def link_other_language(app: Sphinx, page: str, template: str, context: dict[str
 
 def setup(app: Sphinx) -> dict[str, bool]:
     jieba.setLogLevel("WARNING")
-    for word in re.findall(r"^\| .* \| ([^ a-zA-Z-]+) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE):
+    for word in re.findall(r"[\u4e00-\u9fff]+", GLOSSARY.read_text(encoding="utf-8").partition("\n|")[2]):
         jieba.add_word(word)
     app.add_search_language(Chinese)
     app.connect("doctree-read", mark_untranslated, priority=900)

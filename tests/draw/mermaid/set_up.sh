@@ -18,7 +18,7 @@ install() {
 }
 
 mkdir -p "$folder"
-command -v chromium >/dev/null || install chromium fonts-dejavu-core || echo "Chromium could not be installed"
+command -v chromium >/dev/null || install chromium fonts-dejavu-core fonts-wqy-zenhei || echo "Chromium could not be installed"
 if ! cmp -s "$here/package-lock.json" "$folder/package-lock.json"; then
     command -v npm >/dev/null || install npm || echo "npm could not be installed"
     work=$(mktemp -d)
