@@ -12,8 +12,8 @@ from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.data.waits import WaitRecorder
-from flowrl.episodes.environment import Answer, Row, ToolCall, check_reward
-from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, template_arguments
+from flowrl.episodes.environment import Answer, InvalidToolCall, Row, ToolCall, check_reward
+from flowrl.episodes.tools import Toolbox, result_text, template_arguments
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
@@ -231,7 +231,12 @@ class Chat:
         Raises:
             InvalidToolCall: one is malformed.
         """
-        return () if self._toolbox is None else self._toolbox.calls(answer.text)
+        if self._toolbox is None:
+            return ()
+        tokenizer, ids = self._broker.tokenizer, answer.ids
+        if not self._toolbox.format.special:
+            return self._toolbox.calls(answer.text)
+        return self._toolbox.calls(tokenizer.shown(ids[:-1] if ids[-1] in tokenizer.ends else ids), tokenizer)
 
     async def tool(self, call: ToolCall) -> str:
         """Run a tool call; returns the text for the policy.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from flowrl.data.text.answers import style_of
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.episodes.tools import Toolbox, template_arguments
@@ -15,7 +16,7 @@ from flowrl.errors import DataError, EpisodeError
 logger = logging.getLogger(__name__)
 
 _QUESTION = {"role": "user", "content": "What is 17 and 25?"}
-_THOUGHT = "<think>\nIt is best to look again.\n</think>\n\n"
+_THOUGHT = "It is best to look again."
 
 
 def rehearse(
@@ -80,14 +81,17 @@ def _played(
     template_kwargs: Mapping[str, Any],
     thought: str,
 ) -> None:
-    """Play the conversation; each answer starts with this thought."""
+    """Play the conversation; each answer starts with this thought, which is empty in answers without one."""
     arguments = template_arguments(tokenizer, toolbox, template_kwargs)
-    transcript = Transcript(tokenizer, [_QUESTION], check, arguments)
+    transcript, style = Transcript(tokenizer, [_QUESTION], check, arguments), style_of(tokenizer)
+    written = tokenizer.conversation_text([_QUESTION], arguments, add_generation_prompt=True)
     for answer, reply in _exchanges(toolbox, replies):
-        ids = [*tokenizer.encode(thought + answer), tokenizer.turn_end]
+        own_channel = toolbox is not None and toolbox.format.special and reply[0]["role"] == "tool"
+        ids = tokenizer.encode(style.written(written, thought, answer, own_channel))
+        ids = ids if ids[-1] in tokenizer.ends else [*ids, tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
         transcript.reply(reply)
-        written = tokenizer.conversation_text(transcript.messages, arguments, add_generation_prompt=True)
+        written = tokenizer.conversation_text(transcript.template_messages, arguments, add_generation_prompt=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):
             raise EpisodeError(
@@ -104,8 +108,8 @@ def _exchanges(toolbox: Toolbox | None, replies: bool) -> Sequence[tuple[str, Se
     """Answers, and the replies to each."""
     found: list[tuple[str, Sequence[Message]]] = []
     if toolbox is not None:
-        call, result = toolbox.example, {"role": "tool", "name": toolbox.names[0], "content": "42"}
-        found += [(call, [result]), (f"{call}\n{call}", [result, result])]
+        result = {"role": "tool", "name": toolbox.names[0], "content": "42"}
+        found += [(toolbox.example(n), [result] * n) for n in (1, 2 if toolbox.format.several else 1)]
     if replies:
         found += [("42", [{"role": "user", "content": "Are you sure?"}])] * 2
     return found

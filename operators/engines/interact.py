@@ -26,6 +26,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.data.text.transcript import Check, Message
 from flowrl.episodes.chat import Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row
+from flowrl.episodes.parsers import call_format
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.processes import call_tool, environment_server, reference_of
 from flowrl.episodes.rehearsal import rehearse
@@ -67,7 +68,7 @@ class Episodes(Spec):
     context: int = Field(default=4096, ge=2)
     timeout: float = Field(default=60.0, gt=0)
     tools: tuple[Callable[..., Any], ...] = ()
-    parser: Literal["hermes", "json"] | Callable[..., Any] = "hermes"
+    parser: str | Callable[..., Any] = "hermes"
     check: Check = "loose"
     failed: Literal["error", "leave"] = "error"
     tries: int = Field(default=2, ge=1)
@@ -92,7 +93,8 @@ class Interact(Sampler, Episodes, Operator):
         timeout: seconds that the environment may take between two responses.
         tools: typed functions that the policy may call; see `flowrl.episodes.tools`. A chat template that reads
             ``tools`` lists them; otherwise the prompt must.
-        parser: format of tool calls: ``"hermes"``, ``"json"``, or a function from text to calls.
+        parser: format of tool calls: a name in `flowrl.episodes.parsers.PARSERS`, such as ``"qwen3_coder"``; a parser
+            of vLLM, ``"vllm:NAME"``; or a function from text to calls.
         check: how to compare the chat template with the transcript when a reply follows: ``"strict"``, ``"loose"``
             (ignores whitespace) or ``"off"``.
         failed: what to do with an episode whose environment fails in every try: ``"error"`` raises; ``"leave"`` masks
@@ -148,6 +150,12 @@ class Interact(Sampler, Episodes, Operator):
         if environment is not None and not isinstance(environment, str):
             refuse_invalid_environment(environment)
         return environment
+
+    @field_validator("parser")
+    @classmethod
+    def _refuse_unknown_parser(cls, parser: Any) -> Any:
+        call_format(parser)
+        return parser
 
     @field_validator("tools", mode="before")
     @classmethod

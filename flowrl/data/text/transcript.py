@@ -4,6 +4,8 @@ Sampled tokens are never tokenized again, since decoding and encoding need not g
 only the *delta* is tokenized: what the chat template writes after a response, up to the assistant's next turn. Some
 templates rewrite earlier turns once more follow (they strip thinking, merge turns, or trim). `Transcript` detects this
 by comparing texts: the tokens are still exact, but the template would never render this conversation.
+
+A template gets each response in the form in which it renders it unchanged; see `flowrl.data.text.answers`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from flowrl.data.text.answers import MARK, Form, Message, forms
 from flowrl.data.text.control_tokens import as_text
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
@@ -18,11 +21,8 @@ from flowrl.errors import DataError, EpisodeError
 Check = Literal["strict", "loose", "off"]
 """How to compare the template's text with the transcript: exactly, without whitespace, or not at all."""
 
-Message = Mapping[str, Any]
-
 T = TypeVar("T")
 
-_MARK = "flowrl-marks-an-answer"  # without whitespace, which templates trim
 
 
 class SampledSpan(NamedTuple):
@@ -69,6 +69,9 @@ class Transcript:
             )
         self._tokenizer, self._check, self._arguments = tokenizer, check, template_kwargs
         self.messages: list[Message] = list(messages)
+        """The conversation, with responses as the policy sampled them."""
+        self.template_messages: list[Message] = list(messages)
+        """The conversation as the template gets it, with responses in the forms that it renders unchanged."""
         self.ids: list[int] = tokenizer.prompt_ids(messages, template_kwargs)
         """All tokens so far."""
         self.prompt_length = len(self.ids)
@@ -97,6 +100,7 @@ class Transcript:
         self.ids.extend(span.ids)
         self.answers.append(span)
         self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._without_end(ids))})
+        self.template_messages.append(self.messages[-1])
         return span
 
     def reply(self, messages: Sequence[Message]) -> list[int]:
@@ -116,30 +120,58 @@ class Transcript:
                 "with other roles, such as user or tool.",
                 code="episode.invalid-reply",
             )
-        marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
-        _, _, suffix = self._tokenizer.rendered(marked, self._arguments, add_generation_prompt=True).rpartition(_MARK)
+        fault: DataError | EpisodeError | None = None
+        for form in self._forms():
+            try:
+                delta, shown = self._delta(form, messages)
+                break
+            except (DataError, EpisodeError) as error:
+                fault = fault or error
+        else:
+            assert fault is not None
+            raise fault
+        self._shown = shown
+        self.messages.extend(messages)
+        self.template_messages[-1:] = [form.message, *messages]
+        self.ids.extend(delta)
+        return delta
+
+    def _forms(self) -> Sequence[Form]:
+        """The last response as messages."""
+        text, cut = self.messages[-1]["content"], self.ids[-1] not in self._tokenizer.ends
+        found = forms(self._tokenizer, self._shown, text, cut)
+        return [next(found)] if self._check == "off" else [*found]
+
+    def _delta(self, form: Form, messages: Sequence[Message]) -> tuple[list[int], str]:
+        """The tokens after a response in this form, to the next one, and the text of the transcript with them."""
+        before = self.template_messages[:-1]
+        rendered = self._tokenizer.rendered([*before, form.marked, *messages], self._arguments, True)
+        suffix = rendered.rpartition(MARK)[2].removeprefix(form.closing)
         delta, last = self._tokenizer.encode(suffix), self.ids[-1]
         if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
             delta = delta[1:]
         if not delta:
-            roles = list(dict.fromkeys(repr(message.get("role")) for message in messages))
-            raise EpisodeError(
-                f"The chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: "
-                f"{', '.join(roles) or 'none'}), so the policy could not read it. Reply with a role that the template "
-                f"supports, such as user, or change the template to write the reply and open the assistant's turn.",
-                code="tokenizer.empty-reply",
-                path=self._tokenizer.folder,
-                roles=roles,
-            )
-        if self._check != "off":
-            self._shown += f"{self.messages[-1]['content']}{as_text(suffix)}"
-            rendered = self._tokenizer.conversation_text(
-                [*self.messages, *messages], self._arguments, add_generation_prompt=True
-            )
-            self._refuse_rewritten(self._shown, rendered)
-        self.messages.extend(messages)
-        self.ids.extend(delta)
-        return delta
+            raise self._empty_reply(messages)
+        if self._check == "off":
+            return delta, self._shown
+        answer = f"{self._shown}{self.messages[-1]['content']}"
+        shown = f"{answer}{as_text(suffix)}"
+        rendered = self._tokenizer.conversation_text([*before, form.message, *messages], self._arguments, True)
+        self._refuse_rewritten(shown, rendered)
+        if form.ends is not None and last in self._tokenizer.ends:
+            self._refuse_rewritten(f"{answer}{self._tokenizer.shown([last])}", f"{answer}{form.ends}")
+        return delta, shown
+
+    def _empty_reply(self, messages: Sequence[Message]) -> EpisodeError:
+        roles = list(dict.fromkeys(repr(message.get("role")) for message in messages))
+        return EpisodeError(
+            f"The chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: "
+            f"{', '.join(roles) or 'none'}), so the policy could not read it. Reply with a role that the template "
+            f"supports, such as user, or change the template to write the reply and open the assistant's turn.",
+            code="tokenizer.empty-reply",
+            path=self._tokenizer.folder,
+            roles=roles,
+        )
 
     @property
     def sampled(self) -> list[bool]:
