@@ -6,6 +6,7 @@ Each table follows ``<!-- its name -->`` in its page; pyproject.toml lists every
 from __future__ import annotations
 
 import functools
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ def keys_of(framework: str) -> list[str]:
     return rows
 
 
+def chat_templates() -> list[str]:
+    found: list[str] = runpy.run_path(str(ROOT / "docs" / "chat_templates.py"))["table"]()
+    return found
+
+
 def entry_points() -> list[str]:
     return [f'{name} = "flowrl.operators:{name}"' for name, _ in sorted(_classes(Operator))]
 
@@ -113,6 +119,7 @@ FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/operators.md": {"<!-- operators -->\n\n": operators},
     "docs/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
+    "docs/episodes.md": {"<!-- chat templates -->\n\n": chat_templates},
     "docs/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{

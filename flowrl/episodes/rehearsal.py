@@ -38,10 +38,10 @@ def rehearse(
         return
     kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
     try:
-        _played(tokenizer, check, toolbox, replies, template_kwargs, _THOUGHT)
+        play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, thinks=True)
     except (DataError, EpisodeError) as error:
         try:
-            _played(tokenizer, check, toolbox, replies, template_kwargs, "")
+            play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, thinks=False)
         except (DataError, EpisodeError):
             code = error.code
             raise EpisodeError(
@@ -73,21 +73,26 @@ def _warn_of_unread_tools(tokenizer: ChatTokenizer, toolbox: Toolbox, template_k
         )
 
 
-def _played(
+def play_rehearsal(
     tokenizer: ChatTokenizer,
     check: Check,
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any],
-    thought: str,
+    thinks: bool,
 ) -> None:
-    """Play the conversation; each answer starts with this thought, which is empty in answers without one."""
+    """Play the conversation, with a thought in each answer or with none.
+
+    Raises:
+        DataError: the template rejects the conversation.
+        EpisodeError: it rewrites earlier turns, or leaves out a reply.
+    """
     arguments = template_arguments(tokenizer, toolbox, template_kwargs)
     transcript, style = Transcript(tokenizer, [_QUESTION], check, arguments), style_of(tokenizer)
     written = tokenizer.conversation_text([_QUESTION], arguments, add_generation_prompt=True)
     for answer, reply in _exchanges(toolbox, replies):
         own_channel = toolbox is not None and toolbox.format.special and reply[0]["role"] == "tool"
-        ids = tokenizer.encode(style.written(written, thought, answer, own_channel))
+        ids = tokenizer.encode(style.written(written, _THOUGHT if thinks else "", answer, own_channel))
         ids = ids if ids[-1] in tokenizer.ends else [*ids, tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
         transcript.reply(reply)

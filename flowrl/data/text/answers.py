@@ -86,16 +86,20 @@ class Style:
 
 
 THINK = Style("<think>\n", "\n</think>\n\n")
-_STYLES = (
-    Style("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>", channels=True),
-    Style("<|channel>thought\n", "\n<channel|>", channels=True),
-    Style(" to=self<|message|>", "<|eom|><|start|>assistant", " to=user<|message|>", channels=True),
+HARMONY = Style(
+    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>", channels=True
 )
+_STYLES = {
+    "<|channel|>analysis": HARMONY,  # gpt-oss
+    "<|channel>": Style("<|channel>thought\n", "\n<channel|>", channels=True),  # Gemma 4
+    " to=self<|message|>": Style(" to=self<|message|>", "<|eom|><|start|>assistant", " to=user<|message|>", True),  # Muse
+}
+"""Styles other than `THINK`, by a text that only the templates of their models have."""
 
 
 def style_of(tokenizer: ChatTokenizer) -> Style:
     """The style of the model that a chat template is for; that of most models if it names none."""
-    return next((style for style in _STYLES if style.begin.strip() in tokenizer.template_text), THINK)
+    return next((style for mark, style in _STYLES.items() if mark in tokenizer.template_text), THINK)
 
 
 def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterator[Form]:
@@ -109,7 +113,7 @@ def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterat
     style = style_of(tokenizer)
     split, begun = style.split(prompt, text), style.begun(prompt)
     key = next((key for key in _REASONING if tokenizer.template_reads(key)), None)
-    if style.channels and (call := harmony.call(text)) is not None:
+    if style is HARMONY and (call := harmony.call(text)) is not None:
         yield _call(call)
     elif split is None or not style.channels:
         yield _plain(text)
@@ -118,7 +122,7 @@ def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterat
     if split is not None and (key is not None or style.channels):
         thought = {} if split[0] is None or key is None else {key: split[0].strip()}
         message = {"role": "assistant", **thought, "content": split[1]}
-        yield Form(message, {**message, "content": MARK}, ends="<|end|>" if "<|channel|>" in style.begin else None)
+        yield Form(message, {**message, "content": MARK}, ends="<|end|>" if style is HARMONY else None)
     elif begun and cut and key is not None:  # the template ends the thought
         message = {"role": "assistant", key: text.strip(), "content": ""}
         yield Form(message, {**message, key: MARK})
