@@ -33,6 +33,8 @@ def rehearse(
     warning, not an error, and so is one that does not write the tools, because prompts may describe them.
     """
     if toolbox is not None:
+        if toolbox.format.special:
+            toolbox.calls(toolbox.example(), tokenizer)  # one of vLLM may not be there
         _warn_of_unread_tools(tokenizer, toolbox, template_kwargs)
     if check == "off":
         return

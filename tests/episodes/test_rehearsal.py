@@ -14,6 +14,7 @@ from flowrl.episodes import Answer, Environment, Reply, Toolbox
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.operators import Interact
+from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
 
@@ -108,6 +109,11 @@ def test_unknown_template_arguments_are_refused() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     with pytest.raises(EpisodeError, match="chat_template_kwargs has 'enable_thinking'"):
         rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
+
+
+def test_a_parser_of_vllm_without_vllm_is_refused() -> None:
+    with raises("package.not-installed", package="vllm"):
+        rehearse(tokenizer_of("qwen2.5"), "loose", Toolbox([add], "vllm:hermes"), replies=False)
 
 
 class TestLaunch:
