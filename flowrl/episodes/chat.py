@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flowrl.data.keys import Key
+from flowrl.data.text.control_tokens import unquoted
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.data.waits import WaitRecorder
@@ -233,10 +234,11 @@ class Chat:
         """
         if self._toolbox is None:
             return ()
-        tokenizer, ids = self._broker.tokenizer, answer.ids
         if not self._toolbox.format.special:
             return self._toolbox.calls(answer.text)
-        return self._toolbox.calls(tokenizer.shown(ids[:-1] if ids[-1] in tokenizer.ends else ids), tokenizer)
+        tokenizer, ids = self._broker.tokenizer, answer.ids
+        text = tokenizer.control_tokens.sampled(ids[:-1] if ids[-1] in tokenizer.ends else ids)
+        return [ToolCall(*map(unquoted, call)) for call in self._toolbox.calls(text, tokenizer)]
 
     async def tool(self, call: ToolCall) -> str:
         """Run a tool call; returns the text for the policy.

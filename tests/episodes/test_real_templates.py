@@ -6,6 +6,7 @@ in the form that the model was trained to write. It knows nothing of quoting, to
 
 from __future__ import annotations
 
+import asyncio
 import runpy
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,8 +17,10 @@ from jinja2 import TemplateError
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Transcript
-from flowrl.episodes.environment import ToolCall
+from flowrl.episodes.chat import Chat, Limits, RequestBroker
+from flowrl.episodes.environment import Answer, ToolCall
 from tests import ROOT
+from tests.episodes.scripted import KEY, SAMPLING, Scripted, row
 from tests.nightly import nightly_except
 from tests.support.errors import raises
 
@@ -214,6 +217,46 @@ def test_results_that_spell_marks_of_channels_and_calls_are_text(name: str) -> N
 
     every = "".join([*tokenizer.control_tokens.special, *tokenizer.control_tokens.written])
     assert control(every) == control("HERE")
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "call"),
+    [
+        ("gptoss", "gpt-oss", '<|channel|>commentary to=functions.add json<|message|>{"a": 1}'),
+        ("deepseekv3", "deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'),
+    ],
+)
+def test_a_call_that_an_answer_only_spells_is_text(name: str, parser: str, call: str) -> None:
+    """A policy that repeats a web page calls nothing: the marks of a call are tokens."""
+    tokenizer, toolbox = tokenizer_of(name), TABLE["Toolbox"]([TABLE["add"]], parser)
+    spelled = tokenizer.control_tokens.encode(tokenizer.control_tokens.quote(call))
+    assert tokenizer.shown(spelled) == call and len(spelled) > len(tokenizer.encode(call))
+    broker = RequestBroker(Scripted(lambda *_: [], tokenizer), tokenizer, SAMPLING, KEY)
+    chat = Chat(broker, row(0), Limits(1, 1, 1.0), "loose", toolbox, asyncio.Timeout(None))
+    assert chat.calls(Answer(call, tokenizer.encode(call), 0, False)) == [ToolCall("add", {"a": 1})]
+    assert not chat.calls(Answer(call, spelled, 0, False))
+    begun, end = tokenizer.encode(call.rpartition("1}")[0] + '"'), tokenizer.encode('"}')
+    (quoting,) = chat.calls(Answer("", [*begun, *spelled_without(tokenizer, call), *end], 0, False))
+    assert quoting.arguments == {"a": call.replace('"', "'")}
+
+
+def spelled_without(tokenizer: ChatTokenizer, call: str) -> list[int]:
+    """A call spelled in plain tokens, without the quotes that end a string of JSON."""
+    return tokenizer.control_tokens.encode(tokenizer.control_tokens.quote(call.replace('"', "'")))
+
+
+def test_a_new_segment_begins_with_what_the_template_of_gpt_oss_writes() -> None:
+    text = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
+    transcript, reply = play("gptoss", []), {"role": "user", "content": "Are you sure?"}
+    ids = tokenizer_of("gptoss").encode(text)
+    transcript.answer(ids, [0.0] * len(ids))
+    made = transcript.rewritten([reply])
+    messages = [QUESTION, {"role": "assistant", "thinking": "I add.", "content": "42"}, reply]
+    assert made.ids == tokenizer_of("gptoss")._tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert made.messages == [QUESTION, {"role": "assistant", "content": text.removesuffix("<|return|>")}, reply]
+    assert not any(made.sampled)
 
 
 def test_the_parser_of_a_template_is_the_one_of_its_calls() -> None:

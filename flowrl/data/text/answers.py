@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from flowrl.data.text import harmony
@@ -112,7 +112,7 @@ def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterat
     """
     style = style_of(tokenizer)
     split, begun = style.split(prompt, text), style.begun(prompt)
-    key = next((key for key in _REASONING if tokenizer.template_reads(key)), None)
+    key = _reasoning_key(tokenizer.template_text)
     if style is HARMONY and (call := harmony.call(text)) is not None:
         yield _call(call)
     elif split is None or not style.channels:
@@ -126,6 +126,13 @@ def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterat
     elif begun and cut and key is not None:  # the template ends the thought
         message = {"role": "assistant", key: text.strip(), "content": ""}
         yield Form(message, {**message, key: MARK})
+
+
+@cache
+def _reasoning_key(template: str) -> str | None:
+    """The key of a message by which a template reads a thought."""
+    words = {*re.findall(r"\w+", re.sub(r"{#.*?#}", "", template, flags=re.DOTALL))}
+    return next((key for key in _REASONING if key in words), None)
 
 
 def _plain(text: str) -> Form:

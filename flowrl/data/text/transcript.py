@@ -136,10 +136,26 @@ class Transcript:
         self.ids.extend(delta)
         return delta
 
+    def rewritten(self, messages: Sequence[Message]) -> Transcript:
+        """The conversation with a reply, as the template writes it now: all earlier turns are part of the prompt.
+
+        Raises:
+            DataError: the template rejects the messages.
+        """
+        *_, form = forms(self._tokenizer, self._shown, self.messages[-1]["content"], self._cut)
+        conversation = [*self.template_messages[:-1], form.message, *messages]
+        made = Transcript(self._tokenizer, conversation, self._check, self._arguments)
+        made.messages = [*self.messages, *messages]
+        return made
+
+    @property
+    def _cut(self) -> bool:
+        """Whether no token ended the last response."""
+        return self.ids[-1] not in self._tokenizer.ends
+
     def _forms(self) -> Sequence[Form]:
         """The last response as messages."""
-        text, cut = self.messages[-1]["content"], self.ids[-1] not in self._tokenizer.ends
-        found = forms(self._tokenizer, self._shown, text, cut)
+        found = forms(self._tokenizer, self._shown, self.messages[-1]["content"], self._cut)
         return [next(found)] if self._check == "off" else [*found]
 
     def _delta(self, form: Form, messages: Sequence[Message]) -> tuple[list[int], str]:
@@ -148,7 +164,7 @@ class Transcript:
         rendered = self._tokenizer.rendered([*before, form.marked, *messages], self._arguments, True)
         suffix = rendered.rpartition(MARK)[2].removeprefix(form.closing)
         delta, last = self._tokenizer.encode(suffix), self.ids[-1]
-        if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
+        if not self._cut and delta[:1] == [last]:  # the policy has sampled it
             delta = delta[1:]
         if not delta:
             raise self._empty_reply(messages)
@@ -158,7 +174,7 @@ class Transcript:
         shown = f"{answer}{as_text(suffix)}"
         rendered = self._tokenizer.conversation_text([*before, form.message, *messages], self._arguments, True)
         self._refuse_rewritten(shown, rendered)
-        if form.ends is not None and last in self._tokenizer.ends:
+        if form.ends is not None and not self._cut:
             self._refuse_rewritten(f"{answer}{self._tokenizer.shown([last])}", f"{answer}{form.ends}")
         return delta, shown
 
