@@ -18,7 +18,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from flowrl.data.text.answers import style_of
 from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.data.text.transcript import Transcript
 from flowrl.episodes import InvalidToolCall, Toolbox, ToolCall
 from flowrl.episodes.parsers import PARSERS
 from flowrl.episodes.rehearsal import play_rehearsal
@@ -111,7 +113,7 @@ def verdict(tokenizer: ChatTokenizer, parser: str | None, thinks: bool) -> tuple
     try:
         play_rehearsal(tokenizer, "loose", toolbox, toolbox is None, arguments, thinks)
     except (DataError, EpisodeError) as error:
-        if error.code == "tokenizer.rewritten-turns" and _writes_replies(tokenizer, toolbox, arguments):
+        if error.code == "tokenizer.rewritten-turns" and _begins_segments(tokenizer, toolbox, arguments, thinks):
             return "segments", ""
         if error.code == "tokenizer.template-rejects":
             return "refused", f"the template: {error.facts['reason'].rstrip('/.')}"
@@ -119,12 +121,18 @@ def verdict(tokenizer: ChatTokenizer, parser: str | None, thinks: bool) -> tuple
     return "accepted", ""
 
 
-def _writes_replies(tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any]) -> bool:
-    """Whether a reply is in the text of a conversation, so that a new segment can begin with it."""
+def _begins_segments(
+    tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any], thinks: bool
+) -> bool:
+    """Whether a conversation that the template rewrites has the reply, so that a new segment can begin with it."""
+    transcript = Transcript(tokenizer, [_QUESTION], "loose", template_arguments(tokenizer, toolbox, given))
+    answer, own_channel = ("42", False) if toolbox is None else (toolbox.example(), toolbox.format.special)
+    prompt = tokenizer.shown(transcript.ids)
+    text = style_of(tokenizer).written(prompt, "I look again." if thinks else "", answer, own_channel)
+    ids = [*tokenizer.encode(text), tokenizer.turn_end]
+    transcript.answer(ids, [0.0] * len(ids))
     reply = {"role": "user" if toolbox is None else "tool", "name": "add", "content": "HERE"}
-    answer = {"role": "assistant", "content": "a call"}
-    arguments = template_arguments(tokenizer, toolbox, given)
-    return "HERE" in tokenizer.conversation_text([_QUESTION, answer, reply], arguments, add_generation_prompt=True)
+    return "HERE" in tokenizer.shown(transcript.rewritten([reply]).ids)
 
 
 def table() -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import flowrl.rewards
 from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
+from flowrl.episodes.parsers import PARSERS
 from flowrl.importers.settings import groups_of
 from flowrl.rewards import RewardFunction, Sandbox
 from flowrl.rules.check import RULES
@@ -24,6 +26,8 @@ from flowrl.rules.rule import RETIRED
 from flowrl.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
+BAR = r"\|"
+"""A bar within a table."""
 
 
 def _classes(base: type) -> Iterator[tuple[str, Any]]:
@@ -105,6 +109,14 @@ def keys_of(framework: str) -> list[str]:
     return rows
 
 
+def parsers() -> list[str]:
+    rows = ["| parser | |", "|---|---|"]
+    for name, form in PARSERS.items():
+        summary = (sys.modules[form.parse.__module__].__doc__ or "").partition("\n\n")[0]
+        rows.append(f"| `{name}` | {summary.replace('``', '`').replace('|', BAR)} |")
+    return rows
+
+
 def chat_templates() -> list[str]:
     found: list[str] = runpy.run_path(str(ROOT / "docs" / "chat_templates.py"))["table"]()
     return found
@@ -119,7 +131,7 @@ FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/operators.md": {"<!-- operators -->\n\n": operators},
     "docs/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
-    "docs/episodes.md": {"<!-- chat templates -->\n\n": chat_templates},
+    "docs/episodes.md": {"<!-- parsers -->\n\n": parsers, "<!-- chat templates -->\n\n": chat_templates},
     "docs/graphs.md": {"<!-- rules -->\n\n": rules},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{
