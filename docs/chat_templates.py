@@ -28,7 +28,7 @@ from flowrl.episodes.tools import template_arguments
 from flowrl.errors import DataError, EpisodeError
 
 _SPECIAL = re.compile(
-    r"<\|[\w/]+\|?>|<\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|<end_of_utterance>"  # noqa: RUF001
+    r"<\|[\w/]+\|?>|<\w+\|>|<\uff5c[\w▁]+\uff5c>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|<end_of_utterance>"
 )
 _ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _QUESTION = {"role": "user", "content": "What is 17 and 25?"}
@@ -121,9 +121,7 @@ def verdict(tokenizer: ChatTokenizer, parser: str | None, thinks: bool) -> tuple
     return "accepted", ""
 
 
-def _begins_segments(
-    tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any], thinks: bool
-) -> bool:
+def _begins_segments(tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any], thinks: bool) -> bool:
     """Whether a conversation that the template rewrites has the reply, so that a new segment can begin with it."""
     transcript = Transcript(tokenizer, [_QUESTION], "loose", template_arguments(tokenizer, toolbox, given))
     answer, own_channel = ("42", False) if toolbox is None else (toolbox.example(), toolbox.format.special)

@@ -18,6 +18,7 @@ from flowrl.episodes.parsers import Parser, call_format
 from flowrl.episodes.parsers.call_format import Tools
 from flowrl.errors import DefinitionError, EpisodeError, offer
 
+
 class _Raised(Exception):
     """Wraps what a function raised, as opposed to errors in its arguments."""
 

@@ -58,7 +58,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     """A tokenizer with the tokens of all formats, which vLLM's parsers look up."""
     marks = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
     marks += ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    marks += tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+    marks += tuple(
+        f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+    )
     marks += tuple(f"<|tool_calls_section_{name}|>" for name in ("begin", "end"))
     marks += tuple(f"<|tool_call_{name}|>" for name in ("begin", "end", "argument_begin", "start"))
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -135,7 +137,20 @@ def test_calls_that_flowrl_writes_are_those_that_an_engine_finds(engine: str, to
 
 
 def random_calls(numbers: random.Random, most: int) -> list[ToolCall]:
-    values: list[Any] = ["x", "two words", "thé ß", 'say "hi"', "a\nb", "{x}", 12, -3, True, False, [1, "x"], {"x": [2]}]
+    values: list[Any] = [
+        "x",
+        "two words",
+        "thé ß",
+        'say "hi"',
+        "a\nb",
+        "{x}",
+        12,
+        -3,
+        True,
+        False,
+        [1, "x"],
+        {"x": [2]},
+    ]
     return [
         ToolCall(f"tool_{i}", {f"key_{j}": numbers.choice(values) for j in range(numbers.randint(1, 3))})
         for i in range(numbers.randint(1, most))

@@ -20,6 +20,7 @@ from flowrl.data.text.transcript import Transcript
 from flowrl.episodes.chat import Chat, Limits, RequestBroker
 from flowrl.episodes.environment import Answer, ToolCall
 from tests import ROOT
+from tests.episodes.parsers.test_parsers import marked
 from tests.episodes.scripted import KEY, SAMPLING, Scripted, row
 from tests.nightly import nightly_except
 from tests.support.errors import raises
@@ -27,7 +28,15 @@ from tests.support.errors import raises
 TABLE = runpy.run_path(str(ROOT / "docs" / "chat_templates.py"))
 TEMPLATES: dict[str, str] = TABLE["templates"]()
 EVERY_COMMIT = {
-    *("cohere2", "deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "gemma", "gemma4_v2", "gemma4_v5"),
+    *(
+        "cohere2",
+        "deepseek_r1_distill",
+        "deepseek_r1_distill_training",
+        "deepseekv3",
+        "gemma",
+        "gemma4_v2",
+        "gemma4_v5",
+    ),
     *("glm4moe", "gptoss", "idefics3", "lfm2_2_5", "llama3_1", "llava_next", "muse_glimmer", "nemotron_3_super"),
     *("qwen2_5", "qwen3", "qwen3_5_think_training", "qwen3_6", "qwen3_8", "qwen3_8_training"),
 }
@@ -142,7 +151,11 @@ def play(name: str, answers: list[tuple[str, list[dict[str, Any]]]], **arguments
     [
         ("qwen3_8", "<|im_end|>", {"reasoning_content": "I look.", "content": "42"}),
         ("qwen3_8_training", "<|im_end|>", {"reasoning_content": "I look.", "content": "42"}),
-        ("deepseek_r1_distill_training", "<｜end▁of▁sentence｜>", {"content": "<think>\nI look.\n</think>\n\n42"}),
+        (
+            "deepseek_r1_distill_training",
+            "<\uff5cend▁of▁sentence\uff5c>",
+            {"content": "<think>\nI look.\n</think>\n\n42"},
+        ),
         ("qwen3_5_think_training", "<|im_end|>", {"content": "<think>\nI look.\n</think>\n\n42"}),
     ],
 )
@@ -156,7 +169,9 @@ def test_templates_that_only_add_have_the_ids_of_transformers(
     whole = tokenizer_of(name)._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert transcript.ids == whole
     assert sum(transcript.sampled) == turns * len(tokenizer_of(name).encode(f"I look.\n</think>\n\n42{end}"))
-    assert [m["content"] for m in transcript.messages if m["role"] == "assistant"] == ["I look.\n</think>\n\n42"] * turns
+    assert [m["content"] for m in transcript.messages if m["role"] == "assistant"] == [
+        "I look.\n</think>\n\n42"
+    ] * turns
 
 
 def test_a_template_ends_a_thought_that_its_length_ended() -> None:
@@ -192,8 +207,14 @@ def test_calls_of_gpt_oss_continue_the_row(header: str) -> None:
     ("text", "role"),
     [
         ("<|channel|>final<|message|>42<|return|>", "user"),  # history ends it with <|end|>
-        ("<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>", "user"),
-        ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 17}<|call|>', "tool"),  # in this order
+        (
+            "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>",
+            "user",
+        ),
+        (
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 17}<|call|>',
+            "tool",
+        ),  # in this order
     ],
 )
 def test_what_the_template_of_gpt_oss_writes_otherwise_is_refused(text: str, role: str) -> None:
@@ -223,7 +244,11 @@ def test_results_that_spell_marks_of_channels_and_calls_are_text(name: str) -> N
     ("name", "parser", "call"),
     [
         ("gptoss", "gpt-oss", '<|channel|>commentary to=functions.add json<|message|>{"a": 1}'),
-        ("deepseekv3", "deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'),
+        (
+            "deepseekv3",
+            "deepseek",
+            marked('<!calls_begin!><!call_begin!>add<!sep!>{"a": 1}<!call_end!>'),
+        ),
     ],
 )
 def test_a_call_that_an_answer_only_spells_is_text(name: str, parser: str, call: str) -> None:
@@ -260,6 +285,8 @@ def test_a_new_segment_begins_with_what_the_template_of_gpt_oss_writes() -> None
 
 
 def test_the_parser_of_a_template_is_the_one_of_its_calls() -> None:
-    found = {name: TABLE["parser_of"](tokenizer_of(name)) for name in ("qwen3", "qwen3_8", "glm4moe", "gptoss", "gemma")}
+    found = {
+        name: TABLE["parser_of"](tokenizer_of(name)) for name in ("qwen3", "qwen3_8", "glm4moe", "gptoss", "gemma")
+    }
     assert found == {"qwen3": "hermes", "qwen3_8": "qwen3_coder", "glm4moe": "glm", "gptoss": "gpt-oss", "gemma": None}
     assert TABLE["CALL"] == ToolCall("add", {"a": 17, "b": 25})

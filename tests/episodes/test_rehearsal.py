@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_unknown_template_arguments_are_refused() -> None:
         rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_a_parser_of_vllm_without_vllm_is_refused() -> None:
     with raises("package.not-installed", package="vllm"):
         rehearse(tokenizer_of("qwen2.5"), "loose", Toolbox([add], "vllm:hermes"), replies=False)

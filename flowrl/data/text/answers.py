@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from flowrl.data.text import harmony
 from flowrl.data.text.tokenizer import ChatTokenizer
 
-Message = Mapping[str, Any]
-
 MARK = "flowrl-marks-an-answer"  # without whitespace, which templates trim
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -36,8 +34,8 @@ class Form(NamedTuple):
         ends: the token that the template writes after it, if the policy must have sampled this one.
     """
 
-    message: Message
-    marked: Message
+    message: Mapping[str, Any]
+    marked: Mapping[str, Any]
     closing: str = ""
     ends: str | None = None
 
@@ -92,7 +90,9 @@ HARMONY = Style(
 _STYLES = {
     "<|channel|>analysis": HARMONY,  # gpt-oss
     "<|channel>": Style("<|channel>thought\n", "\n<channel|>", channels=True),  # Gemma 4
-    " to=self<|message|>": Style(" to=self<|message|>", "<|eom|><|start|>assistant", " to=user<|message|>", True),  # Muse
+    " to=self<|message|>": Style(
+        " to=self<|message|>", "<|eom|><|start|>assistant", " to=user<|message|>", True
+    ),  # Muse
 }
 """Styles other than `THINK`, by a text that only the templates of their models have."""
 
@@ -142,7 +142,7 @@ def _plain(text: str) -> Form:
 def _call(call: harmony.Call) -> Form:
     """A call of gpt-oss, whose template writes the arguments as JSON."""
 
-    def message(arguments: Any) -> Message:
+    def message(arguments: Any) -> Mapping[str, Any]:
         function = {"name": call.name, "content_type": call.content_type, "arguments": arguments}
         thought = {} if call.thought is None else {"thinking": call.thought}
         return {"role": "assistant", **thought, "tool_calls": [{"type": "function", "function": function}]}

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flowrl.errors import DataError
 
@@ -171,7 +171,7 @@ class ControlTokens:
 
     @cached_property
     def _ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.convert_tokens_to_ids([*self._names]))
+        return frozenset(cast("list[int]", self.tokenizer.convert_tokens_to_ids([*self._names])))
 
     @cached_property
     def _copy(self) -> Tokenizer:

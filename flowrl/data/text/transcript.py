@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from flowrl.data.text.answers import MARK, Form, Message, forms
+from flowrl.data.text.answers import MARK, Form, forms
 from flowrl.data.text.control_tokens import as_text
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
@@ -21,8 +21,9 @@ from flowrl.errors import DataError, EpisodeError
 Check = Literal["strict", "loose", "off"]
 """How to compare the template's text with the transcript: exactly, without whitespace, or not at all."""
 
-T = TypeVar("T")
+Message = Mapping[str, Any]
 
+T = TypeVar("T")
 
 
 class SampledSpan(NamedTuple):

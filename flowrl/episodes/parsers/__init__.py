@@ -1,4 +1,4 @@
-"""Parsers of tool calls by name; each format has a module. None depends on an engine, so a run means the same anywhere."""
+"""Parsers of tool calls by name, a module each; none depends on an engine, so a run means the same anywhere."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def call_of(written: object, arguments: Sequence[str] = ("arguments",)) -> ToolC
     expected = f'{{"name": "...", "{arguments[0]}": {{...}}}}'
     if not isinstance(written, dict) or not isinstance(written.get("name"), str):
         raise InvalidToolCall(f"{str(written)[:200]!r} is not a tool call; expected {expected}")
-    given = next((written[name] for name in arguments if name in written), {})
+    given: Any = next((written[name] for name in arguments if name in written), {})
     if not isinstance(given, dict):
         raise InvalidToolCall(f"the arguments of {written['name']!r} are {given!r}; expected an object")
     return ToolCall(written["name"], given)

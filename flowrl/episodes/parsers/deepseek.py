@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from flowrl.episodes.environment import InvalidToolCall, ToolCall
 from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of, json_at
 
-_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_SECTION = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
+_BEGIN, _SEPARATOR, _END = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
 _CALL = re.compile(rf"{_BEGIN}\s*(?:function{_SEPARATOR}([^\n<]+)\n```json\n|([^\n<]+){_SEPARATOR})")
 _EXPECTED = f'{_BEGIN}function{_SEPARATOR}name\\n```json\\n{{"key": "value"}}\\n```{_END}'
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     calls: list[ToolCall] = []
     end = text.find(_SECTION[0])

@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 _EXPECTED = "<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>"
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     return [_call(block, tools) for block in _BLOCK.findall(text)]
 

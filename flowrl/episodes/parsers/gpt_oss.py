@@ -19,7 +19,7 @@ from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of, json
 _EXPECTED = '<|channel|>commentary to=functions.name <|constrain|>json<|message|>{"key": "value"}'
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     calls: list[ToolCall] = []
     for message in messages(text):

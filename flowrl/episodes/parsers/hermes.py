@@ -16,7 +16,7 @@ from flowrl.episodes.parsers.plain_json import call_in
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     return [call_in(written) for written in _CALL.findall(text)]
 

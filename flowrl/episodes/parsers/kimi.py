@@ -18,7 +18,7 @@ _CALL = re.compile(rf"{re.escape(_BEGIN)}\s*(?:functions\.)?([^\s<>]+?)(?::\d+)?
 _EXPECTED = f'{_BEGIN}functions.name:0{_ARGUMENTS}{{"key": "value"}}{_END}'
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     calls: list[ToolCall] = []
     end = text.find(_SECTION[0])

@@ -18,7 +18,7 @@ _EXPECTED = '{"name": "...", "parameters": {...}}'
 _NEXT = re.compile(r"\s*;\s*(?=\{)")
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     before, tag, after = text.partition(_TAG)
     written = after if tag else before

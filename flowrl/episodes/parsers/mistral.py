@@ -19,7 +19,7 @@ _NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s
 _EXPECTED = f'{_MARK} [{{"name": "...", "arguments": {{...}}}}] or {_MARK}name[ARGS]{{"key": "value"}}'
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     calls: list[ToolCall] = []
     end = 0

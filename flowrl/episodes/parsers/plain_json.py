@@ -9,7 +9,7 @@ from flowrl.episodes.environment import InvalidToolCall, ToolCall
 from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The call in an answer; raises `InvalidToolCall` for a malformed object with a name."""
     try:
         written = json.loads(text)

@@ -28,7 +28,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>\s*
 _EXPECTED = "<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>"
 
 
-def parse(text: str, tools: Tools = Tools()) -> list[ToolCall]:
+def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
     return [_call(block, tools) for block in _BLOCK.findall(text)]
 

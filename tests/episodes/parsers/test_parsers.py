@@ -22,6 +22,15 @@ from tests.support.errors import raises
 
 WEATHER = ToolCall("get_current_weather", {"location": "San Francisco"})
 TOKYO, PARIS = (ToolCall("get_current_weather", {"location": city}) for city in ("Tokyo", "Paris"))
+
+
+def marked(text: str) -> str:
+    """A text with the tokens of DeepSeek, which are in characters of their own."""
+    for mark in ("calls_begin", "calls_end", "call_begin", "call_end", "sep"):
+        text = text.replace(f"<!{mark}!>", f"<\uff5ctool\u2581{mark.replace('_', chr(0x2581))}\uff5c>")
+    return text
+
+
 EXAMPLES: list[tuple[str, str, list[ToolCall]]] = [
     (  # NousResearch/Hermes-Function-Calling, README
         "hermes",
@@ -31,9 +40,9 @@ EXAMPLES: list[tuple[str, str, list[ToolCall]]] = [
     ("json", '{"name": "get_current_weather", "arguments": {"location": "San Francisco"}}', [WEATHER]),
     (  # the instructions in the chat template of Qwen3-Coder
         "qwen3_coder",
-        "I look.\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
-        "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n"
-        "</parameter>\n</function>\n</tool_call>",
+        "I look.\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n"
+        "</parameter>\n<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\n"
+        "multiple lines\n</parameter>\n</function>\n</tool_call>",
         [
             ToolCall(
                 "example_function_name",
@@ -65,16 +74,19 @@ EXAMPLES: list[tuple[str, str, list[ToolCall]]] = [
     ),
     (  # deepseek-ai/DeepSeek-V3-0324, chat template
         "deepseek",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_current_weather\n```json\n"
-        '{"location": "Tokyo"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_current_weather\n'
-        '```json\n{"location": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        marked(
+            '<!calls_begin!><!call_begin!>function<!sep!>get_current_weather\n```json\n{"location": "Tokyo"}\n```'
+            '<!call_end!>\n<!call_begin!>function<!sep!>get_current_weather\n```json\n{"location": "Paris"}\n```'
+            "<!call_end!><!calls_end!>"
+        ),
         [TOKYO, PARIS],
     ),
     (  # deepseek-ai/DeepSeek-V3.1, model card
         "deepseek",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_current_weather<｜tool▁sep｜>{"location": "Tokyo"}'
-        '<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_current_weather<｜tool▁sep｜>{"location": "Paris"}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
+        marked(
+            '<!calls_begin!><!call_begin!>get_current_weather<!sep!>{"location": "Tokyo"}<!call_end!>'
+            '<!call_begin!>get_current_weather<!sep!>{"location": "Paris"}<!call_end!><!calls_end!>'
+        ),
         [TOKYO, PARIS],
     ),
     (  # OpenAI's guide to the harmony format, "Function calling"
@@ -122,7 +134,15 @@ def test_published_examples(name: str, text: str, calls: list[ToolCall]) -> None
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_answers_without_calls(name: str) -> None:
-    for text in ("", "42", "It is {17 + 25}.", '{"sum": 42}', "[1, 2]", "call add(17, 25)", "<think>\n\n</think>\n\n42"):
+    for text in (
+        "",
+        "42",
+        "It is {17 + 25}.",
+        '{"sum": 42}',
+        "[1, 2]",
+        "call add(17, 25)",
+        "<think>\n\n</think>\n\n42",
+    ):
         assert not toolbox(name).calls(text)
 
 
@@ -145,9 +165,9 @@ MALFORMED = {
         "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{<|tool_call_end|>",
     ],
     "deepseek": [
-        "<｜tool▁calls▁begin｜>add",
-        "<｜tool▁call▁begin｜>add",
-        "<｜tool▁call▁begin｜>add<｜tool▁sep｜>[1]<｜tool▁call▁end｜>",
+        marked("<!calls_begin!>add"),
+        marked("<!call_begin!>add"),
+        marked("<!call_begin!>add<!sep!>[1]<!call_end!>"),
     ],
     "gpt-oss": [
         "<|channel|>commentary to=functions.add",
