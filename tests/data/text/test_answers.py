@@ -1,4 +1,4 @@
-"""Episodes under the chat templates of published models, which TRL ships: `docs/chat_templates.py`.
+"""Answers under the chat templates of published models, which TRL ships: `docs/chat_templates.py`, and `harmony.py`.
 
 The reference is what transformers renders: whether the next prompt begins with the last one and what the model sampled,
 in the form that the model was trained to write. It knows nothing of quoting, tokens or flowrl's transcripts.
