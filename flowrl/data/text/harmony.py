@@ -34,10 +34,10 @@ class HarmonyMessage(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An answer that calls one function.
+    """A call of a function.
 
     Args:
-        thought: the text of the message before the call.
+        thought: the text before the call.
         arguments: as written.
     """
 
@@ -61,10 +61,11 @@ def _message(text: str) -> HarmonyMessage:
 
 
 def call(text: str) -> Call | None:
-    """The call of a function that an answer is, after a thought or none; None if it is something else."""
-    *before, last = messages(text)
-    thoughts = [message.content for message in before if message.channel == "analysis" and message.recipient is None]
-    name = (last.recipient or "").removeprefix("functions.")
-    if name == (last.recipient or "") or last.content is None or len(before) > 1 or len(thoughts) < len(before):
+    """The last call in an answer, also a malformed one; None if it has none."""
+    found = messages(text)
+    last = next((i for i in reversed(range(len(found))) if found[i].recipient is not None), None)
+    if last is None:
         return None
-    return Call(thoughts[0] if thoughts else None, name, last.kind.strip() or "json", last.content)
+    thought = "\n".join(message.content or "" for message in found[:last]) if last else None
+    name = (found[last].recipient or "").removeprefix("functions.")
+    return Call(thought, name, found[last].kind.strip() or "json", found[last].content or "")

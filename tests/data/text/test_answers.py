@@ -18,7 +18,9 @@ from jinja2 import TemplateError
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Transcript
 from flowrl.episodes.chat import Chat, Limits, RequestBroker
-from flowrl.episodes.environment import Answer, ToolCall
+from flowrl.episodes.environment import Answer, InvalidToolCall, ToolCall
+from flowrl.episodes.parsers import PARSERS
+from flowrl.episodes.parsers.call_format import Tools
 from tests import ROOT
 from tests.episodes.parsers.test_parsers import marked
 from tests.episodes.scripted import KEY, SAMPLING, Scripted, row
@@ -220,6 +222,30 @@ def test_calls_of_gpt_oss_continue_the_row(header: str) -> None:
 def test_what_the_template_of_gpt_oss_writes_otherwise_is_refused(text: str, role: str) -> None:
     with raises("tokenizer.rewritten-turns"):
         play("gptoss", [(text, [{"role": role, "name": "add", "content": "42"}])])
+
+
+MALFORMED = [
+    "<|channel|>commentary to=functions.add",
+    "<|channel|>commentary to=functions.add json<|message|>17<|call|>",
+    "<|channel|>commentary to=functions.add json<|message|>{<|call|>",
+    "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to=add<|channel|>commentary json<|message|>{",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_call_of_gpt_oss_is_rewritten_and_answered(text: str) -> None:
+    tokenizer = tokenizer_of("gptoss")
+    with pytest.raises(InvalidToolCall):
+        PARSERS["gpt-oss"].parse(text, Tools())
+    reply = {"role": "tool", "content": "error: HERE"}
+    with raises("tokenizer.rewritten-turns"):
+        play("gptoss", [(text, [reply])])
+    for check in ("strict", "off"):
+        transcript = Transcript(tokenizer, [QUESTION], check)  # type: ignore[arg-type]
+        ids = tokenizer.encode(text)
+        transcript.answer(ids, [0.0] * len(ids))
+        assert "HERE" in tokenizer.shown(transcript.rewritten([reply]).ids)
+    assert "HERE" in tokenizer.shown(transcript.reply([reply]))
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gemma4_v2", "muse_glimmer", "deepseekv3", "qwen3_8"])
