@@ -89,11 +89,18 @@ EXAMPLES: list[tuple[str, str, list[ToolCall]]] = [
         ),
         [TOKYO, PARIS],
     ),
-    (  # OpenAI's guide to the harmony format, "Function calling"
+    (  # OpenAI's guide to the harmony format, "Receiving tool calls"
         "gpt-oss",
-        "<|channel|>analysis<|message|>Need to use function get_current_weather.<|end|><|start|>assistant<|channel|>"
-        'commentary to=functions.get_current_weather <|constrain|>json<|message|>{"location":"San Francisco"}<|call|>',
-        [WEATHER],
+        "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"location":"San Francisco"}<|call|>',
+        [ToolCall("get_weather", {"location": "San Francisco"})],
+    ),
+    (  # the same, "Preambles"
+        "gpt-oss",
+        "<|channel|>analysis<|message|>{long chain of thought}<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "**Action plan**:\n1. Generate an HTML file<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.generate_file<|constrain|>json<|message|>{"template": "basic_html", "path": "index.html"}<|call|>',
+        [ToolCall("generate_file", {"template": "basic_html", "path": "index.html"})],
     ),
     (  # the order that the harmony renderer writes
         "gpt-oss",
