@@ -98,8 +98,8 @@ EXAMPLES: list[tuple[str, str, list[ToolCall]]] = [
     (  # the same, "Preambles"
         "gpt-oss",
         "<|channel|>analysis<|message|>{long chain of thought}<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "**Action plan**:\n1. Generate an HTML file<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.generate_file<|constrain|>json<|message|>{"template": "basic_html", "path": "index.html"}<|call|>',
+        "**Action plan**:\n1. Generate an HTML file<|end|><|start|>assistant<|channel|>commentary to=functions."
+        'generate_file<|constrain|>json<|message|>{"template": "basic_html", "path": "index.html"}<|call|>',
         [ToolCall("generate_file", {"template": "basic_html", "path": "index.html"})],
     ),
     (  # the order that the harmony renderer writes
