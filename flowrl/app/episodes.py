@@ -18,6 +18,7 @@ _ENDED = {
     "done": "ended by its environment",
     "turns": "out of turns",
     "context": "out of context",
+    "segments": "out of segments",
     "failed": "failed",
 }
 

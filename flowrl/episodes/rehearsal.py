@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
+from flowrl.episodes.chat import Rewrites
 from flowrl.episodes.tools import Toolbox, template_arguments
 from flowrl.errors import DataError, EpisodeError
 
@@ -24,12 +25,14 @@ def rehearse(
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    rewrites: Rewrites = "refuse",
 ) -> None:
     """Test a chat template on a conversation such as episodes have.
 
     The policy calls tools, first one and then two at once; then, with `replies`, a user replies. It thinks in each
     answer, since a template may strip the thinking of earlier turns. A template that fails only after thinking is a
-    warning, not an error, and so is one that does not write the tools, because prompts may describe them.
+    warning, not an error, and so is one that does not write the tools, because prompts may describe them. With
+    ``rewrites="segment"``, it may rewrite earlier turns.
     """
     if toolbox is not None:
         _warn_of_unread_tools(tokenizer, toolbox, template_kwargs)
@@ -37,10 +40,10 @@ def rehearse(
         return
     kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
     try:
-        _played(tokenizer, check, toolbox, replies, template_kwargs, _THOUGHT)
+        _played(tokenizer, check, toolbox, replies, template_kwargs, rewrites, _THOUGHT)
     except (DataError, EpisodeError) as error:
         try:
-            _played(tokenizer, check, toolbox, replies, template_kwargs, "")
+            _played(tokenizer, check, toolbox, replies, template_kwargs, rewrites, "")
         except (DataError, EpisodeError):
             code = error.code
             raise EpisodeError(
@@ -78,6 +81,7 @@ def _played(
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any],
+    rewrites: Rewrites,
     thought: str,
 ) -> None:
     """Play the conversation; each answer starts with this thought."""
@@ -86,7 +90,12 @@ def _played(
     for answer, reply in _exchanges(toolbox, replies):
         ids = [*tokenizer.encode(thought + answer), tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
-        transcript.reply(reply)
+        try:
+            transcript.reply(reply)
+        except EpisodeError as error:
+            if error.code != "tokenizer.rewritten-turns" or rewrites == "refuse":
+                raise
+            transcript = Transcript(tokenizer, [*transcript.messages, *reply], check, arguments)
         written = tokenizer.conversation_text(transcript.messages, arguments, add_generation_prompt=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):
