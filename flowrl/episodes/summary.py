@@ -30,10 +30,10 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
     Returns:
         JSON-able data. ``ended`` is ``"done"``, ``"turns"``, ``"context"``, ``"segments"`` or ``"failed"``; ``fault``
         is the error or None; ``tries`` is how often the episode was started; ``tool_calls``, ``tool_errors`` and all
-        else are of its last try. In ``messages``, each message that the policy sampled has an entry ``sampled``: its ``turn`` from 0,
-        its number of ``tokens``, the ``reward`` that the environment gave for it (None if the environment gave none in
-        the episode), whether its length ``cut`` it, and the ``version`` of the weights that sampled its first token;
-        with ``rewrites="segment"``, also its ``segment`` from 0.
+        else are of its last try. In ``messages``, each message that the policy sampled has an entry ``sampled``: its
+        ``turn`` from 0, its number of ``tokens``, the ``reward`` that the environment gave for it (None if the
+        environment gave none in the episode), whether its length ``cut`` it, and the ``version`` of the weights that
+        sampled its first token; with ``rewrites="segment"``, also its ``segment`` from 0.
         Messages without that entry came from the data or the environment and are masked; of an episode that failed,
         everything is.
     """
