@@ -64,8 +64,8 @@ def compare(graph: Graph, drop: list[str], folder: Path, model: str, data: Any) 
         for name in one.keys() | other.keys():
             assert one[name] is None or one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
     names: set[str] = set()
-    for step in sorted({table.parent for table in (runs[0] / "columns").rglob("*.parquet")}):
-        one, other = (_columns(run / step.relative_to(runs[0])) for run in runs)
+    for step in sorted({table.name for table in (runs[0] / "columns").rglob("*.parquet")}):
+        one, other = (_columns(run / "columns", step) for run in runs)
         assert one.keys() == other.keys()
         for name, column in one.items():
             of_node = f"{name.partition('.')[0]}.response_mask"
@@ -75,9 +75,9 @@ def compare(graph: Graph, drop: list[str], folder: Path, model: str, data: Any) 
     return names
 
 
-def _columns(step: Path) -> dict[str, Any]:
+def _columns(folder: Path, step: str) -> dict[str, Any]:
     """All recorded columns of a step."""
-    return {name: column for table in sorted(step.glob("*.parquet")) for name, column in read_columns(table).items()}
+    return {name: column for table in sorted(folder.rglob(step)) for name, column in read_columns(table).items()}
 
 
 def _compare(name: str, column: Any, other: Any, mask: Any, cut_mask: Any) -> None:

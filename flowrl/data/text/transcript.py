@@ -192,9 +192,9 @@ class Transcript:
         near = slice(max(0, first - 40), first + 40)
         raise EpisodeError(
             f"The chat template in {self._tokenizer.folder!r} rewrites earlier turns once a reply follows: the "
-            f"transcript has {a[near]!r}, the template writes {b[near]!r}. An episode is one row of tokens, so use a "
-            f"template that keeps earlier turns (including thinking), or pass check='off' to train on the tokens that "
-            f"the policy read, which the template will never render again.",
+            f"transcript has {a[near]!r}, the template writes {b[near]!r}. Pass "
+            f"Interact(rewrites='segment') to train an episode on several sequences, or use a template that keeps "
+            f"earlier turns (including thinking).",
             code="tokenizer.rewritten-turns",
             path=self._tokenizer.folder,
             expected=a[near],
