@@ -5,6 +5,7 @@ Tests `chat.py` and `sequences.py` with `flowrl/data/text/transcript.py`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -31,9 +32,9 @@ def check_loss_exactly_once(result: EpisodeResult, engine: Scripted) -> RowRecor
     """Every answer is on the mask once, after exactly the ids of its request, and nothing else is."""
     record = RowRecord.of(row(0), result, 0)
     bounds = [0, *record.starts, len(record.ids)]
-    parts = [record.ids[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [record.ids[start:end] for start, end in itertools.pairwise(bounds)]
     parts[0] = [*record.prompt, *parts[0]]
-    masks = [record.sampled[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    masks = [record.sampled[start:end] for start, end in itertools.pairwise(bounds)]
     masks[0] = [*[False] * len(record.prompt), *masks[0]]
     found = []
     for ids, mask in zip(parts, masks, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowrl import Key
+from flowrl.core.graphs.after import After
 from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
@@ -22,6 +23,7 @@ from flowrl.operators.engines.interact import EpisodePrompts
 from flowrl.records import EpisodeBatch
 from flowrl.run.recording.tables import read_columns
 from tests.look.recorded import ALGORITHMS, data_of, graph_of, record
+from tests.nightly import nightly_except
 from tests.support.rows.cut_rows import cut
 from tests.support.runs import lines, without_times
 
@@ -89,8 +91,35 @@ def _compare(name: str, column: Any, other: Any, mask: Any, cut_mask: Any) -> No
     torch.testing.assert_close(column, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", nightly_except(["ppo", "gspo"], SAMPLING))
 def test_no_algorithm_sees_a_cut(name: str, tiny: str, tmp_path: Path) -> None:
     graph = graph_of(name)
     columns = compare(graph, [*{"reward"} & graph.nodes.keys()], tmp_path, tiny, data_of(name, tmp_path))
     assert {"interact.response_mask", "update_actor.old_log_probs"} & columns, columns
+
+
+def by_turns() -> Graph:
+    """Per-turn credit, and what reads lengths and ratios of rows."""
+    first = RolloutCorrection("sequence", "truncate", high=1.5)
+    graph = grpo(None, n=4, max_new_tokens=8).edit(replace={"group_advantage": TurnGroupAdvantage()})
+    return graph.edit(
+        insert={
+            "overlong": After("reward", OverlongPenalty(most=30, buffer=20)),
+            "correction": After("turn_group_advantage", first),
+            "mask": After("generate", MaskOverlong(most=28)),
+        }
+    )
+
+
+def by_critic() -> Graph:
+    return ppo(None, n=2, max_new_tokens=8).edit(replace={"gae": TurnGAE(gamma=0.9, lam=0.8)})
+
+
+def by_length() -> Graph:
+    return ppo(None, n=2, max_new_tokens=8).edit(replace={"gae": DecoupledGAE(alpha=0.1)})
+
+
+@pytest.mark.parametrize("make", nightly_except([by_turns], [by_turns, by_critic, by_length]))
+def test_credit_of_turns_lengths_and_corrections_are_those_of_the_episode(make: Any, tiny: str, tmp_path: Path) -> None:
+    columns = compare(make(), ["reward"], tmp_path, tiny, data_of("grpo", tmp_path))
+    assert "interact.turn_ids" in columns or make is by_length
