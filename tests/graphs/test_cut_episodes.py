@@ -18,7 +18,16 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.graph import Graph
-from flowrl.operators import Interact
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import (
+    DecoupledGAE,
+    Interact,
+    MaskOverlong,
+    OverlongPenalty,
+    RolloutCorrection,
+    TurnGAE,
+    TurnGroupAdvantage,
+)
 from flowrl.operators.engines.interact import EpisodePrompts
 from flowrl.records import EpisodeBatch
 from flowrl.run.recording.tables import read_columns
