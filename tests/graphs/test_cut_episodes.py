@@ -18,11 +18,9 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.graph import Graph
-from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
     DecoupledGAE,
     Interact,
-    MaskOverlong,
     OverlongPenalty,
     RolloutCorrection,
     TurnGAE,
@@ -32,7 +30,7 @@ from flowrl.operators.engines.interact import EpisodePrompts
 from flowrl.records import EpisodeBatch
 from flowrl.run.recording.tables import read_columns
 from tests.look.recorded import ALGORITHMS, data_of, graph_of, record
-from tests.nightly import nightly_except
+from tests.nightly import nightly, nightly_except
 from tests.support.rows.cut_rows import cut
 from tests.support.runs import lines, without_times
 
@@ -61,12 +59,12 @@ SETTINGS: dict[str, Any] = {"max_turns": 4, "context": 200, "max_new_tokens": 8}
 SAMPLING = tuple(sorted(name for name in ALGORITHMS if "generate" in graph_of(name).nodes))
 
 
-def compare(graph: Graph, drop: list[str], folder: Path, model: str, data: Any) -> set[str]:
+def compare(graph: Graph, drop: list[str], folder: Path, model: str, data: Any, **edit: Any) -> set[str]:
     """Run a graph with and without cuts and compare all that it records; returns the names of the columns."""
     runs = []
     for operator in (Interact, CutInteract):
         interact = operator(Echo, **SETTINGS).named("interact")
-        played = graph.edit(replace={"generate": interact}, drop=drop)
+        played = graph.edit(replace={"generate": interact}, drop=drop).edit(**edit)
         runs.append(record(played, folder / operator.__name__, model, data, steps=2, prompts=2))
     whole, parts = (without_times(lines(run / "metrics.jsonl")) for run in runs)
     for one, other in zip(whole, parts, strict=True):
@@ -107,28 +105,25 @@ def test_no_algorithm_sees_a_cut(name: str, tiny: str, tmp_path: Path) -> None:
     assert {"interact.response_mask", "update_actor.old_log_probs"} & columns, columns
 
 
-def by_turns() -> Graph:
-    """Per-turn credit, and what reads lengths and ratios of rows."""
-    first = RolloutCorrection("sequence", "truncate", high=1.5)
-    graph = grpo(None, n=4, max_new_tokens=8).edit(replace={"group_advantage": TurnGroupAdvantage()})
-    return graph.edit(
-        insert={
-            "overlong": After("reward", OverlongPenalty(most=30, buffer=20)),
-            "correction": After("turn_group_advantage", first),
-            "mask": After("generate", MaskOverlong(most=28)),
-        }
-    )
+BY_TURNS: dict[str, Any] = {
+    "replace": {"group_advantage": TurnGroupAdvantage()},
+    "insert": {
+        "overlong": After("interact", OverlongPenalty(most=30, buffer=20)),
+        "correction": After("group_advantage", RolloutCorrection("sequence", "truncate", high=1.5)),
+    },
+}
 
 
-def by_critic() -> Graph:
-    return ppo(None, n=2, max_new_tokens=8).edit(replace={"gae": TurnGAE(gamma=0.9, lam=0.8)})
-
-
-def by_length() -> Graph:
-    return ppo(None, n=2, max_new_tokens=8).edit(replace={"gae": DecoupledGAE(alpha=0.1)})
-
-
-@pytest.mark.parametrize("make", nightly_except([by_turns], [by_turns, by_critic, by_length]))
-def test_credit_of_turns_lengths_and_corrections_are_those_of_the_episode(make: Any, tiny: str, tmp_path: Path) -> None:
-    columns = compare(make(), ["reward"], tmp_path, tiny, data_of("grpo", tmp_path))
-    assert "interact.turn_ids" in columns or make is by_length
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("grpo", BY_TURNS),
+        nightly("ppo", {"replace": {"gae": TurnGAE(gamma=0.9, lam=0.8)}}),
+        nightly("ppo", {"replace": {"gae": DecoupledGAE(alpha=0.1)}}),
+    ],
+)
+def test_credit_of_turns_lengths_and_corrections_are_those_of_the_episode(
+    name: str, edit: dict[str, Any], tiny: str, tmp_path: Path
+) -> None:
+    """Of turns and of tokens, by groups and by a critic; lengths and ratios of rows."""
+    compare(graph_of(name), ["reward"], tmp_path, tiny, data_of(name, tmp_path), **edit)

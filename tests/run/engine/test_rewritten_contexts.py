@@ -13,11 +13,11 @@ import torch
 
 from flowrl import After, Lag
 from flowrl.backends import TorchRollout
-from flowrl.operators import Collect, Interact, Spread, TurnGroupAdvantage
+from flowrl.errors import RuleError
+from flowrl.operators import Collect, Interact, RolloutCorrection, Spread, TurnGroupAdvantage
 from flowrl.run.training.job import Job
 from tests.operators.engines.test_interact import rewrites
 from tests.run.training.interrupted import cut_off, equal, flat, run, without_times
-from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import train
 
@@ -37,11 +37,15 @@ def without_waiting(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "episodes/waiting"} for line in lines]
 
 
-@pytest.mark.parametrize("lag", [0, Lag(2, spans=True)])
-def test_a_resumed_run_has_the_same_numbers(lag: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    whole = run(job(tiny, lag=lag), prompts_file, tmp_path / "whole", validation=None, checkpoint_every=1)
-    cut_off(job(tiny, lag=lag), prompts_file, tmp_path / "cut", 4, validation=None, checkpoint_every=1)
-    found = run(job(tiny, lag=lag), prompts_file, tmp_path / "cut", resume=True, validation=None, checkpoint_every=1)
+CORRECTED = After("turn_group_advantage", RolloutCorrection("token", "truncate", high=2.0))
+
+
+@pytest.mark.parametrize("edit", [{}, {"lag": Lag(2, spans=True), "insert": {"correction": CORRECTED}}])
+def test_a_resumed_run_has_the_same_numbers(edit: dict[str, Any], tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"validation": (), "checkpoint_every": 1}
+    whole = run(job(tiny).edit(**edit), prompts_file, tmp_path / "whole", **settings)
+    cut_off(job(tiny).edit(**edit), prompts_file, tmp_path / "cut", 4, **settings)
+    found = run(job(tiny).edit(**edit), prompts_file, tmp_path / "cut", resume=True, **settings)
     assert without_waiting(found.folder) == without_waiting(whole.folder)
     assert found.metrics[0]["episodes/segments"] == 3
     a, b = (flat(one.engines["actor"].state_dict()) for one in (found, whole))
@@ -54,6 +58,6 @@ def test_mini_batches_and_groups_count_episodes(tiny: str, prompts_file: str, tm
     found = train(collected, prompts_file, tmp_path / "run", steps=1, prompts=3)
     assert found.metrics[0]["collect/kept"] == 3 and found.metrics[0]["episodes/segments"] == 3
     assert found.engines["actor"].state_dict()["steps"] == 3
-    with raises("rule.violated", rules=["FR004"]):
+    with pytest.raises(RuleError, match="FR004 update_actor: mini_batch=4 does not divide the 6 rows"):
         train(job(tiny, mini_batch=4), prompts_file, tmp_path / "refused", steps=1, prompts=3)
     assert torch.isfinite(torch.tensor(found.metrics[0]["actor/grad_norm"]))
