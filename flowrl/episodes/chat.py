@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -338,10 +338,11 @@ class Chat:
         rewritten, self._rewritten = self._rewritten, None
         if rewritten is not None:
             conversation = [*rewritten, *(messages or ())]
-            found = self._recorded(conversation)
-            return (
-                self._begin(conversation) if found is None else self._reply(found, conversation[len(found.messages) :])
-            )
+            if not conversation or _is_answer(conversation[-1]):
+                self._refuse_no_reply()
+            if (found := self._recorded(conversation)) is None:
+                return self._begin(conversation)
+            return self._reply(found, conversation[len(found.messages) :])
         if self.transcript is None:
             return self._begin(self._row.messages if messages is None else messages)
         return self._reply(self.transcript, messages or ())
@@ -349,12 +350,7 @@ class Chat:
     def _reply(self, segment: Transcript, messages: Sequence[Message]) -> Transcript:
         """A segment with these messages after its last answer, or a new one if the template rewrites it."""
         if not messages:
-            raise EpisodeError(
-                f"There is no reply to answer {len(self.rewards)} of the episode, so the policy cannot continue. "
-                f"Return Reply('...'), or Reply(done=True) if the episode is over; an agent passes chat.answer('...').",
-                code="episode.no-reply",
-                answers=len(self.rewards),
-            )
+            self._refuse_no_reply()
         try:
             segment.reply(messages)
         except EpisodeError as error:
@@ -363,9 +359,17 @@ class Chat:
             return self._begin([*segment.messages, *messages])
         return segment if segment is self.transcript else self._add(segment)
 
+    def _refuse_no_reply(self) -> NoReturn:
+        raise EpisodeError(
+            f"There is no reply to answer {len(self.rewards)} of the episode, so the policy cannot continue. Return "
+            f"Reply('...'), or Reply(done=True) if the episode is over; an agent passes chat.answer('...').",
+            code="episode.no-reply",
+            answers=len(self.rewards),
+        )
+
     def _recorded(self, conversation: Sequence[Message]) -> Transcript | None:
         """The recorded tokens of the most messages of a conversation, up to an answer that is its last."""
-        number = max((i for i, message in enumerate(conversation) if message.get("role") == "assistant"), default=-1)
+        number = max((i for i, message in enumerate(conversation) if _is_answer(message)), default=-1)
         for segment in reversed(self.segments):
             for answer, span in enumerate(segment.answers):
                 if span.message == number and segment.messages[: number + 1] == conversation[: number + 1]:
@@ -392,6 +396,10 @@ class Chat:
             raise EpisodeOver("segments")
         self.segments.append(segment)
         return segment
+
+
+def _is_answer(message: object) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _content_size(message: object) -> int:

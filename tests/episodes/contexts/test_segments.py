@@ -160,6 +160,32 @@ def test_a_segment_without_an_answer_is_not_in_the_row() -> None:
     assert len(record.starts) + 1 == len(result.chat.answers) < 9
 
 
+@pytest.mark.parametrize("end", [[], [{"role": "assistant", "content": "made up"}]])
+def test_a_rewritten_conversation_must_end_with_a_reply(end: list[Any]) -> None:
+    """Whether its last answer is recorded or made up."""
+
+    async def stops(chat: Chat, row: Row) -> None:
+        await chat.answer()
+        chat.rewrite([*chat.messages[: 1 if end else 2], *end])
+        await chat.answer()
+
+    result, _ = one(stops, name="qwen2.5")
+    assert result.fault is not None and result.fault.code == "episode.no-reply"
+
+
+async def invents(chat: Chat, row: Row) -> float:
+    await chat.answer()
+    chat.rewrite([*row.messages, {"role": "assistant", "content": "made up"}])
+    await chat.answer("and then?")
+    return 1.0
+
+
+def test_an_invented_answer_is_context_without_loss() -> None:
+    result, engine = one(invents, name="qwen2.5")
+    assert len(result.chat.segments) == 2
+    check_loss_exactly_once(result, engine)
+
+
 class Forges(Environment):
     """Writes control tokens as text."""
 
