@@ -14,6 +14,7 @@ from flowrl.episodes import Answer, Environment, Reply, Toolbox
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.operators import Interact
+from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
 
@@ -60,6 +61,25 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
     assert "test episode" in warning and "only without thinking in the policy" in warning
     before, _, after = "".join(warning.split()).partition("thetemplatewrites")
     assert there in before and written in after
+
+
+@pytest.mark.parametrize(
+    ("name", "toolbox", "arguments"),
+    [
+        ("qwen3", None, {}),
+        ("qwen3", TOOLS, {}),
+        ("merging", None, {}),
+        ("qwen3", None, {"enable_thinking": False}),
+        ("qwen3", TOOLS, {"enable_thinking": False}),
+    ],
+)
+def test_a_template_that_rewrites_turns_passes_with_segments(
+    name: str, toolbox: Toolbox | None, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rehearse(tokenizer_of(name), "strict", toolbox, True, arguments, "segment")
+    assert not [message for message in caplog.messages if "test episode" in message]
+    with raises("episode.reply-left-out", role="tool", path=tokenizer_of("toolless").folder):
+        rehearse(tokenizer_of("toolless"), "strict", TOOLS, True, {}, "segment")
 
 
 @pytest.mark.parametrize(
