@@ -11,17 +11,14 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.data.text.answers import style_of
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.data.text.transcript import Transcript
 from flowrl.episodes import InvalidToolCall, Toolbox, ToolCall
+from flowrl.episodes.chat import Rewrites
 from flowrl.episodes.parsers import PARSERS
 from flowrl.episodes.rehearsal import play_rehearsal
 from flowrl.episodes.tools import template_arguments
@@ -110,27 +107,16 @@ def verdict(tokenizer: ChatTokenizer, parser: str | None, thinks: bool) -> tuple
     """
     toolbox = None if parser is None else Toolbox([add], parser)
     arguments = {"enable_thinking": thinks} if tokenizer.template_reads("enable_thinking") else {}
-    try:
-        play_rehearsal(tokenizer, "loose", toolbox, toolbox is None, arguments, thinks)
-    except (DataError, EpisodeError) as error:
-        if error.code == "tokenizer.rewritten-turns" and _begins_segments(tokenizer, toolbox, arguments, thinks):
-            return "segments", ""
-        if error.code == "tokenizer.template-rejects":
-            return "refused", f"the template: {error.facts['reason'].rstrip('/.')}"
-        return "refused", f"leaves out replies of {'a user' if toolbox is None else 'tools'}"
-    return "accepted", ""
-
-
-def _begins_segments(tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any], thinks: bool) -> bool:
-    """Whether a conversation that the template rewrites has the reply, so that a new segment can begin with it."""
-    transcript = Transcript(tokenizer, [_QUESTION], "loose", template_arguments(tokenizer, toolbox, given))
-    answer, own_channel = ("42", False) if toolbox is None else (toolbox.example(), toolbox.format.special)
-    prompt = tokenizer.shown(transcript.ids)
-    text = style_of(tokenizer).written(prompt, "I look again." if thinks else "", answer, own_channel)
-    ids = [*tokenizer.encode(text), tokenizer.turn_end]
-    transcript.answer(ids, [0.0] * len(ids))
-    reply = {"role": "user" if toolbox is None else "tool", "name": "add", "content": "HERE"}
-    return "HERE" in tokenizer.shown(transcript.rewritten([reply]).ids)
+    modes: tuple[tuple[Rewrites, str], ...] = (("refuse", "accepted"), ("segment", "segments"))
+    for rewrites, found in modes:
+        try:
+            play_rehearsal(tokenizer, "loose", toolbox, toolbox is None, arguments, rewrites, thinks)
+            return found, ""
+        except (DataError, EpisodeError) as error:
+            fault = error
+    if fault.code == "tokenizer.template-rejects":
+        return "refused", f"the template: {fault.facts['reason'].rstrip('/.')}"
+    return "refused", f"leaves out replies of {'a user' if toolbox is None else 'tools'}"
 
 
 def table() -> list[str]:

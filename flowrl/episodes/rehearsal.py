@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.data.text.answers import style_of
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
+from flowrl.episodes.chat import Rewrites
 from flowrl.episodes.tools import Toolbox, template_arguments
 from flowrl.errors import DataError, EpisodeError
 
@@ -25,12 +26,14 @@ def rehearse(
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    rewrites: Rewrites = "refuse",
 ) -> None:
     """Test a chat template on a conversation such as episodes have.
 
     The policy calls tools, first one and then two at once; then, with `replies`, a user replies. It thinks in each
     answer, since a template may strip the thinking of earlier turns. A template that fails only after thinking is a
-    warning, not an error, and so is one that does not write the tools, because prompts may describe them.
+    warning, not an error, and so is one that does not write the tools, because prompts may describe them. With
+    ``rewrites="segment"``, it may rewrite earlier turns.
     """
     if toolbox is not None:
         if toolbox.format.special:
@@ -40,10 +43,10 @@ def rehearse(
         return
     kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
     try:
-        play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, thinks=True)
+        play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, rewrites, thinks=True)
     except (DataError, EpisodeError) as error:
         try:
-            play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, thinks=False)
+            play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, rewrites, thinks=False)
         except (DataError, EpisodeError):
             code = error.code
             raise EpisodeError(
@@ -81,6 +84,7 @@ def play_rehearsal(
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any],
+    rewrites: Rewrites,
     thinks: bool,
 ) -> None:
     """Play the conversation, with a thought in each answer or with none.
@@ -97,7 +101,12 @@ def play_rehearsal(
         ids = tokenizer.encode(style.written(written, _THOUGHT if thinks else "", answer, own_channel))
         ids = ids if ids[-1] in tokenizer.ends else [*ids, tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
-        transcript.reply(reply)
+        try:
+            transcript.reply(reply)
+        except EpisodeError as error:
+            if error.code != "tokenizer.rewritten-turns" or rewrites == "refuse":
+                raise
+            transcript = transcript.rewritten(reply)
         written = tokenizer.conversation_text(transcript.template_messages, arguments, add_generation_prompt=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):

@@ -65,6 +65,25 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
 
 
 @pytest.mark.parametrize(
+    ("name", "toolbox", "arguments"),
+    [
+        ("qwen3", None, {}),
+        ("qwen3", TOOLS, {}),
+        ("merging", None, {}),
+        ("qwen3", None, {"enable_thinking": False}),
+        ("qwen3", TOOLS, {"enable_thinking": False}),
+    ],
+)
+def test_a_template_that_rewrites_turns_passes_with_segments(
+    name: str, toolbox: Toolbox | None, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rehearse(tokenizer_of(name), "strict", toolbox, True, arguments, "segment")
+    assert not [message for message in caplog.messages if "test episode" in message]
+    with raises("episode.reply-left-out", role="tool", path=tokenizer_of("toolless").folder):
+        rehearse(tokenizer_of("toolless"), "strict", TOOLS, True, {}, "segment")
+
+
+@pytest.mark.parametrize(
     ("name", "toolbox", "arguments", "there", "written"),
     [
         ("merging", None, {}, "17and25?<end>", "17and25?Areyousure?"),

@@ -10,6 +10,7 @@ A template gets each response in the form in which it renders it unchanged; see 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -78,6 +79,9 @@ class Transcript:
         self.prompt_length = len(self.ids)
         """Number of tokens of the prompt."""
         self.answers: list[SampledSpan] = []
+        self.inherited = 0
+        """How many of the answers were sampled in another transcript, and are context in this one."""
+        self._shown_before: list[str] = []  # by answer
         self._shown = (
             "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, add_generation_prompt=True)
         )
@@ -100,6 +104,7 @@ class Transcript:
         span = SampledSpan(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
         self.ids.extend(span.ids)
         self.answers.append(span)
+        self._shown_before.append(self._shown)
         self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._without_end(ids))})
         self.template_messages.append(self.messages[-1])
         return span
@@ -190,6 +195,20 @@ class Transcript:
             roles=roles,
         )
 
+    def until(self, answer: int) -> Transcript:
+        """The conversation up to one of its answers, by number, as the same tokens; all answers are `inherited`."""
+        branch, span = copy.copy(self), self.answers[answer]
+        branch.ids, branch.messages = self.ids[: span.start + len(span.ids)], self.messages[: span.message + 1]
+        branch.template_messages = [*self.template_messages[: span.message], branch.messages[-1]]
+        branch.answers, branch._shown_before = self.answers[: answer + 1], self._shown_before[: answer + 1]
+        branch.inherited, branch._shown = answer + 1, self._shown_before[answer]
+        return branch
+
+    @property
+    def own(self) -> Sequence[SampledSpan]:
+        """The answers that were sampled in this transcript."""
+        return self.answers[self.inherited :]
+
     @property
     def sampled(self) -> list[bool]:
         """Whether the policy sampled each token after the prompt."""
@@ -203,7 +222,7 @@ class Transcript:
     def _after_prompt(self, default: T, of: Callable[[SampledSpan], Sequence[T]]) -> list[T]:
         """One value per token after the prompt: `of` for sampled spans, `default` for the others."""
         values = [default] * (len(self.ids) - self.prompt_length)
-        for span in self.answers:
+        for span in self.own:
             start = span.start - self.prompt_length
             values[start : start + len(span.ids)] = of(span)
         return values
@@ -223,9 +242,9 @@ class Transcript:
         near = slice(max(0, first - 40), first + 40)
         raise EpisodeError(
             f"The chat template in {self._tokenizer.folder!r} rewrites earlier turns once a reply follows: the "
-            f"transcript has {a[near]!r}, the template writes {b[near]!r}. An episode is one row of tokens, so use a "
-            f"template that keeps earlier turns (including thinking), or pass check='off' to train on the tokens that "
-            f"the policy read, which the template will never render again.",
+            f"transcript has {a[near]!r}, the template writes {b[near]!r}. Pass "
+            f"Interact(rewrites='segment') to train an episode on several sequences, or use a template that keeps "
+            f"earlier turns (including thinking).",
             code="tokenizer.rewritten-turns",
             path=self._tokenizer.folder,
             expected=a[near],
