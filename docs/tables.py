@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import runpy
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -22,11 +24,14 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.entry_points import GROUP
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
+from flowrl.episodes.parsers import PARSERS
 from flowrl.importers.settings import groups_of
 from flowrl.rewards import RewardFunction, Sandbox
 from flowrl.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
+BAR = r"\|"
+"""A bar within a table."""
 
 
 def _classes(base: type) -> Iterator[tuple[str, Any]]:
@@ -141,6 +146,19 @@ def keys_of(framework: str) -> list[str]:
     return rows
 
 
+def parsers() -> list[str]:
+    rows = ["| parser | |", "|---|---|"]
+    for name, form in PARSERS.items():
+        summary = (sys.modules[form.parse.__module__].__doc__ or "").partition("\n\n")[0]
+        rows.append(f"| `{name}` | {summary.replace('``', '`').replace('|', BAR)} |")
+    return rows
+
+
+def chat_templates() -> list[str]:
+    found: list[str] = runpy.run_path(str(ROOT / "docs" / "chat_templates.py"))["table"]()
+    return found
+
+
 def entry_points() -> list[str]:
     return [f'{name} = "flowrl.operators:{name}"' for name, _ in sorted(_classes(Operator))]
 
@@ -154,6 +172,8 @@ FILES: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "docs/reference/losses.md": {"<!-- losses -->\n\n": losses},
     "docs/reference/algorithms.md": {"<!-- algorithms -->\n\n": algorithms},
+    "docs/how-to/tools.md": {"<!-- parsers -->\n\n": parsers},
+    "docs/reference/chat-templates.md": {"<!-- chat templates -->\n\n": chat_templates},
     "pyproject.toml": {f'[project.entry-points."{GROUP}"]\n': entry_points},
     **{
         f"docs/how-to/from-{name}.md": {f"<!-- keys of {name} -->\n\n": functools.partial(keys_of, name)}

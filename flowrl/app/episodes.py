@@ -18,6 +18,7 @@ _ENDED = {
     "done": "ended by its environment",
     "turns": "out of turns",
     "context": "out of context",
+    "segments": "out of segments",
     "failed": "failed",
 }
 
@@ -45,7 +46,8 @@ def turns(episode: Mapping[str, Any]) -> Text:
 def _turn(sampled: Mapping[str, Any]) -> str:
     reward = "" if sampled["reward"] is None else f", reward {sampled['reward']:g}"
     cut = ", truncated" if sampled["cut"] else ""
-    return f"policy, turn {sampled['turn'] + 1}: {sampled['tokens']} tokens{reward}{cut}"
+    segment = f" in segment {sampled['segment'] + 1}" if "segment" in sampled else ""
+    return f"policy, turn {sampled['turn'] + 1}{segment}: {sampled['tokens']} tokens{reward}{cut}"
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flowrl.episodes.chat import Chat, EpisodeOver
-from flowrl.episodes.environment import Answer, Environment, Reply, Row, ToolCall
-from flowrl.episodes.tools import InvalidToolCall, Tool, Toolbox
+from flowrl.episodes.environment import Answer, Environment, InvalidToolCall, Reply, Row, ToolCall
+from flowrl.episodes.tools import Tool, Toolbox
 from flowrl.lazy import lazy
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from flowrl.data.keys import Key
+from flowrl.data.text.control_tokens import unquoted
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.data.text.transcript import Check, Message, Transcript
+from flowrl.data.text.transcript import Check, Message, SampledSpan, Transcript
 from flowrl.data.waits import WaitRecorder
-from flowrl.episodes.environment import Answer, Row, ToolCall, check_reward
-from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, template_arguments
+from flowrl.episodes.environment import Answer, InvalidToolCall, Row, ToolCall, check_reward
+from flowrl.episodes.tools import Toolbox, result_text, template_arguments
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
@@ -24,15 +25,22 @@ MAX_DEPTH = 100
 """Maximum levels of lists and dicts in messages."""
 
 
+Limit = Literal["turns", "context", "segments"]
+"""The limits that end an episode."""
+
+Rewrites = Literal["refuse", "segment"]
+"""What to do where the next prompt does not continue what was said: refuse it, or begin a new segment."""
+
+
 class EpisodeOver(Exception):
-    """The episode cannot have another answer: its turns are used up, or its context has no room for more tokens.
+    """The episode cannot have another answer: its turns or segments are used up, or its context has no room.
 
     This is an ordinary end of an episode; an agent may catch it to return its score.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: Limit) -> None:
         super().__init__(why)
-        self.why = why
+        self.why: Limit = why
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,17 @@ class Limits:
 
     Args:
         turns: maximum answers.
-        context: maximum tokens, from the first of the prompt to the last of the last answer.
+        context: maximum tokens of a segment, from the first of the prompt to the last of the last answer.
         seconds: that the environment may take between two answers, before the first and after the last.
+        rewrites: what to do with a rewritten context.
+        segments: maximum segments; None is no limit.
     """
 
     turns: int
     context: int
     seconds: float
+    rewrites: Rewrites = "refuse"
+    segments: int | None = None
 
 
 class RequestBroker:
@@ -129,8 +141,9 @@ class Chat:
         self._broker, self._row, self.limits, self._check = broker, row, limits, check
         self._toolbox, self._clock, self._template_kwargs = toolbox, clock, template_kwargs
         broker.enter()
-        self.transcript: Transcript | None = None
-        """All tokens so far; None before the first request for an answer."""
+        self.segments: list[Transcript] = []
+        """The sequences that the policy read, in the order of their answers; a single one if the context only grew."""
+        self._rewritten: Sequence[Message] | None = None
         self.rewards: list[float] = []
         """By answer."""
         self.versions: list[list[int]] = []
@@ -145,9 +158,32 @@ class Chat:
         """How many tool calls were invalid."""
 
     @property
+    def transcript(self) -> Transcript | None:
+        """The tokens that the policy reads next; None before the first request for an answer."""
+        return self.segments[-1] if self.segments else None
+
+    @property
     def messages(self) -> Sequence[Message]:
-        """The conversation so far."""
+        """The conversation that the policy reads."""
+        if self._rewritten is not None:
+            return self._rewritten
         return self._row.messages if self.transcript is None else self.transcript.messages
+
+    @property
+    def answers(self) -> Sequence[SampledSpan]:
+        """The tokens of each answer, within its segment."""
+        return [span for segment in self.segments for span in segment.own]
+
+    def rewrite(self, conversation: Sequence[Message]) -> None:
+        """Replace what the policy reads: compress the conversation, or return to an earlier point of it.
+
+        The next answer continues the recorded tokens as far as they are the same messages, up to an answer; all else is
+        tokenized as a prompt. It begins a new segment, unless it continues the last one.
+
+        Args:
+            conversation: all messages, or those before the ones that `answer` adds.
+        """
+        self._rewritten = list(conversation)
 
     def use_tools(self, toolbox: Toolbox) -> None:
         """Give the policy tools of this episode alone, such as methods of its own object; before the first answer.
@@ -172,7 +208,7 @@ class Chat:
                 what follows the last answer. A string is a user message.
 
         Raises:
-            EpisodeOver: the turns are used up, or the context has no room.
+            EpisodeOver: the turns or segments are used up, or the context has no room.
             EpisodeError: there is no reply to the last answer, or the chat template now writes earlier turns
                 differently.
             DataError: the chat template does not support the messages.
@@ -184,11 +220,13 @@ class Chat:
         if self._exceeds_context(messages):
             await asyncio.sleep(0)
             raise EpisodeOver("context")
-        transcript = self._extended(messages)
-        room = self.limits.context - len(transcript.ids)
-        if room < 1:
+        try:
+            transcript = self._extended(messages)
+            if (room := self.limits.context - len(transcript.ids)) < 1:
+                raise EpisodeOver("context")
+        except EpisodeOver:
             await asyncio.sleep(0)
-            raise EpisodeOver("context")
+            raise
         broker = self._broker
         sampling = replace(broker.sampling, max_new_tokens=min(broker.sampling.max_new_tokens, room))
         key = broker.key.response(self._row.row_id, turn)
@@ -231,7 +269,13 @@ class Chat:
         Raises:
             InvalidToolCall: one is malformed.
         """
-        return () if self._toolbox is None else self._toolbox.calls(answer.text)
+        if self._toolbox is None:
+            return ()
+        if not self._toolbox.format.special:
+            return self._toolbox.calls(answer.text)
+        tokenizer, ids = self._broker.tokenizer, answer.ids
+        text = tokenizer.control_tokens.sampled(ids[:-1] if ids[-1] in tokenizer.ends else ids)
+        return [ToolCall(*map(unquoted, call)) for call in self._toolbox.calls(text, tokenizer)]
 
     async def tool(self, call: ToolCall) -> str:
         """Run a tool call; returns the text for the policy.
@@ -278,7 +322,8 @@ class Chat:
 
     def _exceeds_context(self, messages: Sequence[Message] | str | None) -> bool:
         """Whether messages have no room by their number or size alone, which is known without tokenizing them."""
-        given = [{"content": messages}] if isinstance(messages, str) else messages or ()
+        added = [{"content": messages}] if isinstance(messages, str) else messages or ()
+        given = [*(self._rewritten or ()), *added]
         characters = sum(map(_content_size, given))
         if max(len(given), characters // self._broker.tokenizer.longest_token) > self.limits.context:
             return True
@@ -294,22 +339,74 @@ class Chat:
         return False
 
     def _extended(self, messages: Sequence[Message] | str | None) -> Transcript:
+        """The tokens that the policy answers."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        rewritten, self._rewritten = self._rewritten, None
+        if rewritten is not None:
+            conversation = [*rewritten, *(messages or ())]
+            if not conversation or _is_answer(conversation[-1]):
+                self._refuse_no_reply()
+            if (found := self._recorded(conversation)) is None:
+                return self._begin(conversation)
+            return self._reply(found, conversation[len(found.messages) :])
         if self.transcript is None:
-            tokenizer, start = self._broker.tokenizer, self._row.messages if messages is None else messages
-            arguments = template_arguments(tokenizer, self._toolbox, self._template_kwargs)
-            self.transcript = Transcript(tokenizer, start, self._check, arguments)
-        elif not messages:
+            return self._begin(self._row.messages if messages is None else messages)
+        return self._reply(self.transcript, messages or ())
+
+    def _reply(self, segment: Transcript, messages: Sequence[Message]) -> Transcript:
+        """A segment with these messages after its last answer, or a new one if the template rewrites it."""
+        if not messages:
+            self._refuse_no_reply()
+        try:
+            segment.reply(messages)
+        except EpisodeError as error:
+            if error.code != "tokenizer.rewritten-turns" or self.limits.rewrites == "refuse":
+                raise
+            return self._add(segment.rewritten(messages))
+        return segment if segment is self.transcript else self._add(segment)
+
+    def _refuse_no_reply(self) -> NoReturn:
+        raise EpisodeError(
+            f"There is no reply to answer {len(self.rewards)} of the episode, so the policy cannot continue. Return "
+            f"Reply('...'), or Reply(done=True) if the episode is over; an agent passes chat.answer('...').",
+            code="episode.no-reply",
+            answers=len(self.rewards),
+        )
+
+    def _recorded(self, conversation: Sequence[Message]) -> Transcript | None:
+        """The recorded tokens of the most messages of a conversation, up to an answer that is its last."""
+        number = max((i for i, message in enumerate(conversation) if _is_answer(message)), default=-1)
+        for segment in reversed(self.segments):
+            for answer, span in enumerate(segment.answers):
+                if span.message == number and segment.messages[: number + 1] == conversation[: number + 1]:
+                    ends = segment is self.transcript and len(segment.messages) == number + 1
+                    return segment if ends else segment.until(answer)
+        return None
+
+    def _begin(self, conversation: Sequence[Message]) -> Transcript:
+        arguments = template_arguments(self._broker.tokenizer, self._toolbox, self._template_kwargs)
+        return self._add(Transcript(self._broker.tokenizer, conversation, self._check, arguments))
+
+    def _add(self, segment: Transcript) -> Transcript:
+        """Begin a segment; the last one is dropped if the policy answered nothing in it."""
+        if self.segments and not self.segments[-1].own:
+            self.segments.pop()
+        if self.segments and self.limits.rewrites == "refuse":
             raise EpisodeError(
-                f"There is no reply to answer {len(self.rewards)} of the episode, so the policy cannot continue. "
-                f"Return Reply('...'), or Reply(done=True) if the episode is over; an agent passes chat.answer('...').",
-                code="episode.no-reply",
+                f"The agent rewrote the conversation after {len(self.rewards)} answers, but this episode is a single "
+                f"sequence of tokens, which only grows. Pass Interact(rewrites='segment') to train on several.",
+                code="episode.rewritten-context",
                 answers=len(self.rewards),
             )
-        else:
-            self.transcript.reply(messages)
-        return self.transcript
+        if self.limits.segments is not None and len(self.segments) >= self.limits.segments:
+            raise EpisodeOver("segments")
+        self.segments.append(segment)
+        return segment
+
+
+def _is_answer(message: object) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _content_size(message: object) -> int:

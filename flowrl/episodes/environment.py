@@ -49,6 +49,10 @@ class ToolCall(NamedTuple):
     arguments: Mapping[str, Any]
 
 
+class InvalidToolCall(ValueError):
+    """An invalid tool call: the policy's fault; the policy gets the message."""
+
+
 class Answer(NamedTuple):
     """The policy's answer in one turn.
 

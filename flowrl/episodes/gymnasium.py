@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flowrl.episodes.environment import Answer, Reply, Row
+from flowrl.episodes.environment import Answer, InvalidToolCall, Reply, Row
 from flowrl.episodes.text_env import TextEnvironment
-from flowrl.episodes.tools import InvalidToolCall
 from flowrl.errors import EpisodeError
 from flowrl.lazy import package
 

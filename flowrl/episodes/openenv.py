@@ -6,9 +6,8 @@ import inspect
 from typing import Any
 
 from flowrl.episodes.calls import call_user_code
-from flowrl.episodes.environment import Answer, Reply, Row
+from flowrl.episodes.environment import Answer, InvalidToolCall, Reply, Row
 from flowrl.episodes.text_env import TextEnvironment
-from flowrl.episodes.tools import InvalidToolCall
 
 
 class OpenEnv(TextEnvironment):

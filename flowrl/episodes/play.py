@@ -23,7 +23,7 @@ Agent = Callable[[Chat, Row], Awaitable[float | None]]
 
 EnvironmentOrAgent = type[Environment] | Agent
 
-Ended = Literal["done", "turns", "context", "failed"]
+Ended = Literal["done", "turns", "context", "segments", "failed"]
 
 
 class EpisodeResult(NamedTuple):
@@ -143,7 +143,7 @@ async def _until_over(played: Awaitable[object]) -> Ended:
     try:
         await played
     except EpisodeOver as over:
-        return "turns" if over.why == "turns" else "context"
+        return over.why
     return "done"
 
 

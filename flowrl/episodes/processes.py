@@ -27,8 +27,8 @@ from typing import Any
 
 from flowrl import references
 from flowrl.episodes.calls import describe_error
-from flowrl.episodes.environment import Answer, Environment, Reply, Row, check_reply
-from flowrl.episodes.tools import InvalidToolCall, Tool, result_text
+from flowrl.episodes.environment import Answer, Environment, InvalidToolCall, Reply, Row, check_reply
+from flowrl.episodes.tools import Tool, result_text
 from flowrl.errors import EpisodeError, FlowrlError, ParameterError, short
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
 from flowrl.workers.fork_server_process import detach_stdin

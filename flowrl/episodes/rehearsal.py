@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from flowrl.data.text.answers import style_of
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
+from flowrl.episodes.chat import Rewrites
 from flowrl.episodes.tools import Toolbox, template_arguments
 from flowrl.errors import DataError, EpisodeError
 
 logger = logging.getLogger(__name__)
 
 _QUESTION = {"role": "user", "content": "What is 17 and 25?"}
-_THOUGHT = "<think>\nIt is best to look again.\n</think>\n\n"
+_THOUGHT = "It is best to look again."
 
 
 def rehearse(
@@ -24,23 +26,27 @@ def rehearse(
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    rewrites: Rewrites = "refuse",
 ) -> None:
     """Test a chat template on a conversation such as episodes have.
 
     The policy calls tools, first one and then two at once; then, with `replies`, a user replies. It thinks in each
     answer, since a template may strip the thinking of earlier turns. A template that fails only after thinking is a
-    warning, not an error, and so is one that does not write the tools, because prompts may describe them.
+    warning, not an error, and so is one that does not write the tools, because prompts may describe them. With
+    ``rewrites="segment"``, it may rewrite earlier turns.
     """
     if toolbox is not None:
+        if toolbox.format.special:
+            toolbox.calls(toolbox.example(), tokenizer)  # one of vLLM may not be there
         _warn_of_unread_tools(tokenizer, toolbox, template_kwargs)
     if check == "off":
         return
     kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
     try:
-        _played(tokenizer, check, toolbox, replies, template_kwargs, _THOUGHT)
+        play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, rewrites, thinks=True)
     except (DataError, EpisodeError) as error:
         try:
-            _played(tokenizer, check, toolbox, replies, template_kwargs, "")
+            play_rehearsal(tokenizer, check, toolbox, replies, template_kwargs, rewrites, thinks=False)
         except (DataError, EpisodeError):
             code = error.code
             raise EpisodeError(
@@ -72,22 +78,36 @@ def _warn_of_unread_tools(tokenizer: ChatTokenizer, toolbox: Toolbox, template_k
         )
 
 
-def _played(
+def play_rehearsal(
     tokenizer: ChatTokenizer,
     check: Check,
     toolbox: Toolbox | None,
     replies: bool,
     template_kwargs: Mapping[str, Any],
-    thought: str,
+    rewrites: Rewrites,
+    thinks: bool,
 ) -> None:
-    """Play the conversation; each answer starts with this thought."""
+    """Play the conversation, with a thought in each answer or with none.
+
+    Raises:
+        DataError: the template rejects the conversation.
+        EpisodeError: it rewrites earlier turns, or leaves out a reply.
+    """
     arguments = template_arguments(tokenizer, toolbox, template_kwargs)
-    transcript = Transcript(tokenizer, [_QUESTION], check, arguments)
+    transcript, style = Transcript(tokenizer, [_QUESTION], check, arguments), style_of(tokenizer)
+    written = tokenizer.conversation_text([_QUESTION], arguments, add_generation_prompt=True)
     for answer, reply in _exchanges(toolbox, replies):
-        ids = [*tokenizer.encode(thought + answer), tokenizer.turn_end]
+        own_channel = toolbox is not None and toolbox.format.special and reply[0]["role"] == "tool"
+        ids = tokenizer.encode(style.written(written, _THOUGHT if thinks else "", answer, own_channel))
+        ids = ids if ids[-1] in tokenizer.ends else [*ids, tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
-        transcript.reply(reply)
-        written = tokenizer.conversation_text(transcript.messages, arguments, add_generation_prompt=True)
+        try:
+            transcript.reply(reply)
+        except EpisodeError as error:
+            if error.code != "tokenizer.rewritten-turns" or rewrites == "refuse":
+                raise
+            transcript = transcript.rewritten(reply)
+        written = tokenizer.conversation_text(transcript.template_messages, arguments, add_generation_prompt=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):
             raise EpisodeError(
@@ -104,8 +124,8 @@ def _exchanges(toolbox: Toolbox | None, replies: bool) -> Sequence[tuple[str, Se
     """Answers, and the replies to each."""
     found: list[tuple[str, Sequence[Message]]] = []
     if toolbox is not None:
-        call, result = toolbox.example, {"role": "tool", "name": toolbox.names[0], "content": "42"}
-        found += [(call, [result]), (f"{call}\n{call}", [result, result])]
+        result = {"role": "tool", "name": toolbox.names[0], "content": "42"}
+        found += [(toolbox.example(n), [result] * n) for n in (1, 2 if toolbox.format.several else 1)]
     if replies:
         found += [("42", [{"role": "user", "content": "Are you sure?"}])] * 2
     return found

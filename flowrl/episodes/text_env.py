@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.data.text.transcript import Message
-from flowrl.episodes.environment import Environment, Reply, Row
-from flowrl.episodes.tools import InvalidToolCall
+from flowrl.episodes.environment import Environment, InvalidToolCall, Reply, Row
 from flowrl.errors import EpisodeError, type_of
 
 

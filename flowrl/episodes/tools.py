@@ -5,61 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.calls import call_user_code
-from flowrl.episodes.environment import ToolCall
+from flowrl.episodes.environment import InvalidToolCall, ToolCall
+from flowrl.episodes.parsers import Parser, call_format
+from flowrl.episodes.parsers.call_format import Tools
 from flowrl.errors import DefinitionError, EpisodeError, offer
-
-Parser = Callable[[str], Sequence[ToolCall]]
-"""Parses the calls in a text; raises `InvalidToolCall` for a malformed call."""
-
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-def hermes(text: str) -> list[ToolCall]:
-    """Calls in the format of Hermes and Qwen: any number of
-    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; raises `InvalidToolCall` for a malformed call."""
-    return [_call(written) for written in _HERMES.findall(text)]
-
-
-def plain_json(text: str) -> list[ToolCall]:
-    """A call if the answer consists of it alone: ``{"name": ..., "arguments": {...}}``; raises `InvalidToolCall` for a
-    malformed object with a name."""
-    try:
-        written = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return [_call(text)] if isinstance(written, dict) and "name" in written else []
-
-
-PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": plain_json}
-
-
-def _call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-        json.dumps(call, ensure_ascii=False).encode()  # fails for lone surrogates, which no tokenizer encodes
-    except (ValueError, RecursionError):
-        call = None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise InvalidToolCall(
-            f'{text.strip()[:200]!r} is not a tool call; expected {{"name": "...", "arguments": {{...}}}}'
-        )
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise InvalidToolCall(f"the arguments of {call['name']!r} are {arguments!r}; expected an object")
-    return ToolCall(call["name"], arguments)
-
-
-class InvalidToolCall(ValueError):
-    """An invalid tool call: the policy's fault; the policy gets the message."""
 
 
 class _Raised(Exception):
@@ -160,7 +117,7 @@ class Toolbox:
 
     Args:
         tools: functions, or `Tool`s.
-        parser: the format of calls: ``"hermes"``, ``"json"``, or your own function.
+        parser: the format of calls: a name in `flowrl.episodes.parsers.PARSERS`, ``"vllm:NAME"``, or your own function.
         remote_call: calls a tool that blocks, and returns its result; None calls it in a thread.
 
     Raises:
@@ -170,7 +127,7 @@ class Toolbox:
     def __init__(
         self,
         tools: Sequence[Callable[..., Any] | Tool],
-        parser: Literal["hermes", "json"] | Parser,
+        parser: str | Parser,
         remote_call: RemoteCall | None = None,
     ) -> None:
         made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
@@ -181,14 +138,8 @@ class Toolbox:
             raise DefinitionError(
                 f"Two tools have the name {name!r}. Rename one of the functions.", code="tool.invalid", tool=name
             )
-        if not callable(parser) and parser not in PARSERS:
-            raise DefinitionError(
-                f"Unknown parser {parser!r}; {offer(parser, PARSERS, 'there are')}",
-                code="tool.unknown-parser",
-                parser=parser,
-                known=tuple(PARSERS),
-            )
-        self._parse = parser if callable(parser) else PARSERS[parser]
+        self.format = call_format(parser)
+        """How the policy writes calls."""
         self._remote_call = remote_call
 
     @cached_property
@@ -201,19 +152,21 @@ class Toolbox:
         """The names of all tools, in order."""
         return list(self._tools)
 
-    @property
-    def example(self) -> str:
-        """A call of the first tool in the format of the parser; for your own parser, the JSON alone."""
-        call = json.dumps({"name": self.names[0], "arguments": {}})
-        return f"<tool_call>\n{call}\n</tool_call>" if self._parse is hermes else call
+    def example(self, calls: int = 1) -> str:
+        """Calls of the first tool in the format of the parser; for your own parser, the JSON alone."""
+        return self.format.write([ToolCall(self.names[0], {})] * calls)
 
-    def calls(self, text: str) -> Sequence[ToolCall]:
+    def calls(self, text: str, tokenizer: ChatTokenizer | None = None) -> Sequence[ToolCall]:
         """The calls in an answer.
+
+        Args:
+            text: with special tokens if the format has some.
+            tokenizer: of the policy, which parsers of vLLM need.
 
         Raises:
             InvalidToolCall: one is malformed.
         """
-        return self._parse(text)
+        return self.format.parse(text, Tools(self.schemas, tokenizer))
 
     def find(self, call: ToolCall) -> Tool:
         """The tool of a call.

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from flowrl.data.text.transcript import Message
 from flowrl.episodes.chat import Chat, EpisodeOver
-from flowrl.episodes.environment import Row
-from flowrl.episodes.tools import InvalidToolCall, Toolbox
+from flowrl.episodes.environment import InvalidToolCall, Row
+from flowrl.episodes.tools import Toolbox
 from flowrl.references import load_object, resolve
 
 Function = Callable[..., Any] | str

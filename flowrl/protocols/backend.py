@@ -72,6 +72,12 @@ class Backend(Spec):
         return "weights"
 
     @property
+    def reads_segments(self) -> bool:
+        """Whether a model reads each segment of a row by itself: a token attends to none before the last position 0 of
+        its row; see `flowrl.data.segments`."""
+        return False
+
+    @property
     def probes(self) -> bool:
         """Whether a sync compares log-probs of the engine's ``probe`` with the trainer's; see `flowrl.sync.probe`."""
         return False

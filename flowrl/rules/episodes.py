@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, line, origin
 from flowrl.core.operators.symbols import Edge
@@ -135,6 +136,36 @@ def _placed_on_the_mask(graph: Graph, prompts: int | None) -> Findings:
                     f"token, such as one of an environment's reply, is lost. Add the port `response_mask: "
                     f"ResponseMask` and place scores on the last sampled token.",
                 )
+
+
+@rule(
+    "FR046",
+    "A model must read each segment of an episode by itself, or its tokens attend to those of other contexts.",
+    "huggingface/alignment-handbook#204",
+)
+def _segments_are_apart(graph: Graph, prompts: int | None) -> Findings:
+    for one in _episodes(graph):
+        if one.given.get("rewrites") != "segment":
+            continue
+        ids, places = (Edge(one.node.name, name) for name in ("input_ids", "position_ids"))
+        for node in graph.nodes.values():
+            read = {origin(graph, edge) for edge in node.inputs.values()}
+            if ids not in read or isinstance(node.initial_operator, Gate):
+                continue
+            bound = [(role, graph.bindings[role]) for role in (*node.reads, *node.writes) if role in graph.bindings]
+            joined = [f"{role!r} is bound to {type(backend).__name__}" for role, backend in bound if _joins(backend)]
+            if joined or places not in read:
+                yield (
+                    node.name,
+                    f"The episodes of {one.node.name} have segments, but it reads a row as a single sequence"
+                    f"{': ' if joined else ''}{', '.join(joined)}. Keep each episode in one: "
+                    f"edit(set={{'{one.node.name}.rewrites': 'refuse'}}), or separate the tokens of a row where its "
+                    f"position_ids are 0 (a backend then declares reads_segments).",
+                )
+
+
+def _joins(backend: Any) -> bool:
+    return not getattr(backend, "reads_segments", False)
 
 
 def _scores(graph: Graph, node: Node) -> list[tuple[str, tuple[str, ...]]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -22,16 +20,19 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.data.proto.column_math import objects
+from flowrl.data.segments import restart
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
-from flowrl.data.text.transcript import Check, Message
-from flowrl.episodes.chat import Limits, RequestBroker
+from flowrl.data.text.transcript import Check
+from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
 from flowrl.episodes.environment import Environment, Row
+from flowrl.episodes.parsers import call_format
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.processes import call_tool, environment_server, reference_of
 from flowrl.episodes.rehearsal import rehearse
+from flowrl.episodes.sequences import RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators.engines.engines import Sampler, oldest_version, report_contexts
 from flowrl.protocols.protocols import Rollout, StreamingRollout
 from flowrl.records import EpisodeBatch
@@ -67,13 +68,15 @@ class Episodes(Spec):
     context: int = Field(default=4096, ge=2)
     timeout: float = Field(default=60.0, gt=0)
     tools: tuple[Callable[..., Any], ...] = ()
-    parser: Literal["hermes", "json"] | Callable[..., Any] = "hermes"
+    parser: str | Callable[..., Any] = "hermes"
     check: Check = "loose"
     failed: Literal["error", "leave"] = "error"
     tries: int = Field(default=2, ge=1)
     concurrency: int | None = Field(default=None, ge=1)
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     processes: bool = False
+    rewrites: Rewrites = "refuse"
+    max_segments: int | None = Field(default=None, ge=1)
 
 
 class Interact(Sampler, Episodes, Operator):
@@ -88,11 +91,12 @@ class Interact(Sampler, Episodes, Operator):
             a reference to one: ``"triage.py:Triage"``. None plays with tools only: an episode ends with the first
             response that calls no tool.
         max_turns: maximum number of responses in an episode.
-        context: maximum number of tokens in an episode, prompt included.
+        context: maximum number of tokens in an episode, prompt included; with `rewrites`, in each of its segments.
         timeout: seconds that the environment may take between two responses.
         tools: typed functions that the policy may call; see `flowrl.episodes.tools`. A chat template that reads
             ``tools`` lists them; otherwise the prompt must.
-        parser: format of tool calls: ``"hermes"``, ``"json"``, or a function from text to calls.
+        parser: format of tool calls: a name in `flowrl.episodes.parsers.PARSERS`, such as ``"qwen3_coder"``; a parser
+            of vLLM, ``"vllm:NAME"``; or a function from text to calls.
         check: how to compare the chat template with the transcript when a reply follows: ``"strict"``, ``"loose"``
             (ignores whitespace) or ``"off"``.
         failed: what to do with an episode whose environment fails in every try: ``"error"`` raises; ``"leave"`` masks
@@ -104,6 +108,10 @@ class Interact(Sampler, Episodes, Operator):
         processes: run each episode's environment, and each call of a plain tool, in a separate process. Those that hang
             or crash are killed with all processes that they started; see `flowrl.episodes.processes`. They must be
             importable, at the top level of a module or file.
+        rewrites: what to do where the next prompt does not continue what was said, because the template rewrites
+            earlier turns or the agent calls `Chat.rewrite`: ``"refuse"`` is an error; ``"segment"`` begins a new
+            segment, see `flowrl.data.segments`. An episode remains one row.
+        max_segments: maximum number of segments in an episode, which then ends; None is no limit.
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos, min_p, repetition_penalty,
             presence_penalty, frequency_penalty: for each response; see `Sampler`. A repetition penalty counts the
             conversation so far as the prompt.
@@ -135,6 +143,13 @@ class Interact(Sampler, Episodes, Operator):
                 code="episode.invalid-environment",
             )
         self._toolbox  # noqa: B018 (refuses invalid tools)
+        if self.max_segments is not None and self.rewrites == "refuse":
+            raise ParameterError(
+                f"max_segments={self.max_segments} has no effect with rewrites='refuse', where an episode is a single "
+                f"segment. Pass rewrites='segment', or leave max_segments out.",
+                code="episode.single-segment",
+                given=self.max_segments,
+            )
         if self.processes and not isinstance(self.environment, str) and not self._isolated(self.environment):
             raise ParameterError(
                 "processes=True has no effect: only Environment classes and plain tools run in separate processes, "
@@ -148,6 +163,12 @@ class Interact(Sampler, Episodes, Operator):
         if environment is not None and not isinstance(environment, str):
             refuse_invalid_environment(environment)
         return environment
+
+    @field_validator("parser")
+    @classmethod
+    def _refuse_unknown_parser(cls, parser: Any) -> Any:
+        call_format(parser)
+        return parser
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -172,7 +193,8 @@ class Interact(Sampler, Episodes, Operator):
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
         """Test the chat template of the policy; see `flowrl.episodes.rehearsal`."""
         if (tokenizer := tokenizer_of(cast(RoleRef, self.rollout).name)) is not None:
-            rehearse(tokenizer, self.check, self._toolbox, self.environment is not None, self.chat_template_kwargs)
+            replies, arguments = self.environment is not None, self.chat_template_kwargs
+            rehearse(tokenizer, self.check, self._toolbox, replies, arguments, self.rewrites)
 
     def __call__(
         self, prompts: EpisodePrompts, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
@@ -185,7 +207,7 @@ class Interact(Sampler, Episodes, Operator):
         toolbox = self._toolbox
         if server is not None and toolbox is not None:
             toolbox = Toolbox(self.tools, self.parser, partial(call_tool, server))
-        limits = Limits(self.max_turns, self.context, self.timeout)
+        limits = Limits(self.max_turns, self.context, self.timeout, self.rewrites, self.max_segments)
         setup = EpisodeSetup(
             cast("EnvironmentOrAgent | None", environment),
             limits,
@@ -211,22 +233,24 @@ class Interact(Sampler, Episodes, Operator):
     def _columns(self, rows: Sequence[Row], results: Sequence[EpisodeResult]) -> EpisodeBatch:
         tokenizer, receipt = self.rollout.tokenizer, self.rollout.receipt
         assert receipt is not None  # an engine without a receipt generates nothing
-        records = [_RowRecord.of(row, result, tokenizer.eos_id) for row, result in zip(rows, results, strict=True)]
+        records = [RowRecord.of(row, result, tokenizer.eos_id) for row, result in zip(rows, results, strict=True)]
         prompts, prompt_mask = tokenizer.pad_left([record.prompt for record in records])
         width = max((len(record.ids) for record in records), default=0)
         responses = torch.full((len(records), width), tokenizer.pad_id)
         present = torch.zeros(len(records), width, dtype=torch.bool)
         sampled, log_probs, scores = present.clone(), torch.zeros(len(records), width), torch.zeros(len(records), width)
         versions = torch.full_like(responses, -1)
-        ends = present.clone()  # the last token of each turn
+        ends, starts = present.clone(), present.clone()  # the last token of each turn, the first of a further segment
         for i, record in enumerate(records):
             length = len(record.ids)
             responses[i, :length], present[i, :length] = torch.tensor(record.ids, dtype=torch.int64), True
             sampled[i, :length], log_probs[i, :length] = torch.tensor(record.sampled), torch.tensor(record.log_probs)
             versions[i, :length][sampled[i, :length]] = torch.tensor(record.versions, dtype=torch.int64)
+            starts[i, list(record.starts)] = True
             for position, reward in record.rewards.items():
                 scores[i, position], ends[i, position] = reward, True
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, present)
+        position_ids = restart(position_ids, torch.cat([torch.zeros_like(prompt_mask), starts], 1))
         return EpisodeBatch(
             prompts=prompts,
             responses=responses,
@@ -244,49 +268,6 @@ class Interact(Sampler, Episodes, Operator):
             turn_ids=torch.where(sampled, ends.cumsum(1) - ends.long(), -1),
             conversation=objects(record.conversation for record in records),
             episode=objects(map(summarize, results)),
-        )
-
-
-class _RowRecord(NamedTuple):
-    """The columns of one row; of an episode that failed or has no response, the prompt only."""
-
-    prompt: Sequence[int]
-    ids: Sequence[int] = ()
-    sampled: Sequence[bool] = ()
-    log_probs: Sequence[float] = ()
-    versions: Sequence[int] = ()  # of sampled tokens
-    rewards: Mapping[int, float] = MappingProxyType({})
-    text: str = ""
-    conversation: Sequence[Message] = ()
-
-    @classmethod
-    def of(cls, row: Row, result: EpisodeResult, filler: int) -> Self:
-        transcript = result.chat.transcript
-        if result.ended == "context" and not (transcript and transcript.answers):
-            length = f"has {len(transcript.ids)} tokens, which" if transcript else "alone"
-            raise DataError(
-                f"The prompt of row {row.row_id!r} {length} leaves no room for a response within "
-                f"context={result.chat.limits.context}. Raise context, or drop long prompts.",
-                code="episode.long-prompt",
-                row=row.row_id,
-                expected=result.chat.limits.context,
-                found=len(transcript.ids) if transcript else None,
-            )
-        if transcript is None:
-            return cls([filler])
-        prompt = transcript.ids[: transcript.prompt_length]
-        if not transcript.answers or result.fault is not None:
-            return cls(prompt)
-        ends = [a.start + len(a.ids) - transcript.prompt_length for a in transcript.answers]
-        return cls(
-            prompt,
-            transcript.ids[transcript.prompt_length :][: ends[-1]],  # a final reply without a response is not context
-            transcript.sampled[: ends[-1]],
-            transcript.log_probs[: ends[-1]],
-            list(itertools.chain.from_iterable(result.chat.versions)),
-            {end - 1: reward for end, reward in zip(ends, result.chat.rewards, strict=True)},
-            transcript.answers[-1].text,
-            transcript.messages,
         )
 
 
@@ -308,16 +289,22 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
     """Report on the episodes of a batch, which took `seconds`, of which the engine was idle for `waited`."""
     complete = [result for result in results if result.fault is None and result.chat.rewards]
     rewarded = any(result.chat.rewarded for result in results)  # otherwise another node computes the rewards
+    segmented = any(result.chat.limits.rewrites == "segment" for result in results)
     for one in complete:
         turns = len(one.chat.rewards)
-        assert one.chat.transcript is not None
-        length = sum(len(answer.ids) for answer in one.chat.transcript.answers)
+        length = sum(len(answer.ids) for answer in one.chat.answers)
         metrics.mean("episodes/turns", turns)
         metrics.max("episodes/turns_max", turns)
         metrics.sum("response_length/total", length)
         metrics.mean("response_length/mean", length)
         metrics.max("response_length/max", length)
         metrics.mean("episodes/cut", sum(one.chat.cuts), turns)
+        if segmented:
+            segments = [segment for segment in one.chat.segments if segment.own]
+            read = sum(segment.own[-1].start + len(segment.own[-1].ids) for segment in segments) - length
+            metrics.mean("episodes/segments", len(segments))
+            metrics.max("episodes/segments_max", len(segments))
+            metrics.mean("episodes/context_per_token", read, length)
         if rewarded:
             reward = sum(one.chat.rewards)
             metrics.mean("reward/mean", reward)
@@ -328,7 +315,7 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
     metrics.sum("episodes/tried_again", sum(one.tries - 1 for one in results))
     metrics.sum("episodes/tool_calls", sum(one.chat.tool_calls for one in results))
     metrics.sum("episodes/tool_errors", sum(one.chat.tool_errors for one in results))
-    for limit in ("turns", "context"):
+    for limit in ("turns", "context", "segments") if segmented else ("turns", "context"):
         metrics.sum(f"episodes/out_of_{limit}", sum(one.ended == limit for one in results))
     metrics.mean("episodes/waiting", waited, seconds)
     metrics.max("timing/waiting", waited)

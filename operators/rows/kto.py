@@ -11,6 +11,7 @@ from flowrl import columns as c
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
+from flowrl.data.segments import refuse_segments
 from flowrl.data.text.tokenizer import positions
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import select
@@ -33,7 +34,7 @@ class MismatchResponses(Operator):
     These are the pairs of KTO's estimate of KL (Ethayarajh et al. 2024, arXiv:2402.01306, §4.1), as TRL forms them.
 
     Raises:
-        DataError: there is a single row, whose response is its own.
+        DataError: there is a single row, whose response is its own; or a row has several segments.
     """
 
     granularity: ClassVar[Granularity] = "batch"
@@ -48,6 +49,7 @@ class MismatchResponses(Operator):
                 node=self.name,
                 expected=2,
             )
+        refuse_segments(rollout.attention_mask, rollout.position_ids, self.name)
         prompt = rollout.input_ids.shape[1] - response
 
         def mixed(column: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.episodes.chat import Limits, RequestBroker
+from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.tools import Toolbox
@@ -99,12 +99,14 @@ def played(
     rows: Any = None,
     toolbox: Toolbox | None = None,
     server: ForkServer | None = None,
+    rewrites: Rewrites = "refuse",
+    segments: int | None = None,
+    name: str = NAME,
 ) -> tuple[list[EpisodeResult], Scripted]:
     """The episodes of some rows, and the scripted policy."""
-    engine = Scripted(script, tokenizer_of(NAME))
-    desk = RequestBroker(engine, tokenizer_of(NAME), SAMPLING, KEY)
+    engine = Scripted(script, tokenizer_of(name))
+    desk = RequestBroker(engine, tokenizer_of(name), SAMPLING, KEY)
     toolbox = Toolbox(tools, "hermes") if tools else toolbox
-    stage = EpisodeSetup(
-        environment, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, server=server
-    )
+    limits = Limits(turns, context, seconds, rewrites, segments)
+    stage = EpisodeSetup(environment, limits, "strict", toolbox, tries, concurrency, server=server)
     return play(desk, rows or [row(i) for i in range(count)], stage), engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from flowrl.episodes import Answer, Environment, Reply, Toolbox
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.operators import Interact
+from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
 
@@ -63,6 +65,25 @@ def test_a_template_that_strips_only_thinking_passes_with_a_warning(
 
 
 @pytest.mark.parametrize(
+    ("name", "toolbox", "arguments"),
+    [
+        ("qwen3", None, {}),
+        ("qwen3", TOOLS, {}),
+        ("merging", None, {}),
+        ("qwen3", None, {"enable_thinking": False}),
+        ("qwen3", TOOLS, {"enable_thinking": False}),
+    ],
+)
+def test_a_template_that_rewrites_turns_passes_with_segments(
+    name: str, toolbox: Toolbox | None, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rehearse(tokenizer_of(name), "strict", toolbox, True, arguments, "segment")
+    assert not [message for message in caplog.messages if "test episode" in message]
+    with raises("episode.reply-left-out", role="tool", path=tokenizer_of("toolless").folder):
+        rehearse(tokenizer_of("toolless"), "strict", TOOLS, True, {}, "segment")
+
+
+@pytest.mark.parametrize(
     ("name", "toolbox", "arguments", "there", "written"),
     [
         ("merging", None, {}, "17and25?<end>", "17and25?Areyousure?"),
@@ -108,6 +129,12 @@ def test_unknown_template_arguments_are_refused() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     with pytest.raises(EpisodeError, match="chat_template_kwargs has 'enable_thinking'"):
         rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_a_parser_of_vllm_without_vllm_is_refused() -> None:
+    with raises("package.not-installed", package="vllm"):
+        rehearse(tokenizer_of("qwen2.5"), "loose", Toolbox([add], "vllm:hermes"), replies=False)
 
 
 class TestLaunch:

@@ -5,21 +5,21 @@ similar ones.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from flowrl import columns as c
-from flowrl.backends import TorchRollout
+from flowrl.backends import TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import Interact, OverlongPenalty
-from tests.rules.findings import fixed, found, the_message
+from flowrl.operators import Interact, ModelReward, OverlongPenalty
+from tests.rules.findings import edited_by, fixed, found, the_message
 from tests.support.kernel import exact
 
 
@@ -183,6 +183,40 @@ class TestPlacedOnTheMask:  # FR039
         assert found(blind) == [("FR039", "blind")]
         assert "`response_mask: ResponseMask`" in the_message(blind, "FR039")
         assert found(graph.edit(replace={"reward": self.Masked()})) == []
+
+
+class OwnTrainer(TorchTrainer):
+    """A trainer of a user, which reads a row as one sequence."""
+
+    reads_segments: ClassVar[bool] = False
+
+
+class TestSegmentsAreApart:  # FR046
+    def segmented(self, **bindings: Any) -> Graph:
+        roles = {"actor": TorchTrainer("model"), "ref": TorchScorer("model"), "rollout": TorchRollout()} | bindings
+        return episodes(Pays, rewrites="segment").edit(bind=roles)
+
+    def test_a_model_that_joins_segments_is_found(self) -> None:
+        graph = self.segmented(actor=OwnTrainer("model"))
+        assert ("FR046", "update_actor") in found(graph) and {rule for rule, _ in found(graph)} == {"FR046"}
+        messages = [finding.message for finding in graph.check(prompts=4)]
+        assert all("'actor' is bound to OwnTrainer" in message for message in messages)
+        assert found(edited_by(graph, messages[0])) == found(self.segmented()) == []
+        assert found(episodes(Pays).edit(bind={"actor": OwnTrainer("model")})) == []
+
+    def test_a_reward_model_of_tokens_is_found(self) -> None:
+        graph = episodes(Pays, rewrites="segment", pays=False).edit(replace={"reward": ModelReward()})
+        bound = graph.edit(bind={"reward_model": TorchRewardModel("model")})
+        assert ("FR046", "model_reward") in found(bound) and ("FR046", "model_reward") not in found(graph)
+
+    def test_an_operator_that_reads_tokens_without_positions_is_found(self) -> None:
+        class Repeats(Operator):
+            def __call__(
+                self, input_ids: c.InputIds, token_level_scores: c.TokenLevelScores, response_mask: c.ResponseMask
+            ) -> c.TokenLevelScores: ...
+
+        graph = episodes(Pays, rewrites="segment").edit(insert={"repeats": After("interact", Repeats())})
+        assert [node for rule, node in found(graph) if rule == "FR046"] == ["repeats"]
 
 
 class TestEnvironmentsByReference:

@@ -32,6 +32,15 @@ class Context(NamedTuple):
     retained: Any = None
 
 
+class Retained(NamedTuple):
+    """The KV of an ended request: its name, its tokens with those of its response, and the result of
+    `Memory.retain`."""
+
+    name: str
+    ids: list[int]
+    kv: Any
+
+
 class Memory(Protocol):
     """The KV of rows, which are numbered from 0 in the order of `join` and `leave`."""
 
@@ -218,7 +227,7 @@ class Decoder:
         self._rows: list[Row] = []
         self._sampled = SampledTokens(device)
         self._responses: dict[str, Response] = {}
-        self._retained: dict[str, Any] = {}  # the oldest first
+        self._retained: list[Retained] = []  # the oldest first; of a name, those of its branches
         self._rules: dict[Sampling, Rule] = {}
         self._parts: list[Part] | None = None  # one for each rule
         self._version: int | None = None  # of the last step
@@ -259,7 +268,7 @@ class Decoder:
         if joining := self._admitted():
             for row in joining:
                 row.set_version(len(row.sampled[0]), version)
-            contexts = [Context(row.context, self._retained.pop(row.request.name, None)) for row in joining]
+            contexts = [Context(row.context, self._recall(row)) for row in joining]
             self.context_tokens += sum(len(context.ids) for context in contexts)
             logits.append(self._memory.join(contexts))
             self._sampled.join(joining)
@@ -274,7 +283,7 @@ class Decoder:
     def drop(self, name: str) -> None:
         """Drop a request, its response and its retained KV."""
         self._responses.pop(name, None)
-        self._retained.pop(name, None)
+        self._retained = [one for one in self._retained if one.name != name]
         self._waiting = deque(row for row in self._waiting if row.request.name != name)
         if rows := [i for i, row in enumerate(self._rows) if row.request.name == name]:
             self._leave(rows)
@@ -301,6 +310,21 @@ class Decoder:
         self._rows, self._parts = [], None
         self._retained.clear()
         self._tidy()
+
+    def _recall(self, row: Row) -> Any:
+        """The retained KV of the request's name with the longest prefix of its context; one that it continues is no
+        longer retained."""
+        ids = row.context
+        found = max(
+            (one for one in self._retained if one.name == row.request.name),
+            key=lambda one: common([one.ids, ids]),
+            default=None,
+        )
+        if found is None:
+            return None
+        if ids[: len(found.ids)] == found.ids:
+            self._retained = [one for one in self._retained if one is not found]
+        return found.kv
 
     def _admitted(self) -> list[Row]:
         """The requests that join now. They need their own forward pass, so a few wait for others, but not for long."""
@@ -370,9 +394,10 @@ class Decoder:
             versions, how = row.versions(len(ids)), "stop" if stop else "length"
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
             if row.request.retain_cache:
-                self._retained[row.request.name] = self._memory.retain(i, [*row.request.ids, *ids])
+                tokens = [*row.request.ids, *ids]
+                self._retained.append(Retained(row.request.name, tokens, self._memory.retain(i, tokens)))
                 if len(self._retained) > self._max_rows:
-                    del self._retained[next(iter(self._retained))]
+                    del self._retained[0]
         self._leave(over)
         self._tidy()
         return names

@@ -259,7 +259,7 @@ class TorchModel:
         moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
-        places = tokens + before + moved.shifts[rows]
+        lines, places = moved.find(rows, tokens + before)
         width = moved.input_ids.shape[1]
         # Logits only from the first position that is read.
         inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
@@ -273,7 +273,7 @@ class TorchModel:
             from flowrl.backends.torch.score.routing import route_sums
 
             sums = route_sums(outputs.router_logits, moved.attention_mask, self.experts_per_token)
-        return states[moved.lines[rows], places + (states.shape[1] - width)], sums
+        return states[lines, places + (states.shape[1] - width)], sums
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None

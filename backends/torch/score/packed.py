@@ -118,7 +118,7 @@ def _fault(probe: Inputs, model: PreTrainedModel, mask: Tensor, alone: Tensor, b
 
     def found(ids: Tensor) -> Tensor:
         moved = packed(TokenInputs(ids, mask, probe["position_ids"], mask))
-        return cast(Tensor, model(**known(model, moved.inputs), **moved.within)[0][0, columns + moved.shifts[rows]])
+        return cast(Tensor, model(**known(model, moved.inputs), **moved.within)[0][0, moved.find(rows, columns)[1]])
 
     try:
         together, changed = found(ids), found(other)

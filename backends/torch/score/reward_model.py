@@ -17,6 +17,7 @@ from flowrl.backends.torch.probes import Attention, Inputs, known, relative_erro
 from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
 from flowrl.backends.torch.score.rows import Budget, TokenInputs, last_of, score_rows
+from flowrl.data.segments import refuse_segments
 from flowrl.data.text.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError
 from flowrl.protocols.protocols import BuildContext, Sleeper
@@ -235,6 +236,7 @@ class TorchRewardModelEngine(Resident):
 
     def _last_tokens(self, batch: TokenInputs) -> TokenInputs:
         """The rows with only their last token under the mask, which here covers the whole sequence."""
+        refuse_segments(batch.attention_mask, batch.position_ids, f"The reward model in {self.folder!r}")
         read = batch.attention_mask.bool()
         counted = read if self._pad is None else read & (batch.input_ids != self._pad)
         counted = torch.where(counted.any(1, keepdim=True), counted, read)

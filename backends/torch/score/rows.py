@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.data.segments import begins
 from flowrl.errors import DataError
 from flowrl.records import Sequences, Tokens
 
@@ -56,8 +57,8 @@ class SequenceInputs(NamedTuple):
 
 
 def check_tokens(batch: Tokens, vocabulary: int) -> None:
-    """Raise `DataError` for a response token under the mask that is not attended, or has no attended token before it,
-    and for ids outside the vocabulary."""
+    """Raise `DataError` for a response token under the mask that is not attended, or has no attended token before it in
+    its segment, and for ids outside the vocabulary."""
     before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
     if before < 0:
         raise DataError(
@@ -67,13 +68,15 @@ def check_tokens(batch: Tokens, vocabulary: int) -> None:
             code="model.invalid-rows",
         )
     attended = batch.attention_mask[:, before:].bool()
-    bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1])).nonzero()
+    first = begins(batch.attention_mask, batch.position_ids)[:, before + 1 :]
+    bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1] & ~first)).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
         raise DataError(
-            f"Row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
-            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Build "
-            f"attention_mask by concatenating the masks of prompt and response.",
+            f"Row {row} counts response token {token}, but attention_mask hides that token or the one before it, or a "
+            f"segment begins with it; expected left-padded prompts followed by right-padded responses, all real tokens "
+            f"attended, and positions that restart only at a context. Build attention_mask by concatenating the masks "
+            f"of prompt and response.",
             code="model.invalid-rows",
             row=row,
             token=token,
@@ -208,13 +211,14 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class ShiftedRows(NamedTuple):
-    """Rows without left padding, or packed into one line.
+    """Rows without left padding, or packed into one line. A row with several segments is several rows of the model.
 
     Args:
         input_ids, position_ids: int64 ``[line place]``, 0 where not attended.
         attention_mask: bool, of the same shape.
-        lines, shifts: int64 ``[row]``; column ``c`` of a row is in its line at ``c + shift``.
-        runs: the lengths of packed rows, or None.
+        lines, shifts: int64 ``[segment]``; column ``c`` of a segment is in its line at ``c + shift``.
+        runs: the lengths of packed segments, or None.
+        segment_of: int64 ``[row column]``, the segment of each column; None if each row is one.
     """
 
     input_ids: Tensor
@@ -223,6 +227,7 @@ class ShiftedRows(NamedTuple):
     lines: Tensor
     shifts: Tensor
     runs: Runs | None = None
+    segment_of: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -239,32 +244,67 @@ class ShiftedRows(NamedTuple):
         """Further arguments for attention."""
         return {} if self.runs is None else {"packed": self.runs}
 
+    def find(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The line and the place of some columns of rows."""
+        segments = rows if self.segment_of is None else self.segment_of[rows, columns]
+        return self.lines[segments], columns + self.shifts[segments]
+
+
+class _Segments(NamedTuple):
+    """The segments of rows, by row: int64 ``[segment]`` each, and `ShiftedRows.segment_of`.
+
+    They end one past the last attended column; a row without attended tokens is one segment, from its width to 0.
+    """
+
+    rows: Tensor
+    first: Tensor
+    last: Tensor
+    of: Tensor | None
+
+
+def _segments(batch: Tokens) -> _Segments:
+    first, last = ends(batch.attention_mask)
+    rows = torch.arange(len(first), device=first.device)
+    starts = begins(batch.attention_mask, batch.position_ids)
+    if not starts.any():
+        return _Segments(rows, first, last, None)
+    starts[rows, first.clamp(max=starts.shape[1] - 1)] = True  # the first of each row, also of an empty one
+    of = (starts.flatten().cumsum(0) - 1).view(starts.shape)
+    row, column = starts.nonzero(as_tuple=True)
+    begin = torch.where(last[row] > 0, column, first[row])
+    follows = torch.nn.functional.pad(row[1:] == row[:-1], (0, 1))
+    end = torch.where(follows, column.roll(-1), last[row])
+    return _Segments(row, begin, end, of)
+
 
 def from_first_tokens(batch: Tokens) -> ShiftedRows:
     """The rows of `batch` without left padding: each begins with its first attended token. Rows without attended tokens
     keep one column."""
-    first, last = ends(batch.attention_mask)
+    rows, first, last, of = _segments(batch)
     spans = last - first
     columns = torch.arange(max(1, int(spans.max())), device=first.device)
     places = (first[:, None] + columns).clamp(max=batch.input_ids.shape[1] - 1)
-    mask = batch.attention_mask.bool().gather(1, places) & (columns < spans[:, None])
+    mask = batch.attention_mask.bool()[rows].gather(1, places) & (columns < spans[:, None])
     # Padding may contain any ids, even outside the vocabulary.
-    ids, positions = (x.gather(1, places).masked_fill(~mask, 0) for x in (batch.input_ids, batch.position_ids))
-    return ShiftedRows(ids, mask, positions, torch.arange(len(ids), device=first.device), -first)
+    ids, positions = (x[rows].gather(1, places).masked_fill(~mask, 0) for x in (batch.input_ids, batch.position_ids))
+    return ShiftedRows(ids, mask, positions, torch.arange(len(ids), device=first.device), -first, None, of)
 
 
 def packed(batch: Tokens) -> ShiftedRows:
     """The rows of `batch` concatenated, short ones before long ones, without padding; as `from_first_tokens` if a row
     has a hole in its mask, or none has attended tokens."""
-    mask = batch.attention_mask.bool()
-    first, last = ends(mask)
+    row, first, last, of = _segments(batch)
     spans, order = (last - first).clamp(min=0).sort(stable=True)
     length, rows = (x.tolist() for x in spans.unique_consecutive(return_counts=True))
     tokens = sum(n * span for n, span in zip(rows, length, strict=True))
-    if tokens != int(mask.sum()) or not tokens:
+    if tokens != int(batch.attention_mask.bool().sum()) or not tokens:
         return from_first_tokens(batch)
-    attended = mask[order]
-    ids, positions = (x[order][attended][None] for x in (batch.input_ids, batch.position_ids))
-    shifts = torch.empty_like(first).index_copy_(0, order, spans.cumsum(0) - spans - first[order])
+    before = spans.cumsum(0) - spans
+    shifts = torch.empty_like(first).index_copy_(0, order, before - first[order])
+    from_row = row[order].repeat_interleave(spans)
+    column = torch.arange(tokens, device=first.device) - shifts[order].repeat_interleave(spans)
+    ids, positions = (x[from_row, column][None] for x in (batch.input_ids, batch.position_ids))
     runs = tuple((n, span) for n, span in zip(rows, length, strict=True) if span)
-    return ShiftedRows(ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros_like(first), shifts, runs)
+    return ShiftedRows(
+        ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros_like(first), shifts, runs, of
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +36,7 @@ class TorchCritic(TrainedSpec):
     """
 
     serves = (Critic, Checkpointed, Sleeper)
+    reads_segments: ClassVar[bool] = True
 
     optimizer: Optimizer = AdamW(lr=1e-5)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -55,6 +55,7 @@ class TorchScorer(FolderBackend):
     """
 
     serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)
+    reads_segments: ClassVar[bool] = True
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -117,6 +118,7 @@ class TorchTrainer(TrainedSpec):
     """
 
     serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
+    reads_segments: ClassVar[bool] = True
 
     logprob_chunk: int = Field(default=1024, ge=1)
     lora: LoRA | None = None

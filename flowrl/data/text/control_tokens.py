@@ -13,13 +13,14 @@ have random names, so neither their spelling nor anything else in the data has a
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flowrl.errors import DataError
 
@@ -50,6 +51,15 @@ def as_text(text: str) -> str:
     if not is_quoted(text):
         return text
     return _QUOTED.sub(lambda found: found.group(1) or _SPELLED.get(found.group(), found.group()), text)
+
+
+def unquoted(value: Any) -> Any:
+    """JSON-like data with its quoted control tokens as the data spells them."""
+    if isinstance(value, str):
+        return as_text(value)
+    if isinstance(value, Mapping):
+        return {unquoted(key): unquoted(item) for key, item in value.items()}
+    return [unquoted(item) for item in value] if isinstance(value, list) else value
 
 
 def _quoted(text: str) -> str:
@@ -109,6 +119,13 @@ class ControlTokens:
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
         return value
 
+    def sampled(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, in which control tokens that others only spell are quoted."""
+        decode = self.tokenizer.decode
+        groups = itertools.groupby(ids, key=self._ids.__contains__)
+        texts = ((control, str(decode(list(group), skip_special_tokens=False))) for control, group in groups)
+        return "".join(text if control else self.quote(text) for control, text in texts)
+
     def encode(self, rendered: str) -> list[int]:
         """The ids of a text that a template has rendered from quoted data."""
         names = self._names
@@ -151,6 +168,10 @@ class ControlTokens:
     def _names(self) -> dict[str, str]:
         """The name of each control token in the copy, which no data can spell."""
         return {token: secrets.token_hex(16) for token in (*self.special, *self.written)}
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(cast("list[int]", self.tokenizer.convert_tokens_to_ids([*self._names])))
 
     @cached_property
     def _copy(self) -> Tokenizer:

@@ -104,9 +104,7 @@ class ChatTokenizer:
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The tokens that structure a conversation, and how text that spells them is encoded."""
-        template: Any = self._tokenizer.chat_template or ""
-        texts = template.values() if isinstance(template, Mapping) else [template]
-        return ControlTokens.of(self._tokenizer, "".join(texts))
+        return ControlTokens.of(self._tokenizer, self.template_text)
 
     @property
     def _searches_normalized_text(self) -> bool:
@@ -289,9 +287,13 @@ class ChatTokenizer:
     @cached_property
     def _template_words(self) -> frozenset[str]:
         """All words of the tokenizer's chat templates."""
+        return frozenset(re.findall(r"\w+", self.template_text))
+
+    @property
+    def template_text(self) -> str:
+        """The text of the tokenizer's chat templates."""
         template: Any = self._tokenizer.chat_template or ""
-        texts = template.values() if isinstance(template, Mapping) else [template]
-        return frozenset(word for text in texts for word in re.findall(r"\w+", text))
+        return "\n".join(template.values()) if isinstance(template, Mapping) else template
 
     def _refuse_unread(self, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments that the template ignores: a misspelled argument would have no effect."""

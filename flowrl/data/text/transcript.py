@@ -4,13 +4,17 @@ Sampled tokens are never tokenized again, since decoding and encoding need not g
 only the *delta* is tokenized: what the chat template writes after a response, up to the assistant's next turn. Some
 templates rewrite earlier turns once more follow (they strip thinking, merge turns, or trim). `Transcript` detects this
 by comparing texts: the tokens are still exact, but the template would never render this conversation.
+
+A template gets each response in the form in which it renders it unchanged; see `flowrl.data.text.answers`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from flowrl.data.text.answers import MARK, Form, forms
 from flowrl.data.text.control_tokens import as_text
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
@@ -21,8 +25,6 @@ Check = Literal["strict", "loose", "off"]
 Message = Mapping[str, Any]
 
 T = TypeVar("T")
-
-_MARK = "flowrl-marks-an-answer"  # without whitespace, which templates trim
 
 
 class SampledSpan(NamedTuple):
@@ -69,11 +71,17 @@ class Transcript:
             )
         self._tokenizer, self._check, self._arguments = tokenizer, check, template_kwargs
         self.messages: list[Message] = list(messages)
+        """The conversation, with responses as the policy sampled them."""
+        self.template_messages: list[Message] = list(messages)
+        """The conversation as the template gets it, with responses in the forms that it renders unchanged."""
         self.ids: list[int] = tokenizer.prompt_ids(messages, template_kwargs)
         """All tokens so far."""
         self.prompt_length = len(self.ids)
         """Number of tokens of the prompt."""
         self.answers: list[SampledSpan] = []
+        self.inherited = 0
+        """How many of the answers were sampled in another transcript, and are context in this one."""
+        self._shown_before: list[str] = []  # by answer
         self._shown = (
             "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, add_generation_prompt=True)
         )
@@ -96,7 +104,9 @@ class Transcript:
         span = SampledSpan(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
         self.ids.extend(span.ids)
         self.answers.append(span)
+        self._shown_before.append(self._shown)
         self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._without_end(ids))})
+        self.template_messages.append(self.messages[-1])
         return span
 
     def reply(self, messages: Sequence[Message]) -> list[int]:
@@ -116,30 +126,88 @@ class Transcript:
                 "with other roles, such as user or tool.",
                 code="episode.invalid-reply",
             )
-        marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
-        _, _, suffix = self._tokenizer.rendered(marked, self._arguments, add_generation_prompt=True).rpartition(_MARK)
-        delta, last = self._tokenizer.encode(suffix), self.ids[-1]
-        if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
-            delta = delta[1:]
-        if not delta:
-            roles = list(dict.fromkeys(repr(message.get("role")) for message in messages))
-            raise EpisodeError(
-                f"The chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: "
-                f"{', '.join(roles) or 'none'}), so the policy could not read it. Reply with a role that the template "
-                f"supports, such as user, or change the template to write the reply and open the assistant's turn.",
-                code="tokenizer.empty-reply",
-                path=self._tokenizer.folder,
-                roles=roles,
-            )
-        if self._check != "off":
-            self._shown += f"{self.messages[-1]['content']}{as_text(suffix)}"
-            rendered = self._tokenizer.conversation_text(
-                [*self.messages, *messages], self._arguments, add_generation_prompt=True
-            )
-            self._refuse_rewritten(self._shown, rendered)
+        fault: DataError | EpisodeError | None = None
+        for form in self._forms():
+            try:
+                delta, shown = self._delta(form, messages)
+                break
+            except (DataError, EpisodeError) as error:
+                fault = fault or error
+        else:
+            assert fault is not None
+            raise fault
+        self._shown = shown
         self.messages.extend(messages)
+        self.template_messages[-1:] = [form.message, *messages]
         self.ids.extend(delta)
         return delta
+
+    def rewritten(self, messages: Sequence[Message]) -> Transcript:
+        """The conversation with a reply, as the template writes it now: all earlier turns are part of the prompt.
+
+        Raises:
+            DataError: the template rejects the messages.
+        """
+        *_, form = forms(self._tokenizer, self._shown, self.messages[-1]["content"], self._cut)
+        conversation = [*self.template_messages[:-1], form.message, *messages]
+        made = Transcript(self._tokenizer, conversation, self._check, self._arguments)
+        made.messages = [*self.messages, *messages]
+        return made
+
+    @property
+    def _cut(self) -> bool:
+        """Whether no token ended the last response."""
+        return self.ids[-1] not in self._tokenizer.ends
+
+    def _forms(self) -> Sequence[Form]:
+        """The last response as messages."""
+        found = forms(self._tokenizer, self._shown, self.messages[-1]["content"], self._cut)
+        return [next(found)] if self._check == "off" else [*found]
+
+    def _delta(self, form: Form, messages: Sequence[Message]) -> tuple[list[int], str]:
+        """The tokens after a response in this form, to the next one, and the text of the transcript with them."""
+        before = self.template_messages[:-1]
+        rendered = self._tokenizer.rendered([*before, form.marked, *messages], self._arguments, True)
+        suffix = rendered.rpartition(MARK)[2].removeprefix(form.closing)
+        delta, last = self._tokenizer.encode(suffix), self.ids[-1]
+        if not self._cut and delta[:1] == [last]:  # the policy has sampled it
+            delta = delta[1:]
+        if not delta:
+            raise self._empty_reply(messages)
+        if self._check == "off":
+            return delta, self._shown
+        answer = f"{self._shown}{self.messages[-1]['content']}"
+        shown = f"{answer}{as_text(suffix)}"
+        rendered = self._tokenizer.conversation_text([*before, form.message, *messages], self._arguments, True)
+        self._refuse_rewritten(shown, rendered)
+        if form.ends is not None and not self._cut:
+            self._refuse_rewritten(f"{answer}{self._tokenizer.shown([last])}", f"{answer}{form.ends}")
+        return delta, shown
+
+    def _empty_reply(self, messages: Sequence[Message]) -> EpisodeError:
+        roles = list(dict.fromkeys(repr(message.get("role")) for message in messages))
+        return EpisodeError(
+            f"The chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: "
+            f"{', '.join(roles) or 'none'}), so the policy could not read it. Reply with a role that the template "
+            f"supports, such as user, or change the template to write the reply and open the assistant's turn.",
+            code="tokenizer.empty-reply",
+            path=self._tokenizer.folder,
+            roles=roles,
+        )
+
+    def until(self, answer: int) -> Transcript:
+        """The conversation up to one of its answers, by number, as the same tokens; all answers are `inherited`."""
+        branch, span = copy.copy(self), self.answers[answer]
+        branch.ids, branch.messages = self.ids[: span.start + len(span.ids)], self.messages[: span.message + 1]
+        branch.template_messages = [*self.template_messages[: span.message], branch.messages[-1]]
+        branch.answers, branch._shown_before = self.answers[: answer + 1], self._shown_before[: answer + 1]
+        branch.inherited, branch._shown = answer + 1, self._shown_before[answer]
+        return branch
+
+    @property
+    def own(self) -> Sequence[SampledSpan]:
+        """The answers that were sampled in this transcript."""
+        return self.answers[self.inherited :]
 
     @property
     def sampled(self) -> list[bool]:
@@ -154,7 +222,7 @@ class Transcript:
     def _after_prompt(self, default: T, of: Callable[[SampledSpan], Sequence[T]]) -> list[T]:
         """One value per token after the prompt: `of` for sampled spans, `default` for the others."""
         values = [default] * (len(self.ids) - self.prompt_length)
-        for span in self.answers:
+        for span in self.own:
             start = span.start - self.prompt_length
             values[start : start + len(span.ids)] = of(span)
         return values
@@ -174,9 +242,9 @@ class Transcript:
         near = slice(max(0, first - 40), first + 40)
         raise EpisodeError(
             f"The chat template in {self._tokenizer.folder!r} rewrites earlier turns once a reply follows: the "
-            f"transcript has {a[near]!r}, the template writes {b[near]!r}. An episode is one row of tokens, so use a "
-            f"template that keeps earlier turns (including thinking), or pass check='off' to train on the tokens that "
-            f"the policy read, which the template will never render again.",
+            f"transcript has {a[near]!r}, the template writes {b[near]!r}. Pass "
+            f"Interact(rewrites='segment') to train an episode on several sequences, or use a template that keeps "
+            f"earlier turns (including thinking).",
             code="tokenizer.rewritten-turns",
             path=self._tokenizer.folder,
             expected=a[near],

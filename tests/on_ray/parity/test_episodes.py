@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,15 @@ from flowrl.backends import TorchRollout
 from flowrl.core.operators.operator import Operator
 from flowrl.data.waits import SHORT
 from flowrl.distributed.place import Colocate, Split
-from flowrl.episodes import Answer, Environment, Reply
+from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.operators import GroupAdvantage, Interact, TurnGroupAdvantage
 from flowrl.run.engine.timeline import Timeline, idle
 from flowrl.run.placement.place import Place
 from tests.on_ray.parity.test_parity import numbers
 from tests.support.jobs import job_of
 from tests.support.runs import lines
+
+SETTINGS: Any = {"max_turns": 3, "context": 150, "max_new_tokens": 8}
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 
@@ -36,23 +39,34 @@ class Longer(Environment):
         await asyncio.sleep(2 * SHORT)
 
 
+async def forgets(chat: Chat, row: Row) -> float:
+    """Three turns in two segments: the second continues the first turn."""
+    first = await chat.answer()
+    start = chat.messages
+    second = await chat.answer(f"{len(first.ids)} tokens")
+    chat.rewrite([*start, {"role": "user", "content": f"not {len(second.ids)}"}])
+    third = await chat.answer()
+    await asyncio.sleep(2 * SHORT)
+    return len(first.ids) / 8 + len(third.ids) / 4
+
+
 def deterministic(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """`numbers` without the waiting times for environments."""
     return [{key: value for key, value in one.items() if key != "episodes/waiting"} for one in numbers(records)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "place", "advantage"),
+    ("ranks", "place", "advantage", "operator"),
     [
-        (1, Split(1, 1), GroupAdvantage()),
-        pytest.param(2, Colocate(2), GroupAdvantage(), marks=pytest.mark.nightly),
-        (2, Colocate(2), TurnGroupAdvantage()),
+        (1, Split(1, 1), GroupAdvantage(), Interact(Longer, **SETTINGS)),
+        pytest.param(2, Colocate(2), GroupAdvantage(), Interact(Longer, **SETTINGS), marks=pytest.mark.nightly),
+        (2, Colocate(2), TurnGroupAdvantage(), Interact(Longer, **SETTINGS)),
+        (2, Colocate(2), TurnGroupAdvantage(), Interact(forgets, rewrites="segment", **SETTINGS)),
     ],
 )
 def test_episodes_equal_those_of_one_process(
-    ranks: int, place: Place, advantage: Operator, tiny: str, prompts_file: str, tmp_path: Path
+    ranks: int, place: Place, advantage: Operator, operator: Interact, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
-    operator = Interact(Longer, max_turns=3, context=150, max_new_tokens=8)
     job = job_of("grpo", tiny, n=2).edit(
         replace={"generate": operator}, drop=["reward"], bind={"rollout": TorchRollout(tiny, device="cpu")}
     )
@@ -69,6 +83,7 @@ def test_episodes_equal_those_of_one_process(
     for single, distributed in zip(local, remote, strict=True):
         assert single["reward/mean"] == pytest.approx(distributed["reward/mean"])
         assert single["episodes/turns"] == distributed["episodes/turns"] == 3
+        assert single.get("episodes/segments") == distributed.get("episodes/segments")
         assert distributed["rollout/logp_diff_max"] < 1e-4
         assert single["actor/grad_norm"] == pytest.approx(distributed["actor/grad_norm"], rel=1e-3)
     here, there = (

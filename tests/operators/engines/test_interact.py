@@ -14,6 +14,7 @@ import flowrl
 from flowrl import Key
 from flowrl.backends import TorchRollout, TorchScorer
 from flowrl.data.metrics import Metrics
+from flowrl.data.segments import begins
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.errors import DefinitionError, EpisodeError, ParameterError
@@ -185,6 +186,69 @@ def test_failed_episodes_are_masked_and_counted(engine: Any) -> None:
 def test_a_prompt_that_fills_the_context_is_named(engine: Any) -> None:
     with raises("episode.long-prompt", row="0", expected=5, found=5):
         episodes(engine, Echo, context=5)
+
+
+async def rewrites(chat: Chat, row: Row) -> float:
+    """A first segment of two turns, a branch from its first one, and a compressed context of one or two."""
+    await chat.answer()
+    start = chat.messages[:2]
+    await chat.answer("left")
+    chat.rewrite(start)
+    await chat.answer("right")
+    chat.rewrite([{"role": "user", "content": "in short"}])
+    last = await chat.answer()
+    if int(row.messages[0]["content"][-1]) % 2:
+        await chat.answer("more")
+    return len(last.ids) + (last.ids[0] % 16) / 16
+
+
+def test_segments_have_the_log_probs_of_the_contexts_that_the_policy_read(engine: Any, tiny: str) -> None:
+    batch, metrics = episodes(engine, rewrites, rewrites="segment", max_turns=5)
+    expected = TorchScorer(tiny, device="cpu").build(CONTEXT).log_probs(batch)
+    assert (batch.rollout_log_probs - expected).abs().max() < 1e-4
+    starts = begins(batch.attention_mask, batch.position_ids)
+    assert starts.sum(1).tolist() == [2] * 6 and metrics["episodes/segments"] == metrics["episodes/segments_max"] == 3
+    assert batch.turns.tolist() == [4, 5] * 3
+    for turns, on in zip(batch.turn_ids, batch.response_mask, strict=True):
+        assert turns[on].diff().min() >= 0 and int(turns.max()) + 1 == len(turns[on].unique())
+    sampled, read = int(batch.response_mask.sum()), int(batch.attention_mask.sum())
+    assert metrics["episodes/context_per_token"] == pytest.approx((read - sampled) / sampled)
+
+
+def test_an_episode_without_rewrites_has_the_same_bits_with_segments(engine: Any) -> None:
+    one, metrics = episodes(engine, Echo)
+    other, more = episodes(engine, Echo, rewrites="segment")
+    for name in set(one._fields) - {"conversation", "episode"}:
+        found = getattr(one, name), getattr(other, name)
+        assert torch.equal(*found) if isinstance(found[0], torch.Tensor) else all(found[0] == found[1]), name
+    assert more.pop("episodes/segments") == more.pop("episodes/segments_max") == 1
+    assert more.pop("episodes/out_of_segments") == 0 and more.pop("episodes/context_per_token") > 1
+    assert more.keys() == metrics.keys()
+
+
+def test_a_shared_prefix_is_computed_once(engine: Any) -> None:
+    """Of a branch, the tokens from the first other one on are new."""
+    batch, metrics = episodes(engine, rewrites, count=1, rewrites="segment", max_turns=3)
+    ids, mask, turns = batch.input_ids[0], batch.attention_mask[0], batch.turn_ids[0]
+    (start,) = begins(batch.attention_mask, batch.position_ids)[0].nonzero().flatten().tolist()
+    prompt = len(ids) - len(turns)
+    first, branch = ids[:start][mask[:start]].tolist(), ids[start:][mask[start:]].tolist()
+    lengths = [int((turns == turn).sum()) for turn in range(3)]
+    contexts = [int((turns == 0).nonzero()[0]) + int(mask[:prompt].sum()), len(first) - lengths[1]]
+    shared = next(i for i, pair in enumerate(zip(first, branch, strict=False)) if pair[0] != pair[1])
+    contexts.append(len(branch) - lengths[2])
+    new = contexts[0] + (contexts[1] - contexts[0] - lengths[0] + 1) + contexts[2] - shared
+    assert shared > contexts[0] + lengths[0] and metrics["throughput/context_tokens"] == sum(contexts)
+    assert metrics["throughput/cached_share"] == pytest.approx(1 - new / sum(contexts))
+
+
+@pytest.mark.parametrize(("rewriting", "number"), [("refuse", 4), ("segment", None)])
+def test_a_limit_needs_segments(rewriting: Any, number: int | None) -> None:
+    if number is None:
+        assert Interact(rewrites, rewrites=rewriting, max_segments=4).max_segments == 4
+        return
+    with raises("episode.single-segment", given=4):
+        Interact(rewrites, rewrites=rewriting, max_segments=number)
 
 
 class TestSpecs:

@@ -61,14 +61,14 @@ class Counted(Operator):
 
 
 def log_probs(folder: Path, columns: Any) -> torch.Tensor:
-    """Log-probs of the responses by transformers, ``[batch response]``."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """Log-probs of the responses by transformers, ``[batch response]``; a token attends to its segment."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    attended, positions = columns["attention_mask"].bool(), columns["position_ids"]
+    segment = (attended & (positions == 0)).cumsum(1)
+    sees = attended[:, None] & (segment[:, None] == segment[..., None])
+    mask = torch.where(sees.tril()[:, None], 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        logits = model(
-            input_ids=columns["input_ids"],
-            attention_mask=columns["attention_mask"].long(),
-            position_ids=columns["position_ids"],
-        ).logits
+        logits = model(input_ids=columns["input_ids"], attention_mask=mask, position_ids=positions).logits
     width = columns["responses"].shape[1]
     scored = logits[:, -width - 1 : -1].log_softmax(-1).gather(-1, columns["responses"][..., None])
     return scored[..., 0]

@@ -17,7 +17,7 @@ from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
 from tests.backends.torch.generate.rollouts import KEY
 from tests.backends.torch.generate.test_swap import actors, engine_of
-from tests.operators.engines.test_interact import Echo, prompts_of
+from tests.operators.engines.test_interact import Echo, prompts_of, rewrites
 from tests.run.engine.test_lag import job_with_lag, log_probs
 from tests.run.training.interrupted import assert_same, cut_off, run
 from tests.support.errors import raises
@@ -72,9 +72,9 @@ class TestRefused:
         assert "gains nothing with Colocate" in replace(spanned(tiny), place=Colocate(gpus=1)).plan()
 
 
-@pytest.mark.parametrize("episodes", [False, True])
+@pytest.mark.parametrize("environment", [None, Echo, rewrites])
 def test_each_token_is_corrected_for_the_version_that_sampled_it(
-    episodes: bool, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 0 samples the first three tokens, then version 1, the trainer's. A token's weight is the trainer's
     probability over that of the version that sampled it."""
@@ -89,8 +89,10 @@ def test_each_token_is_corrected_for_the_version_that_sampled_it(
         return ended
 
     monkeypatch.setattr(TorchRolloutEngine, "_next", then_swap)
-    interact = Interact(Echo, max_turns=3, context=200, max_new_tokens=6, rollout=engine)
-    operator = interact if episodes else Generate(max_new_tokens=9, rollout=engine)
+    settings: dict[str, Any] = {"max_turns": 5, "context": 200, "max_new_tokens": 6, "rewrites": "segment"}
+    plain = environment is None
+    operator: Any = Generate(max_new_tokens=9) if plain else Interact(environment, **settings)
+    operator = replace(operator, rollout=engine)
     rollout = operator(prompts_of(engine.tokenizer), key=KEY, metrics=Metrics())
     mask, versions = rollout.response_mask, rollout.token_version
     assert set(versions[mask].tolist()) == {0, 1} and not versions[~mask].add(1).any()

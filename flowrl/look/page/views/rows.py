@@ -147,5 +147,6 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
     if sampled is not None:
         reward = "" if sampled.get("reward") is None else f", reward {sampled['reward']:g}"
         cut = ", truncated" if sampled.get("cut") else ""
-        found["about"] = f"turn {sampled['turn'] + 1}, {sampled['tokens']} tokens{reward}{cut}"
+        segment = f" in segment {sampled['segment'] + 1}" if "segment" in sampled else ""
+        found["about"] = f"turn {sampled['turn'] + 1}{segment}, {sampled['tokens']} tokens{reward}{cut}"
     return found

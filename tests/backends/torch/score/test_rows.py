@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends import SGD, TorchScorer
 from flowrl.backends.torch.score.rows import Budget, TokenInputs, from_first_tokens, micro_batches, packed
+from flowrl.errors import DataError
 from flowrl.protocols.protocols import MiniBatch
 from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, seen_by, trainer
 from tests.nightly import nightly_except
 from tests.support.architectures import SETTINGS, architecture
 from tests.support.models import KINDS, Ragged, ragged, tiny_folder, unpadded
+from tests.support.rows.cut_rows import cut
 
 PLAIN = [*KINDS, "granite", "cohere", "phi"]
 OTHERS = sorted(SETTINGS.keys() - {"recurrent_gemma", "rwkv", "xlstm"})
@@ -229,3 +231,60 @@ def test_log_probs_and_gradients_equal_those_of_each_row_alone(kind: str, max_to
     slope, expected = (torch.cat([of[name].double().flatten() for name in names]) for of in (found, gradients))
     # Float32 rounding of a single row; larger for Granite, whose attention scores are not scaled.
     assert relative_error(slope, expected) < (2e-5 if kind == "granite" else 3e-6)
+
+
+# --- segments --------------------------------------------------------------------------------------------------------
+
+
+def cuts_of(batch: Any) -> list[list[int]]:
+    """Up to two places in each row before a sampled token."""
+    sampled = [mask.nonzero().flatten().tolist() for mask in batch.response_mask]
+    return [[places[i] for i in (len(places) // 3, 2 * len(places) // 3) if len(places) > 4] for places in sampled]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_segments_are_rows_of_the_model(pack: bool) -> None:
+    """Each segment has its tokens from position 0, and every column is found in its line."""
+    batch: Any = ragged(rows=12)
+    rows: Any = cut(batch, places := cuts_of(batch))
+    assert (number := sum(map(len, places))) > 4
+    moved = (packed if pack else from_first_tokens)(rows)
+    assert len(moved.lines) == 12 + number
+    row, column = rows.attention_mask.nonzero(as_tuple=True)
+    line, place = moved.find(row, column)
+    assert torch.equal(moved.input_ids[line, place], rows.input_ids[row, column])
+    assert torch.equal(moved.position_ids[line, place], rows.position_ids[row, column])
+    if pack:
+        assert moved.runs is not None
+        assert sum(n * tokens for n, tokens in moved.runs) == rows.attention_mask.sum()
+        assert sum(n for n, _ in moved.runs) == 12 + number
+    else:
+        assert torch.equal(place, rows.position_ids[row, column]) and len(moved.input_ids) == 12 + number
+
+
+@pytest.mark.parametrize("kind", nightly_except(["llama", *ON_EVERY_COMMIT], [*PLAIN, *OTHERS]))
+def test_a_cut_row_has_the_log_probs_and_the_gradient_of_the_whole_one(kind: str, tmp_path: Path) -> None:
+    batch: Any = ragged(rows=6)
+    rows: Any = cut(batch, cuts_of(batch))
+    folder = tiny_folder(tmp_path, kind) if kind in PLAIN else architecture(tmp_path, kind)
+    found = []
+    for one in (batch, rows):
+        engine = trainer(folder, max_tokens=60, optimizer=SGD(lr=0.1, momentum=0.9))
+        log_probs = engine.log_probs(one)[one.response_mask]
+        weights = torch.zeros(one.response_mask.shape).masked_scatter(one.response_mask, log_probs.detach().exp())
+        engine.update(one, [MiniBatch(torch.arange(6), weights)], Pull())
+        buffers = engine.state_dict()["optimizer"]["state"].values()
+        found.append((log_probs, torch.cat([state["momentum_buffer"].flatten() for state in buffers])))
+    assert rows.attention_mask.sum() > 1.5 * batch.attention_mask.sum()
+    assert relative_error(found[1][0], found[0][0]) < 1e-6
+    assert relative_error(found[1][1], found[0][1]) < (2e-5 if kind == "granite" else 3e-6)
+
+
+def test_a_token_before_which_a_segment_begins_has_no_log_prob(folder: Folder) -> None:
+    batch: Any = ragged(rows=2)
+    place = int(batch.response_mask[0].nonzero()[2])
+    broken = batch.position_ids.clone()
+    broken[0, 7 + place :] -= int(broken[0, 7 + place])
+    with pytest.raises(DataError, match=f"Row 0 counts response token {place}") as error:
+        trainer(folder("llama")).log_probs(batch._replace(position_ids=broken))
+    assert error.value.code == "model.invalid-rows"
