@@ -56,6 +56,7 @@ class Pull:
 
     wants_entropy = False
     of_distribution = None
+    of_tokens = True
 
     def __call__(self, output: Tensor, entropy: Any, batch: Ragged, weights: Tensor, metrics: Any) -> Tensor:
         return (weights * batch.pull * output).sum()

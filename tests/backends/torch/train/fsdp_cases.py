@@ -407,6 +407,7 @@ class Failing:
 
     wants_entropy = False
     of_distribution = None
+    of_tokens = True
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
