@@ -52,6 +52,7 @@ class Gain:
 
     wants_entropy = False
     of_distribution = None
+    of_tokens = True
 
     def __call__(self, output: Tensor, entropy: Any, batch: Batch, weights: Tensor, metrics: Metrics) -> Tensor:
         return -(weights * batch.advantages * output).sum()

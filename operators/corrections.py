@@ -53,7 +53,7 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     With ``d = old_log_probs - rollout_log_probs`` on the mask, the logarithm of the ratio is
 
     - ``token``: d of each token;
-    - ``sequence``: the sum of d over the row, the ratio of complete responses;
+    - ``sequence``: the sum of d over the row, the ratio of complete responses; of an episode, of all its segments;
     - ``geometric``: the mean of d over the row, as in GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
     - ``minimum``: the smallest d of the row, of the token that the trainer finds least plausible;
     - ``maximum``: the largest ``|d|`` of the row, of the token with the largest difference in either direction;

@@ -78,6 +78,9 @@ class Objective(Protocol[Batch_contra]):
         """The per-token loss that a policy passes in place of log-probs; None for log-probs."""
         ...
 
+    @property
+    def of_tokens(self) -> bool: ...  # a sum over tokens of which each needs no other, so parts of a row suffice
+
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics
     ) -> Tensor:

@@ -157,6 +157,11 @@ class TokenObjective:
             self._refuse_no_gradient(loss)
         return loss
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the loss of each token needs no other."""
+        return self.loss.unit == "token"
+
     def weights(self, response_mask: Tensor) -> Tensor:
         """`token_weights` of a mini-batch: float32 ``[rows response]``."""
         return token_weights(response_mask, self.aggregation, self.norm)
@@ -192,7 +197,7 @@ class TokenObjective:
             if self.rows is not None:
                 self.rows.add_entropies(getattr(batch, ROW), of_tokens, on)
         if self.rows is not None:
-            self.rows.add(getattr(batch, ROW), metrics.of_tokens)
+            self.rows.add(getattr(batch, ROW), metrics.of_tokens, on)
         if self.entropy > 0:
             bonus = select(_needed(entropy, "entropy", "an entropy bonus"), on)
             loss = loss - self.entropy * (weights * bonus).sum()
@@ -267,7 +272,8 @@ class FirstPass(TokenObjective):
 
     def __call__(self, output: Tensor, entropy: Tensor | None, batch: Any, weights: Tensor, metrics: Metrics) -> Tensor:
         current = output.detach()
-        self.old_log_probs[getattr(batch, ROW).to(self.old_log_probs.device)] = current.to(self.old_log_probs.device)
+        rows, on = (x.to(self.old_log_probs.device) for x in (getattr(batch, ROW), weights != 0))
+        self.old_log_probs[rows] = torch.where(on, current.to(on.device), self.old_log_probs[rows])
         columns = record({**batch._asdict(), "old_log_probs": current})
         return super().__call__(output, entropy, columns, weights, metrics)
 

@@ -123,7 +123,8 @@ class GSPO(Loss):
     The ratio of a row is ``s = exp(mean_t log r_t)``, the geometric mean over its tokens, and its loss
     ``max(-A * s, -A * clip(s, 1 - clip_low, 1 + clip_high))``. It is computed with the token ratio
     ``sg(s) * exp(log_prob - sg(log_prob))`` (GSPO-token, eq. 14), which has the same gradient if all tokens of a row
-    have the same A. The paper aggregates by ``seq-mean-token-mean``.
+    have the same A. The paper aggregates by ``seq-mean-token-mean``. The unit of an episode is the episode: the mean is
+    over the sampled tokens of all its segments.
 
     Args:
         clip_low, clip_high: the bounds of the ratio are ``1 - clip_low`` and ``1 + clip_high``.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -160,6 +161,51 @@ def micro_batches(attention_mask: Tensor, budget: Budget) -> list[Tensor]:
     return runs
 
 
+class Run(NamedTuple):
+    """The rows of a micro-batch; of a single row maybe only some segments, those in these columns."""
+
+    rows: Tensor
+    columns: tuple[int, int] | None = None
+
+    def take(self, batch: Rows, device: torch.device) -> Rows:
+        """These rows of every column of a record, moved to `device`, with only the run's columns attended."""
+        part: Any = take(batch, self.rows, device)
+        if self.columns is None:
+            return cast(Rows, part)
+        width = part.attention_mask.shape[1]
+        masks = {name: self._inside(getattr(part, name), width) for name in ("attention_mask", "response_mask")}
+        return cast(Rows, part._replace(**masks))
+
+    def of(self, weights: Tensor, sequence: int) -> Tensor:
+        """Its part of a column of tokens, the last ``response`` of `sequence`; 0 in other segments."""
+        own = weights[self.rows]
+        return own if self.columns is None else self._inside(own, sequence)
+
+    def _inside(self, column: Tensor, sequence: int) -> Tensor:
+        """A column of its rows, whose last column is the last of `sequence`; 0 in other segments."""
+        assert self.columns is not None
+        place = torch.arange(sequence - column.shape[1], sequence, device=column.device)
+        return column.masked_fill((place < self.columns[0]) | (place >= self.columns[1]), 0)
+
+
+def by_segments(batch: Rows, runs: Sequence[Tensor], budget: Budget) -> list[Run]:
+    """The same micro-batches; a row that exceeds the budget by itself in several, of as many whole segments as fit."""
+    found: list[Run] = []
+    for run in runs:
+        row: Any = take(batch, run) if len(run) == 1 else None
+        starts = [] if row is None else begins(row.attention_mask, row.position_ids)[0].nonzero().flatten().tolist()
+        if not starts:
+            found.append(Run(run))
+            continue
+        first, last = (int(x) for x in ends(row.attention_mask))
+        cuts = [first]
+        for start, end in itertools.pairwise([*starts, last]):
+            if end - cuts[-1] > budget.positions:
+                cuts.append(start)
+        found += [Run(run, columns) for columns in itertools.pairwise([*cuts, last])]
+    return found
+
+
 def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Tensor]) -> Tensor:
     """`score` of each micro-batch of this rank's rows, combined: float32 ``[batch response]``.
 
@@ -175,20 +221,21 @@ def fill_rows(
     out: Sequence[Tensor], mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Sequence[Tensor]]
 ) -> None:
     """`score_rows` for a score of several tensors, into `out`: ``[batch response ...]`` each."""
-    for rows, micro in micro_rows(mesh, inputs, budget):
+    for run, micro in micro_rows(mesh, inputs, budget):
         for column, found in zip(out, score(micro), strict=True):
-            if rows is not None:
-                column[rows.to(column.device)] = found.to(column.device)
+            if run is not None and run.columns is None:
+                column[run.rows.to(column.device)] = found.to(column.device)
+            elif run is not None:  # 0 in other segments
+                column[run.rows.to(column.device)] += found.to(column.device)
 
 
-def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Tensor | None, Rows]]:
-    """The micro-batches of this rank with their row numbers; then idle ones (None), until all ranks have run as
-    many."""
+def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Run | None, Rows]]:
+    """The micro-batches of this rank; then idle ones (None), until all ranks have run as many."""
     columns: Any = inputs
-    runs = micro_batches(columns.attention_mask, budget)
+    runs = by_segments(inputs, micro_batches(columns.attention_mask, budget), budget)
     idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
-    for rows in runs:
-        yield rows, take(inputs, rows, mesh.device)
+    for run in runs:
+        yield run, run.take(inputs, mesh.device)
     idle: Any = SequenceInputs.idle(mesh.device)
     for _ in range(idle_runs):
         yield None, idle

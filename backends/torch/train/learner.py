@@ -16,7 +16,7 @@ from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.model import Dtype
-from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.score.rows import Budget, Rows, Run, SequenceInputs, by_segments, micro_batches, take
 from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.data.metrics import Metrics
@@ -207,23 +207,25 @@ class Learner:
             # Zeros, not None: if all micro-batches of a parameter are skipped, its momentum and decay still apply.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            part, runs = take(batch, rows), self._runs(attended[rows], weights)
+            part = take(batch, rows)
+            runs = self._runs(part, attended[rows], weights, whole is None and objective.of_tokens)
             most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
             turns = [*runs, *[None] * (most - len(runs))]
             # Whether one forward pass covers all rows; a micro-batch without weight is not run.
-            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0]) == len(rows)
+            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0].rows) == len(rows)
             if self._balancing is not None:
-                self._balancing.begin(part, turns, in_one)
+                self._balancing.begin(part, [None if run is None else run.rows for run in turns], in_one)
             if whole is not None and most and not in_one:
-                self._two_passes(part, turns, whole, objective, forward, metrics)
+                every = [None if run is None else run.rows for run in turns]
+                self._two_passes(part, every, whole, objective, forward, metrics)
                 turns = []
             for run in turns:
-                output, entropy = forward(idle if run is None else take(part, run, mesh.device))
+                output, entropy = forward(idle if run is None else run.take(part, mesh.device))
                 if run is None:
                     output.sum().backward()
                     continue
-                seen = take(part if whole is None else whole.batch, run, mesh.device)
-                loss = objective(output, entropy, seen, weights[run].to(mesh.device), metrics)
+                seen = take(part if whole is None else whole.batch, run.rows, mesh.device)
+                loss = objective(output, entropy, seen, run.of(weights, attended.shape[1]).to(mesh.device), metrics)
                 (loss if self._balancing is None else loss + self._balancing.loss()).backward()
             if self._balancing is not None:
                 self._balancing.report(metrics, f"{self._prefix}/aux_loss")
@@ -270,10 +272,14 @@ class Learner:
                 pairs.append((self._balancing.loss(), torch.ones((), device=mesh.device)))
             torch.autograd.backward([x for x, _ in pairs], [slope for _, slope in pairs])
 
-    def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
-        """The micro-batches of these rows with some weight; all of them if experts are balanced."""
-        runs = micro_batches(attention_mask, self._budget)
-        return [run for run in runs if self._balancing is not None or weights[run].any()]
+    def _runs(self, part: Rows, attention_mask: Tensor, weights: Tensor, of_tokens: bool) -> list[Run]:
+        """The micro-batches of these rows with some weight, by segments if the objective is `of_tokens`; all of them,
+        of whole rows, if experts are balanced."""
+        rows = micro_batches(attention_mask, self._budget)
+        if self._balancing is not None:
+            return [Run(run) for run in rows]
+        runs = by_segments(part, rows, self._budget) if of_tokens else [Run(run) for run in rows]
+        return [run for run in runs if run.of(weights, attention_mask.shape[1]).any()]
 
     def _step(self, where: str) -> tuple[float, float]:
         """Clip and step; returns the gradient norm before clipping and the learning rate."""

@@ -89,6 +89,7 @@ def test_the_mean_of_rows_by_tokens_is_the_metric(tiny: str) -> None:
 
 def test_rows_without_tokens_and_metrics_that_are_not_reported_are_left_out() -> None:
     means = RowMeans()
-    means.add(torch.tensor([4, 1]), {"a": (torch.tensor([3.0, 0.0]), torch.tensor([2, 0]))})
-    means.add(torch.tensor([4]), {"a": (torch.tensor([9.0]), torch.tensor([2]))})
+    on = torch.tensor([[False, True, True], [False, False, False]])
+    means.add(torch.tensor([4, 1]), {"a": (torch.tensor([3.0, 0.0]), torch.tensor([2, 0]))}, on)
+    means.add(torch.tensor([4]), {"a": (torch.tensor([9.0]), torch.tensor([2]))}, on[:1])
     assert means.of("a") == {4: 1.5} and means.of("b") == {}

@@ -19,6 +19,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.operators import GSPO, PPOClip, UpdateActor
 from flowrl.operators.losses.objective import Aggregation, TokenObjective
 from flowrl.operators.updates.mini_batches import mini_batch_rows, rank_parts, record
+from flowrl.operators.updates.update import ScoringUpdate
 from tests.support.jobs import prompt_batch, rollout_batch
 from tests.support.rows.cut_rows import cut
 
@@ -64,7 +65,7 @@ def gradient(actor: Any) -> Tensor:
 def test_every_aggregation_counts_episodes(tiny: str, aggregation: Aggregation, loss: Any) -> None:
     """Over micro-batches, mini-batches and the parts of two ranks; GSPO's ratio is that of the episode."""
     norm = 7.0 if aggregation == "seq-mean-token-sum-norm" else None
-    found, reported = [], []
+    found, reported, of_rows = [], [], []
     for rows, max_tokens in zip(whole_and_cut(), (10**6, 30), strict=True):
         actor, metrics = engine(tiny, max_tokens), Metrics()
         columns = {name: getattr(rows, name) for name in ("advantages", "old_log_probs")}
@@ -72,6 +73,9 @@ def test_every_aggregation_counts_episodes(tiny: str, aggregation: Aggregation, 
         update(rows, key=KEY, metrics=metrics, **columns)
         found.append(gradient(actor))
         reported.append(metrics.compute())
+        of_rows.append({name: dict(rows) for name, rows in metrics.rows.items()})
+    assert of_rows[1].keys() == of_rows[0].keys() == {"update_actor/entropy", "update_actor/clipped"}
+    assert all(of_rows[1][name] == pytest.approx(of_rows[0][name], rel=1e-5, abs=1e-6) for name in of_rows[0])
     assert relative(found[1], found[0]) < 1e-6
     assert reported[1] == pytest.approx(reported[0], rel=1e-5, abs=1e-6)
     objective, first = TokenObjective(loss, aggregation, norm, key=KEY), mini_batch_rows(ROWS, None, 1, KEY)
@@ -85,6 +89,20 @@ def test_every_aggregation_counts_episodes(tiny: str, aggregation: Aggregation, 
             parts.append(gradient(actor))
         ranked.append(torch.stack(parts).sum(0))
     assert relative(ranked[1], ranked[0]) < 1e-6
+
+
+def test_a_fused_update_scores_all_segments(tiny: str) -> None:
+    """Rows of more tokens than a micro-batch are computed by segments; they have the log-probs and entropies of all."""
+    scored = []
+    for rows, max_tokens in zip(whole_and_cut(), (10**6, 15), strict=True):
+        actor, metrics = engine(tiny, max_tokens), Metrics()
+        old = ScoringUpdate(PPOClip(), actor=actor)(rows, key=KEY, metrics=metrics, advantages=rows.advantages)[1]
+        numbers, entropies = metrics.columns["scoring_update/entropies"]
+        assert numbers.tolist() == list(range(ROWS)) and not old[~rows.response_mask].any()
+        scored.append((old[rows.response_mask], entropies[rows.response_mask]))
+        if max_tokens == 15:
+            torch.testing.assert_close(engine(tiny, max_tokens).log_probs(rows), old, rtol=0, atol=0)
+    torch.testing.assert_close(scored[1], scored[0], rtol=1e-5, atol=1e-5)
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

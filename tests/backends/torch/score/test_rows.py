@@ -280,6 +280,26 @@ def test_a_cut_row_has_the_log_probs_and_the_gradient_of_the_whole_one(kind: str
     assert relative_error(found[1][1], found[0][1]) < (2e-5 if kind == "granite" else 3e-6)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_row_beyond_the_budget_is_computed_by_segments(kind: str, folder: Folder) -> None:
+    """In forward passes within the budget, unless one segment exceeds it: packed, or padded to the longest."""
+    batch: Any = ragged(rows=12)
+    rows: Any = cut(batch, cuts_of(batch))
+    shapes: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes.append(int(kwargs["input_ids"].numel()))
+
+    engine = trainer(folder(kind), max_tokens=20)
+    engine.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    found = engine.log_probs(rows)
+    assert rows.attention_mask.sum(1).max() > 30 and max(shapes) <= 20 * (1 if kind == "llama" else 2)
+    torch.testing.assert_close(found, trainer(folder(kind)).log_probs(rows), atol=1e-5, rtol=0)
+    forward, shapes[:] = list(shapes), []
+    engine.update(rows, [MiniBatch(torch.arange(12), rows.response_mask.float())], Pull())
+    assert shapes == forward
+
+
 def test_a_token_before_which_a_segment_begins_has_no_log_prob(folder: Folder) -> None:
     batch: Any = ragged(rows=2)
     place = int(batch.response_mask[0].nonzero()[2])

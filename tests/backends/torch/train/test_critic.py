@@ -33,6 +33,7 @@ class Squares:
 
     wants_entropy = True  # ignored: a critic has no distribution over tokens
     of_distribution = None
+    of_tokens = True
 
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Ragged, weights: Tensor, metrics: Metrics

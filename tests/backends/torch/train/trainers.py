@@ -43,6 +43,7 @@ class Pull:
     entropy_coef: float = 0.0
     seen: list[tuple[Tensor, Tensor | None, Ragged, Tensor]] = field(default_factory=list)
     of_distribution = None
+    of_tokens = True
 
     @property
     def wants_entropy(self) -> bool:
