@@ -202,9 +202,9 @@ class UpdateActor(Update, ModelInputs, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if it is k1 without a
-        ratio."""
-        if self.kl is None:
+        """The effects of the loss, ``"kl"`` with a KL term whose coefficient is not 0, and ``"kl without a gradient"``
+        if it is k1 without a ratio."""
+        if self.kl is None or self.kl.coef == 0:
             return self.loss.effects
         without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" and not self.kl.ratio else set()
         return self.loss.effects | {Effect.KL} | without_gradient

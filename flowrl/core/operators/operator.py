@@ -299,6 +299,11 @@ class Operator(HasEffects):
             getattr(self, field).value = cell.value
         return result
 
+    def _idle_in(self, session: sessions.Session) -> bool:
+        """Whether it does not run in the current step of a session."""
+        writes = any(use.mode == "writes" for use in self.role_uses.values())
+        return not self._when.runs(session.now.step) or (writes and session.skipped)
+
     def _no_engine(self, role: str, field: str) -> Any:
         raise BindError(
             f"{field} is the role {role!r}, and no job is active that binds it. Call the operator inside "
@@ -358,8 +363,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
         session = sessions.current()
-        idle = session is not None and not self._when.runs(session.now.step)
-        if idle or any(v is SKIPPED for v in inputs.values()):
+        if (session is not None and self._idle_in(session)) or any(v is SKIPPED for v in inputs.values()):
             return skipped(self.signature)
         _check_complete(self, inputs)
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})

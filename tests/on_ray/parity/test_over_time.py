@@ -1,4 +1,4 @@
-"""Function operators, scheduled parameters and conditional nodes are bit-equal on Ray and in one process."""
+"""Function operators, schedules, conditional nodes and skipped steps are bit-equal on Ray and in one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from flowrl.distributed.place import Colocate
 from tests.on_ray.parity.test_parity import numbers
 from tests.on_ray.process_leaks import leaves_nothing
 from tests.run.engine.test_over_time import scheduled_job
+from tests.run.engine.test_skips import GATES
+from tests.run.engine.test_skips import job as skipping_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
@@ -41,3 +43,12 @@ def test_a_run_on_ray_is_bit_equal_to_one_process(tiny: str, prompts_file: str, 
     assert numbers(local.validations) == numbers(remote.validations)
     assert [step["step"] for step in remote.metrics if "actor/grad_norm" in step] == [3]
     assert [step["clock/step"] for step in remote.metrics] == [0, 1, 2, 3]
+
+
+def test_steps_that_a_gate_skips_are_those_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    made = skipping_job(tiny, GATES["collect"])
+    training = Training(made, PromptData(prompts_file), steps=5, prompts=1, folder=str(tmp_path / "local"))
+    local = training.run()
+    remote = replace(training, job=replace(made, place=Colocate(1)), folder=str(tmp_path / "ray")).run()
+    assert numbers(local.metrics) == numbers(remote.metrics)
+    assert {step["gate/skipped"] for step in remote.metrics} == {0.0, 1.0}
