@@ -18,6 +18,7 @@ from flowrl import After, PromptBatch
 from flowrl.backends import AdamW, TorchRollout
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.when import SKIPPED
 from flowrl.errors import NodeError
 from flowrl.graphs import grpo
 from flowrl.operators import (
@@ -225,7 +226,9 @@ def test_in_an_eager_step_nothing_is_trained_and_state_returns(tiny: str, prompt
             passed, kept, uid = GATES["filter"](rollout, token_level_scores=scores, uid=prompts.uid)
             old = OldLogProb()(passed)
             advantages = GroupAdvantage()(kept, passed.response_mask, uid)
-            Sync()(UpdateActor()(passed, old_log_probs=old, advantages=advantages))
-            UpdateActor(prior_updates=1).named("other")(rollout, old_log_probs=OldLogProb()(rollout), advantages=scores)
+            first = UpdateActor()(passed, old_log_probs=old, advantages=advantages)
+            other = UpdateActor(prior_updates=1).named("other")
+            Sync()(other(rollout, old_log_probs=OldLogProb()(rollout), advantages=scores))
+            assert (first is SKIPPED) == bool(step)
             assert session.engines["actor"].version == version + (0 if step else 2)
             assert session.skipped == bool(step) and (session.state == before) == bool(step)
