@@ -171,8 +171,12 @@ class RewardModelUpdated(NamedTuple):
     version: int
 
 
+FROZEN = -2
+"""The version of a frozen engine's weights, which nothing trains; -1 is that of demonstrations."""
+
+
 class Receipt(NamedTuple):
-    """Weights arrived at an engine.
+    """Weights arrived at an engine; `version` is `FROZEN` if they are those of its folder for good.
 
     `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` were
     moved (0 for an alias), in `seconds`, by `transport`.
@@ -183,6 +187,11 @@ class Receipt(NamedTuple):
     bytes: int
     seconds: float
     transport: str
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the engine is frozen."""
+        return self.version == FROZEN
 
 
 def rows_per_item(record: type) -> int:

@@ -33,6 +33,7 @@ from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
 from flowrl.operators.rows.kto import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.mismatch import MaskMismatch
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
+from flowrl.operators.rows.retokenize import Retokenize
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.updates.reward_model import UpdateRewardModel
 from flowrl.operators.updates.sync import Sync
@@ -97,6 +98,7 @@ __all__ = [
     "RefLogProb",
     "Reinforce",
     "Repeat",
+    "Retokenize",
     "ReturnToGo",
     "ReverseKL",
     "Reward",

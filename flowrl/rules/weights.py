@@ -63,13 +63,17 @@ def _always(graph: Graph, update: Node, sync: str) -> str:
 def _needs_own_responses(graph: Graph, update: Node, engine: str) -> bool:
     """Whether an update must train on responses of its own policy: its loss reads advantages or their log-probs.
 
-    Other losses learn from any policy's responses: those of a frozen engine, or of another policy's engine.
+    Other losses learn from any policy's responses, and so do all losses from those of a frozen engine, except with a
+    ratio to the log-probs of the policy itself.
     """
     losses = list(losses_of(update))
-    if not losses or _ON_POLICY & set().union(*map(kinds_of_loss, losses)):
-        return True
+    read = set[str]().union(*map(kinds_of_loss, losses))
     others = any(engine in sync.writes for sync in graph.nodes.values())
-    return engine in graph.bindings and not graph.bindings[engine].frozen and not others
+    if engine in graph.bindings and graph.bindings[engine].frozen and not others:
+        return not losses or "log-prob of the old policy" in read
+    if not losses or _ON_POLICY & read:
+        return True
+    return engine in graph.bindings and not others
 
 
 _ON_POLICY = {"advantage", "log-prob of the old policy", "log-prob of the rollout"}
@@ -90,7 +94,8 @@ def _own_engine(graph: Graph, update: Node, role: str, engine: str) -> str:
     if own or theirs or (engine in graph.bindings and graph.bindings[engine].frozen):
         return (
             "Sample its responses with an engine of its own that Sync(...) updates, or use a loss for responses of "
-            "other policies, such as UpdateActor(NLL())"
+            "other policies, such as UpdateActor(NLL()), or with the engine's rollout_log_probs "
+            "UpdateActor(PPOClip(ratio_to='rollout'))"
         )
     roles = (("actor", role), ("rollout", engine))
     sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"

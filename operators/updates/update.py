@@ -39,7 +39,7 @@ from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.protocols.protocols import Critic, Trainer
 from flowrl.record_types import record_columns
-from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
+from flowrl.records import FROZEN, CriticUpdated, Tokens, Updated, VersionedSequences
 from flowrl.spec import parameters
 
 
@@ -280,11 +280,13 @@ class UpdateActor(Update, ModelInputs, Operator):
         self, rollout: VersionedSequences, token_version: Tensor | None, ahead: int, metrics: Metrics
     ) -> None:
         """Refuse rows (or tokens, if `token_version`, int64 ``[batch response]``, is given) that are newer than the
-        actor, or older than `ahead` and `prior_updates` allow; with a lag, report their age."""
+        actor, or older than `ahead` and `prior_updates` allow; and rows of a frozen engine if the loss has a ratio to
+        the actor's log-probs. With a lag, report their age."""
+        self._refuse_frozen(rollout.policy_version)
         of_tokens = None if token_version is None else token_version.where(rollout.response_mask, -1)
         sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
-        sampled = sampled_by >= 0  # -1 for rows from a file
+        sampled = sampled_by >= 0  # neither from a file nor from a frozen engine
         window = self.prior_updates + ahead
         stale = (sampled & ((age < 0) | (age > window))).nonzero()
         if len(stale):
@@ -305,6 +307,22 @@ class UpdateActor(Update, ModelInputs, Operator):
         if ahead:
             metrics.mean("queue/age_mean", age[sampled].sum(), int(sampled.sum()))
             metrics.max("queue/age_max", age[sampled].max() if sampled.any() else 0)
+
+    def _refuse_frozen(self, policy_version: Tensor) -> None:
+        """Refuse rows of a frozen engine if the loss compares the policy with itself at the start of the step."""
+        frozen = (policy_version == FROZEN).nonzero()
+        read = {str(getattr(typed, "kind", "")) for typed in self.loss.signature.fields.values()}
+        if len(frozen) and "log-prob of the old policy" in read:
+            raise StalePolicyError(
+                f"{len(frozen)} of {len(policy_version)} rows, the first of them row {int(frozen[0])}, come from a "
+                f"frozen engine, and {type(self.loss).__name__} has a ratio to old_log_probs, as if the actor had "
+                f"sampled them. Use a loss without one, such as NLL() or Reinforce(), or PPOClip(ratio_to='rollout') "
+                f"with the engine's rollout_log_probs.",
+                code="update.frozen-rows",
+                node=self.name,
+                row=int(frozen[0]),
+                loss=type(self.loss).__name__,
+            )
 
 
 class Scored(NamedTuple):

@@ -23,9 +23,9 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import Port, PortField, Signature
 from flowrl.core.operators.session import Call
 from flowrl.core.operators.symbols import Symbol, prefix, prefixed
-from flowrl.core.operators.when import ALWAYS, SKIPPED
+from flowrl.core.operators.when import ALWAYS, skipped
 from flowrl.data.metrics import Metrics
-from flowrl.data.now import Now
+from flowrl.data.now import Collected, Now
 from flowrl.errors import DataError, NodeError, PortError, type_of
 from flowrl.record_types import FieldType, ValueType, accepts, column_fields
 
@@ -172,6 +172,16 @@ class Gate(_Called, Operator):
         """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not define select(...).")
 
+    def on(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
+        """See `Operator.on`; a step that the gate skips has skipped outputs."""
+        passed = super().on(inputs, injected)
+        sizes = getattr(passed, "collected", None)
+        if not self.skips or not isinstance(sizes, Collected) or self.underfill_action(sizes.sizes) != "skip":
+            return passed
+        if (session := sessions.current()) is not None:
+            session.skip_step()
+        return skipped(self.signature)
+
     def row_mask(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
         """The output of `predicate`, bool ``[batch]``, on the CPU; `given` has its ports and injected values."""
         inputs: dict[PortField, Any] = {}
@@ -216,20 +226,11 @@ class Gate(_Called, Operator):
             made.append((None, [name]))
 
         symbols = {name: column for name, (_, column) in given.items() if isinstance(column, Symbol)}
-        session = sessions.current()
-        idle = not symbols and session is not None and not self._when.runs(session.now.step)
-        if idle or any(column is SKIPPED for _, column in given.values()):
-            return _made(made, dict.fromkeys(given, SKIPPED))
         names = {name: str(symbols[name]._edge) if name in symbols else name for name in given}
         gate = self.passing({names[name]: type.name for name, (type, _) in given.items()})
         inputs = {PortField(ROWS, names[name]): column for name, (_, column) in given.items()}
         inputs |= {place: given[name][1] for place, name in self._reads(given).items()}
-        tracer = next((column._tracer for column in symbols.values()), None)
-        passed = gate.run(inputs) if tracer is None else tracer.record(gate, inputs)
-        if tracer is None and self.skips and self.underfill_action(passed.collected.sizes) == "skip":
-            if session is not None:
-                session.skip_step()
-            return _made(made, dict.fromkeys(given, SKIPPED))
+        passed = gate.on(inputs)
         return _made(made, {name: getattr(passed, names[name]) for name in given})
 
     def _type_of(self, value: Any, column: str) -> ColumnType:

@@ -38,6 +38,8 @@ class Effect(StrEnum):
     """Its loss is not proportional to the advantages, so weights on these are not weights on the loss."""
     SEVERAL_RESPONSES = "several responses"
     """It compares several responses to a prompt."""
+    RETOKENIZES = "retokenizes"
+    """It writes tokens of another tokenizer than that of what it reads."""
     SPANS = "spans"
     """It swaps weights while requests are in flight."""
     SAMPLER_FEEDBACK = "sampler feedback"

@@ -333,8 +333,8 @@ class _View:
             found["mismatch"] = _over(mask, np.abs(rollout.astype(np.float64) - old), "max")
         if versions is not None:
             low = np.where(mask, versions, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max)
-            high = np.where(mask, versions, -1).max(1, initial=-1)
-            found["version_min"], found["version_max"] = np.where(high < 0, -1, low), high
+            high = np.where(mask, versions, np.iinfo(np.int64).min).max(1, initial=np.iinfo(np.int64).min)
+            found["version_min"], found["version_max"] = (np.where(mask.any(1), end, -1) for end in (low, high))
         elif (version := self.get("version")) is not None:
             found["version_min"] = found["version_max"] = version
         return found
