@@ -8,6 +8,7 @@ from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.graphs.lineage import line, own_lineage, trained_on
 from flowrl.core.graphs.plan import in_order, later_writers
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.when import When
 from flowrl.protocols.protocols import Critic, Synced, Trainer
 from flowrl.record_types import accepts
@@ -174,7 +175,7 @@ def _dropped(graph: Graph, update: str, first: str) -> str:
 
 @rule(
     "FR043",
-    "An update may accept only rows as old as the updates before it make them.",
+    "An update may accept only rows as old as the updates before it, or a `Replay`, make them.",
     "radixark/miles#2524",
 )
 def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
@@ -187,6 +188,17 @@ def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
                     f"it in a step, so it would accept rows of older policies. Pass that number: "
                     f"edit(set={{'{name}.prior_updates': {before}}}).",
                 )
+    for node, _ in writers(graph, Trainer):
+        replays = [n for n in line(graph, node.name) if Effect.REPLAYS in n.effects]
+        oldest = max((int(parameters(n.initial_operator).get("max_age", 0)) for n in replays), default=0)
+        accepted = parameters(node.initial_operator).get("replayed", 0)
+        if oldest != accepted:
+            yield (
+                node.name,
+                f"It accepts replayed rows of up to {accepted} version(s) before, and "
+                f"{', '.join(n.name for n in replays) or 'no node'} replays rows of up to {oldest}. Make them equal: "
+                f"edit(set={{'{node.name}.replayed': {oldest}}}).",
+            )
 
 
 @rule(

@@ -156,6 +156,7 @@ class UpdateActor(Update, ModelInputs, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
+        replayed: further versions by which rows may be older: `max_age` of the `Replay` that adds them.
         reads: record of the policy's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
 
@@ -182,6 +183,7 @@ class UpdateActor(Update, ModelInputs, Operator):
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
     prior_updates: int = Field(default=0, ge=0)
+    replayed: int = Field(default=0, ge=0)
     actor: Writes[Trainer] = Role("actor")
 
     def __post_init__(self) -> None:
@@ -287,7 +289,7 @@ class UpdateActor(Update, ModelInputs, Operator):
         sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
         sampled = sampled_by >= 0  # neither from a file nor from a frozen engine
-        window = self.prior_updates + ahead
+        window = self.prior_updates + ahead + self.replayed
         stale = (sampled & ((age < 0) | (age > window))).nonzero()
         if len(stale):
             index, version = stale[0].tolist(), self.actor.version

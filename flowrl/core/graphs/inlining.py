@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.operators.ports import PortField
-from flowrl.core.operators.symbols import Edge, prefix, prefixed
+from flowrl.core.operators.symbols import Edge, prefix
 from flowrl.errors import GraphError
 
 
@@ -44,9 +44,7 @@ def inline(graph: Graph, records: Sequence[Any], named: Mapping[str, Any]) -> An
                     values[Edge(node.name, output)] = getattr(given[node.name], output)
             continue
         inputs = {place: _read(graph, node.name, place, edge, values) for place, edge in node.inputs.items()}
-        outer = prefix()
-        with prefixed(""):
-            result = results[node.name] = node.operator.named(f"{outer}{node.name}").on(inputs)
+        result = results[node.name] = node.operator.named(f"{prefix()}{node.name}").on(inputs)
         single = node.signature.output_record is None
         for output in node.signature.outputs:
             values[Edge(node.name, output)] = result if single else getattr(result, output)

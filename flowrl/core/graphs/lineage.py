@@ -15,12 +15,18 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Synced
+from flowrl.protocols.scorers import Follower
 
 
 def line(graph: Graph, name: str) -> list[Node]:
     """The node and its ancestors, in the graph's order."""
     names = graph.ancestors(name) | {name}
     return [node for node in graph.nodes.values() if node.name in names]
+
+
+def transfers(node: Node) -> bool:
+    """Whether a node sends the weights of one role to another: a sync, or an update of a reference."""
+    return node.is_sync or any(use.mode == "writes" and use.goes_through(Follower) for use in node.uses)
 
 
 def generates(node: Node) -> bool:

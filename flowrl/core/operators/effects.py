@@ -38,6 +38,8 @@ class Effect(StrEnum):
     """Its loss is not proportional to the advantages, so weights on these are not weights on the loss."""
     SEVERAL_RESPONSES = "several responses"
     """It compares several responses to a prompt."""
+    REPLAYS = "replays"
+    """It adds rows of earlier steps, of at most its parameter `max_age` versions before."""
     RETOKENIZES = "retokenizes"
     """It writes tokens of another tokenizer than that of what it reads."""
     SPANS = "spans"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from flowrl.core.graphs.fusing import describe as describe_fusing
 from flowrl.core.graphs.fusing import fused
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lineage import vocabularies
+from flowrl.core.graphs.lineage import transfers, vocabularies
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.graphs.spans import spanned, swaps
 from flowrl.core.operators.session import Session
@@ -228,6 +228,8 @@ class Job(Generic[GraphT]):
                 refuse_unfit(role, self.graph.bindings[role], sync, LiveWeightUpdate)
                 self.graph.bindings[role].refuse_swap(self.graph.lag.caches)
                 self._refuse_together(role, sync)
+        for node in (node for node in self.graph.nodes.values() if transfers(node) and not node.is_sync):
+            self.graph.bindings[node.writes[0]].refuse_follow()
         if not (lag := self.graph.lag.versions):
             return
         ahead = f"{self.graph.name} lets generation run {lag} version(s) ahead"
