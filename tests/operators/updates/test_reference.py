@@ -1,4 +1,4 @@
-"""References that follow the policy (`reference.py`): reset every k steps, as a moving average, and over a resume."""
+"""References that follow the policy (`reference.py`, and `Follower` of `scorers.py`): reset, averaged, and resumed."""
 
 from __future__ import annotations
 
