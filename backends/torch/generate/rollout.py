@@ -20,7 +20,7 @@ from flowrl.backends.rollout import RequestEngine
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.decoder import Decoder, Memory
-from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm
+from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, mix_weights
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.probes import (
     Attention,
