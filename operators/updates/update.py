@@ -156,7 +156,7 @@ class UpdateActor(Update, ModelInputs, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
-        replayed: further versions by which rows may be older: `max_age` of the `Replay` that adds them.
+        replayed: further versions by which rows may be older: ``max_age`` of the `Replay` that adds them.
         reads: record of the policy's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
 

@@ -71,7 +71,7 @@ def test_an_eager_step_has_the_bits_of_a_step_of_the_graph(name: str, tiny: str,
     data = data_of(name, tmp_path)
     sources = data if isinstance(data, dict) else {next(iter(job.graph.inputs)): data}
     tokenizer = ChatTokenizer(tiny)
-    batches = {i: source.load(tokenizer, 0, record=job.graph.inputs[i]).next(4) for i, source in sources.items()}
+    batches = {name: source.load(tokenizer, 0).next(4) for name, source in sources.items()}
     with job.open() as steps:
         steps.sync()
         steps.step(batches, 0)
@@ -84,7 +84,7 @@ def test_an_eager_step_has_the_bits_of_a_step_of_the_graph(name: str, tiny: str,
 
 
 def states(engines: Any) -> dict[str, Any]:
-    return flat({role: one.state_dict() for role, one in engines.items() if hasattr(one, "save_checkpoint")})
+    return flat({role: one.state_dict() for role, one in engines.items() if hasattr(one, "state_dict")})
 
 
 def test_two_of_a_kind_need_a_prefix_and_every_input() -> None:

@@ -288,7 +288,7 @@ def pick(column: Any, rows: Tensor) -> Any:
 def refuse_empty(gate: Gate, offered: int, unit: str) -> None:
     """Refuse to continue without rows."""
     raise DataError(
-        f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, or draw "
+        f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, draw "
         f"more prompts per step, or skip such steps: on_underfill='skip'.",
         code="gate.dropped-all",
         node=gate.name,

@@ -1,4 +1,4 @@
-"""References that follow the policy (`reference.py`, and `Follower` of `scorers.py`): reset, averaged, and resumed."""
+"""References that follow the policy (`reference.py`, `flowrl/protocols/scorers.py`): reset, averaged, and resumed."""
 
 from __future__ import annotations
 
