@@ -81,7 +81,7 @@ class Replay(Operator):
     capacity: int = Field(default=1024, ge=1)
     alpha: float = Field(default=0.6, ge=0)
 
-    stored = State(lambda self: [])
+    stored = State(lambda self: list[dict[str, Any]]())
 
     @property
     def effects(self) -> frozenset[str]:

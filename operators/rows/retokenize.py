@@ -79,12 +79,16 @@ class Retokenize(Operator):
         ended = [row if off else [*row, tokenizer.turn_end] for row, off in zip(ids, cut, strict=True)]
         responses, mask = pad_right(ended, tokenizer.pad_id)
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, mask)
-        tensors = prompts, responses, input_ids, attention_mask, position_ids, mask
         return Retokenized(
-            *(tensor.to(device) for tensor in tensors),
-            response_text=objects(response_text),
-            temperature=torch.ones(len(mask), device=device),
-            policy_version=policy_version,
+            prompts.to(device),
+            responses.to(device),
+            input_ids.to(device),
+            attention_mask.to(device),
+            position_ids.to(device),
+            mask.to(device),
+            objects(response_text),
+            torch.ones(len(mask), device=device),
+            policy_version,
         )
 
 
