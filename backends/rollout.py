@@ -17,7 +17,7 @@ from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, SwapError, SyncError
 from flowrl.protocols.protocols import Caches, Request, Response, Sampled, Sampling, Trainer
-from flowrl.records import Receipt
+from flowrl.records import FROZEN, Receipt
 
 
 class RolloutEngine(ABC):
@@ -36,8 +36,8 @@ class RolloutEngine(ABC):
         return self._receipt
 
     def freeze(self, digest: str) -> Self:
-        """Generate with the current weights, as version 0; `digest` is theirs."""
-        self._receipt = Receipt(0, digest, bytes=0, seconds=0.0, transport="folder")
+        """Generate with the current weights for good; `digest` is theirs."""
+        self._receipt = Receipt(FROZEN, digest, bytes=0, seconds=0.0, transport="folder")
         return self
 
     @property

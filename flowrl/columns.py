@@ -304,9 +304,9 @@ KLBaseline = Annotated[Float32[Tensor, "batch"], Column("kl_baseline", "KL basel
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; all later log-probs of the row use it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
-"""Which version of the policy sampled a row: the oldest of its tokens'; -1 if none did."""
+"""Which version of the policy sampled a row: the oldest of its tokens'; -1 if none did, -2 if a frozen engine did."""
 TokenVersion = Annotated[Int64[Tensor, "batch response"], Column("token_version", "version of a token", pad=-1)]
-"""Which version of the policy sampled a token; -1 if none did."""
+"""Which version of the policy sampled a token; -1 if none did, -2 if a frozen engine did."""
 
 Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of turns")]
 """The number of responses of the policy in an episode."""

@@ -6,9 +6,15 @@ just the columns it reads as properties; every record that has these columns fit
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
 
 from flowrl import columns as c
+from flowrl.errors import DataError
+from flowrl.padding import assemble, pad_left, pad_right
 
 
 class PromptBatch(NamedTuple):
@@ -39,6 +45,54 @@ class RolloutBatch(NamedTuple):
     temperature: c.Temperature
     policy_version: c.PolicyVersion
     token_version: c.TokenVersion
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        *,
+        log_probs: Sequence[Sequence[float]] | None = None,
+        sampled: Sequence[Sequence[bool]] | None = None,
+        texts: Sequence[str] | None = None,
+        temperature: float = 1.0,
+        policy_version: int = -1,
+        pad: int = 0,
+    ) -> RolloutBatch:
+        """Rows of unequal lengths, padded: ``RolloutBatch.of([[5, 6], [5]], [[7], [8, 9]])``.
+
+        Args:
+            prompts: token ids of each row, at least one.
+            responses: token ids of each row, those that others wrote in between included.
+            log_probs: of each response token, under the policy that sampled it; None is unknown, which is NaN.
+            sampled: whether each response token was sampled; None is all.
+            texts: of the responses; None is unknown, which is None in each row.
+            policy_version: of the policy that sampled the rows; -1 is none.
+            pad: the token id of padding, which no model reads.
+
+        Raises:
+            DataError: other numbers of rows, or of tokens in a row; a prompt without tokens.
+        """
+        _refuse_unequal(prompts, responses, log_probs=log_probs, sampled=sampled, texts=texts)
+        ids, prompt_mask = pad_left(prompts, pad)
+        tokens, present = pad_right(responses, pad)
+        on = present.clone()
+        if sampled is not None:
+            on[present] = torch.tensor([one for row in sampled for one in row], dtype=torch.bool)
+        found = torch.zeros(present.shape)
+        known = [[torch.nan] * len(row) for row in responses] if log_probs is None else log_probs
+        found[present] = torch.tensor([one for row in known for one in row], dtype=torch.float32)
+        return cls(
+            ids,
+            tokens,
+            *assemble(ids, prompt_mask, tokens, present),
+            response_mask=on,
+            rollout_log_probs=found.where(on, 0.0),
+            response_text=_objects(texts or [None] * len(responses)),
+            temperature=torch.full((len(responses),), float(temperature)),
+            policy_version=torch.full((len(responses),), policy_version),
+            token_version=torch.where(on, policy_version, -1),
+        )
 
 
 class DemoBatch(NamedTuple):
@@ -171,8 +225,12 @@ class RewardModelUpdated(NamedTuple):
     version: int
 
 
+FROZEN = -2
+"""The version of a frozen engine's weights, which nothing trains; -1 is that of demonstrations."""
+
+
 class Receipt(NamedTuple):
-    """Weights arrived at an engine.
+    """Weights arrived at an engine; `version` is `FROZEN` if they are those of its folder for good.
 
     `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` were
     moved (0 for an alias), in `seconds`, by `transport`.
@@ -183,6 +241,48 @@ class Receipt(NamedTuple):
     bytes: int
     seconds: float
     transport: str
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the engine is frozen."""
+        return self.version == FROZEN
+
+
+def _objects(values: Sequence[object]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def _refuse_unequal(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **others: Any) -> None:
+    """Refuse columns of other numbers of rows than the responses, or of tokens in a row."""
+    for name, given in {"prompts": prompts, **others}.items():
+        if given is not None and len(given) != len(responses):
+            raise DataError(
+                f"RolloutBatch.of(...) got {len(responses)} responses and {len(given)} {name}. Pass one for each row.",
+                code="rows.unequal",
+                column=name,
+                expected=len(responses),
+                found=len(given),
+            )
+    for name in (name for name in ("log_probs", "sampled") if others[name] is not None):
+        for row, (ids, given) in enumerate(zip(responses, others[name], strict=True)):
+            if len(given) != len(ids):
+                raise DataError(
+                    f"Row {row} of RolloutBatch.of(...) has {len(ids)} response tokens and {len(given)} {name}. Pass "
+                    f"one for each token.",
+                    code="rows.unequal",
+                    column=name,
+                    row=row,
+                    expected=len(ids),
+                    found=len(given),
+                )
+    if empty := [row for row, ids in enumerate(prompts) if not len(ids)]:
+        raise DataError(
+            f"Prompt {empty[0]} of {len(prompts)} has no tokens. Pass prompts of at least one token.",
+            code="tokenizer.empty-prompt",
+            row=empty[0],
+        )
 
 
 def rows_per_item(record: type) -> int:

@@ -6,12 +6,15 @@ The settings of the base algorithm are a `TypedDict` for editors and type checke
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypedDict
+from typing import Any, Generic, ParamSpec, Self, TypedDict, overload
 
-from flowrl.core.graphs.algorithm import Algorithm
+from flowrl.core.graphs.algorithm import Algorithm, eager_step, nested, refuse_bad_prefix
+from flowrl.core.graphs.inlining import inline
+from flowrl.core.operators.operator import is_column
 from flowrl.errors import GraphError, ParameterError, offer, refuse_staleness
 from flowrl.graph import Graph
 from flowrl.peer_names import translated
@@ -60,9 +63,81 @@ class DistillSettings(TypedDict, total=False):
     mini_batch: int | None
 
 
+class EditedAlgorithm(Generic[P]):
+    """An algorithm that is an edit of another one, and accepts its settings as ``**settings``.
+
+    Called with settings it makes its graph. Called with columns inside another algorithm, it joins that algorithm's
+    graph and returns what its sinks return: ``dapo.under("second")(batch, reward_fn)``; see `Algorithm`.
+    """
+
+    def __init__(self, function: Callable[P, Graph], signature: inspect.Signature, without: tuple[str, ...]) -> None:
+        self._function, self._without, self._prefix = function, without, ""
+        functools.update_wrapper(self, function)
+        self.__signature__ = signature  # for help() and the reference
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Graph: ...
+    @overload
+    def __call__(self, record: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the graph; or with columns, call its nodes on them.
+
+        Raises:
+            GraphError: unknown settings; or records that do not fit the inputs of the graph.
+            ParameterError: a setting that the algorithm does not support.
+        """
+        records = [arg for arg in args if is_column(arg)]
+        named = {name: value for name, value in kwargs.items() if is_column(value)}
+        settings = {name: value for name, value in kwargs.items() if name not in named}
+        graph = self._graph(*args[len(records) :], **settings)
+        if records or named:
+            with nested(self._function.__name__, self._prefix):
+                return inline(graph, records, named)
+        if self._prefix:
+            raise GraphError(
+                f"{graph.name}.under(...) got none of its inputs ({', '.join(graph.inputs)}). Call it with its inputs "
+                f"inside another algorithm, or leave under(...) out.",
+                code="algorithm.bad-call",
+                algorithm=graph.name,
+            )
+        return graph
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it now, on tensors; see `Algorithm.step`."""
+        return eager_step(lambda: self(*args, **kwargs))
+
+    def under(self, prefix: str) -> Self:
+        """The same algorithm with other names of its nodes; see `Algorithm.under`."""
+        refuse_bad_prefix(prefix)
+        prefixed = copy.copy(self)
+        prefixed._prefix = f"{prefix}_"
+        return prefixed
+
+    def _graph(self, *args: Any, **kwargs: Any) -> Graph:
+        name, signature = self._function.__name__, self.__signature__
+        _refuse_unsupported(name, kwargs, *self._without)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            refuse_staleness(name, kwargs, signature.parameters)
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            raise GraphError(
+                f"{name}(...) cannot be called like this: {error}{translated(kwargs, signature.parameters)}; "
+                f"{offer(unknown, signature.parameters, 'it takes')}",
+                code="algorithm.bad-call",
+                algorithm=name,
+                parameter=unknown,
+            ) from None
+        bound.apply_defaults()
+        return self._function(*bound.args, **bound.kwargs)
+
+    def __repr__(self) -> str:
+        return f"<algorithm {self._function.__name__}{self.__signature__}>"
+
+
 def edit_of(
     neighbor: Callable[..., Graph], *, without: tuple[str, ...] = (), **defaults: Any
-) -> Callable[[Callable[P, Graph]], Callable[P, Graph]]:
+) -> Callable[[Callable[P, Graph]], EditedAlgorithm[P]]:
     """Decorator of an algorithm that is an edit of `neighbor` and accepts its settings as ``**settings``.
 
     Inside the function, `settings` contains all of them: the caller's value or the default.
@@ -73,30 +148,9 @@ def edit_of(
         defaults: defaults that differ from those of `neighbor`.
     """
 
-    def decorate(function: Callable[P, Graph]) -> Callable[P, Graph]:
-        name, signature = function.__name__, _with_settings(function, neighbor, without, defaults)
-        _BASES[name] = neighbor.__name__
-
-        @functools.wraps(function)
-        def algorithm(*args: P.args, **kwargs: P.kwargs) -> Graph:
-            _refuse_unsupported(name, kwargs, *without)
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                refuse_staleness(name, kwargs, signature.parameters)
-                unknown = next((name for name in kwargs if name not in signature.parameters), "")
-                raise GraphError(
-                    f"{name}(...) cannot be called like this: {error}{translated(kwargs, signature.parameters)}; "
-                    f"{offer(unknown, signature.parameters, 'it takes')}",
-                    code="algorithm.bad-call",
-                    algorithm=name,
-                    parameter=unknown,
-                ) from None
-            bound.apply_defaults()
-            return function(*bound.args, **bound.kwargs)
-
-        algorithm.__signature__ = signature  # type: ignore[attr-defined]  # for help() and the reference
-        return algorithm
+    def decorate(function: Callable[P, Graph]) -> EditedAlgorithm[P]:
+        _BASES[function.__name__] = neighbor.__name__
+        return EditedAlgorithm(function, _with_settings(function, neighbor, without, defaults), without)
 
     return decorate
 

@@ -33,7 +33,10 @@ from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
 from flowrl.operators.rows.kto import KTOBaseline, MismatchResponses
 from flowrl.operators.rows.mismatch import MaskMismatch
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
+from flowrl.operators.rows.replay import Replay
+from flowrl.operators.rows.retokenize import Retokenize
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
+from flowrl.operators.updates.reference import SyncReference
 from flowrl.operators.updates.reward_model import UpdateRewardModel
 from flowrl.operators.updates.sync import Sync
 from flowrl.operators.updates.update import UpdateActor, UpdateCritic
@@ -97,6 +100,8 @@ __all__ = [
     "RefLogProb",
     "Reinforce",
     "Repeat",
+    "Replay",
+    "Retokenize",
     "ReturnToGo",
     "ReverseKL",
     "Reward",
@@ -106,6 +111,7 @@ __all__ = [
     "Spread",
     "SubtractBaseline",
     "Sync",
+    "SyncReference",
     "TeacherHiddenStates",
     "TeacherTopK",
     "TextModelReward",

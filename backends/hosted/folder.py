@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from flowrl.backends.torch.load import load_causal_lm
-from flowrl.records import Sequences
+from flowrl.records import FROZEN, Sequences
 from flowrl.sync.digest import named_weights
 
 
 class FolderWeights:
-    """The weights of a folder as transformers reads them, in float32 on the CPU; to an engine, a trainer at version 0.
+    """The weights of a folder as transformers reads them, in float32 on the CPU; to an engine, a trainer at the
+    version `FROZEN`.
 
     So a frozen engine is checked against transformers as every sync against the trainer.
     """
 
-    version: ClassVar[int] = 0
+    version: ClassVar[int] = FROZEN
 
     def __init__(self, folder: str) -> None:
         self._model = load_causal_lm(folder, attention="eager").eval()

@@ -157,6 +157,20 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
     return cast("PreTrainedModel", lm)
 
 
+@torch.no_grad()
+def mix_weights(lm: PreTrainedModel, received: dict[str, Tensor], alpha: float = 1.0) -> None:
+    """Set the weights of a model to ``alpha * received + (1 - alpha) * own``; `received` are all, in its dtype."""
+    slots = lm.state_dict()
+    if not received.keys() <= slots.keys():  # some are stored fused (experts): load them as a folder is loaded
+        loaded: Any = type(lm).from_pretrained(None, config=lm.config, state_dict=received, dtype=lm.dtype)
+        received = loaded.state_dict()
+    for name, tensor in received.items():
+        if alpha == 1.0 or not slots[name].is_floating_point():
+            slots[name].copy_(tensor)
+        else:
+            slots[name].lerp_(tensor.to(slots[name].device), alpha)
+
+
 def without_use(unexpected: Collection[str], with_head: bool) -> set[str]:
     """Weights of a folder that the causal LM lacks, except those that are left out on purpose: a critic often starts
     from a reward model, and leaves out its head (``score``) as it does that of an LM."""

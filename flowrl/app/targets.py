@@ -32,7 +32,7 @@ def load_target(
         options: of the command, for messages.
     """
     found = _found(target, imports)
-    if not inspect.isfunction(found):
+    if not inspect.isfunction(inspect.unwrap(found)):  # an algorithm that is an edit of another wraps its function
         for name, text in arguments.items():
             raise unknown(name, text, target, (), options)
         return found

@@ -207,12 +207,27 @@ class Trial:
         return self.trainer.taken
 
     def _runs(self, exact: bool, weight: Sequence[float], taken: Sequence[Sequence[RecordedUpdate]]) -> Runs:
-        rewards = self.truth.rewards.sum(-1)
+        rewards, taken = self.truth.rewards.sum(-1), self._with_skipped(taken)
         spread = torch.stack([_spread(run, rewards) for run in taken])
         whole = torch.stack([torch.stack([one.whole for one in run]).mean(0) for run in taken])
         names = taken[0][0].parts
         parts = {n: torch.stack([torch.stack([one.parts[n] for one in run]).mean(0) for run in taken]) for n in names}
         return Runs(exact, torch.tensor(weight, dtype=torch.float64), whole, parts, spread, taken[0][0].offered)
+
+    def _with_skipped(self, taken: Sequence[Sequence[RecordedUpdate]]) -> Sequence[Sequence[RecordedUpdate]]:
+        """The same runs, with an update of 0 in those that a gate skipped."""
+        usual = next((run[0] for run in taken if run), None)
+        if usual is None:
+            raise AuditError(
+                f"{self.graph.name} skips the update in all {len(taken)} runs on the rows of this task, so there is "
+                f"none to audit. Sample more responses (n=), or drop the gate that skips.",
+                code="audit.node-failed",
+                graph=self.graph.name,
+            )
+        parts = {name: torch.zeros_like(part) for name, part in usual.parts.items()}
+        rows = usual.prompt[:0], usual.response[:0]
+        none = RecordedUpdate(torch.zeros_like(usual.whole), parts, *rows, usual.offered)
+        return [run or [none] for run in taken]
 
 
 def _in_turns(start: int, stride: int) -> Callable[[int], int]:

@@ -57,7 +57,7 @@ CURVES = {
 def graphs() -> tuple[Graph, Graph]:
     """GRPO and PPO for the demo's task, with two optimizer steps per step."""
     settings = {"max_new_tokens": 28, "mini_batch": ROWS // 2, "kl_coef": 0.001}
-    return grpo(score_and_thinking, n=GROUP, **settings), ppo(score_and_thinking, **settings)  # type: ignore[arg-type]
+    return grpo(score_and_thinking, n=GROUP, **settings), ppo(score_and_thinking, **settings)  # type: ignore[call-overload]
 
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int, *, every: int = 5) -> Training:

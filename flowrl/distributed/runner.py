@@ -23,6 +23,7 @@ from ray.exceptions import ObjectLostError
 from flowrl.columns import ColumnType
 from flowrl.core.graphs import spans
 from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.lineage import transfers
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.balance import Shard
 from flowrl.data.metrics import of_ranks
@@ -227,7 +228,7 @@ class RayRunner:
 
     def _delivery(self, task: Task) -> Delivery | None:
         """The weight transfer of an instance, if it is a sync."""
-        if not task.node.is_sync:
+        if not transfers(task.node):
             return None
         return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task))
 

@@ -131,6 +131,9 @@ class Backend(Spec):
     def refuse_swap(self, caches: Caches) -> None:
         """Refuse, with a `BindError`, a live weight update that the engine, a `LiveWeightUpdate`, does not support."""
 
+    def refuse_follow(self) -> None:
+        """Refuse, with a `BindError`, settings with which the engine, a `Follower`, cannot follow a trainer."""
+
     def build(self, context: BuildContext) -> Any:
         """Build the engine, which implements every Protocol in `serves`."""
         raise NotImplementedError

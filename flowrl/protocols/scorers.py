@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.protocols.protocols import Batch, MiniBatch, Objective, Scorer
-from flowrl.records import Sequences, Tokens
+from flowrl.protocols.protocols import Batch, MiniBatch, Objective, Scorer, Trainer
+from flowrl.records import Receipt, Sequences, Tokens
 
 
 class Top(NamedTuple):
@@ -32,6 +32,27 @@ class LogitScorer(Scorer, Protocol):
 
     def top_log_probs(self, batch: Sequences, k: int) -> Top:
         """The `k` most likely tokens at the position of each response token, at each row's temperature."""
+        ...
+
+
+@runtime_checkable
+class Follower(Scorer, Protocol):
+    """A scorer whose weights may follow those of a trainer, such as a reference that is reset; and `Checkpointed`."""
+
+    def follow(self, source: Trainer, alpha: float) -> Receipt:
+        """Set the weights to ``alpha * source + (1 - alpha) * own``; the receipt has version and digest of `source`.
+
+        Raises:
+            SyncError: the weights received are of another architecture, or differ from those sent.
+        """
+        ...
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the weights into a new folder."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore the weights that `save_checkpoint` wrote."""
         ...
 
 

@@ -124,7 +124,11 @@ def _enough_rounds(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
         collect = node.initial_operator
         groups = collect.target_groups if isinstance(collect, Gate) else None
-        if not isinstance(collect, Gate) or groups is None or parameters(collect).get("on_underfill") != "error":
+        if (
+            not isinstance(collect, Gate)
+            or groups is None
+            or parameters(collect).get("on_underfill") not in ("error", "skip")
+        ):
             continue
         if groups > (most := prompts * collect.rounds_at_most):
             rounds = -(-groups // prompts)

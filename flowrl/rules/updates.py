@@ -18,6 +18,7 @@ from flowrl.rules.rule import (
     whole_distribution,
     writers,
 )
+from flowrl.spec import parameters
 
 
 @rule("FR001", "KL must count once: in the reward or in the loss, not in both.", "verl-project/verl#211")
@@ -37,14 +38,21 @@ def _kl_once(graph: Graph, prompts: int | None) -> Findings:
 
 @rule(
     "FR006",
-    "Generation ahead of training needs an importance correction, because its rows are off-policy.",
+    "Rows sampled ahead of training, or replayed, need an importance correction, because they are off-policy.",
     "radixark/miles#1829",
 )
 def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
-    if not graph.lag.versions:
-        return
     for node, _ in writers(graph, Trainer):
         if not any(Effect.IMPORTANCE_CORRECTION in effects(graph, n) for n in own_lineage(graph, node.name)):
+            if replayed := parameters(node.initial_operator).get("replayed"):
+                yield (
+                    node.name,
+                    f"It accepts rows of up to {replayed} version(s) before, and no operator with the effect "
+                    f"'importance correction' corrects for that. Use the log-probs of the policies that sampled them: "
+                    f"UpdateActor(PPOClip(ratio_to='rollout'), replayed={replayed}).",
+                )
+            if not graph.lag.versions:
+                continue
             ahead = {generate for _, generate in graph.back_edges} & {n.name for n in trained_on(graph, node.name)}
             for generate in sorted(ahead):
                 yield (

@@ -8,6 +8,7 @@ from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.graphs.lineage import line, own_lineage, trained_on
 from flowrl.core.graphs.plan import in_order, later_writers
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.when import When
 from flowrl.protocols.protocols import Critic, Synced, Trainer
 from flowrl.record_types import accepts
@@ -63,13 +64,17 @@ def _always(graph: Graph, update: Node, sync: str) -> str:
 def _needs_own_responses(graph: Graph, update: Node, engine: str) -> bool:
     """Whether an update must train on responses of its own policy: its loss reads advantages or their log-probs.
 
-    Other losses learn from any policy's responses: those of a frozen engine, or of another policy's engine.
+    Other losses learn from any policy's responses, and so do all losses from those of a frozen engine, except with a
+    ratio to the log-probs of the policy itself.
     """
     losses = list(losses_of(update))
-    if not losses or _ON_POLICY & set().union(*map(kinds_of_loss, losses)):
-        return True
+    read = set[str]().union(*map(kinds_of_loss, losses))
     others = any(engine in sync.writes for sync in graph.nodes.values())
-    return engine in graph.bindings and not graph.bindings[engine].frozen and not others
+    if engine in graph.bindings and graph.bindings[engine].frozen and not others:
+        return not losses or "log-prob of the old policy" in read
+    if not losses or _ON_POLICY & read:
+        return True
+    return engine in graph.bindings and not others
 
 
 _ON_POLICY = {"advantage", "log-prob of the old policy", "log-prob of the rollout"}
@@ -90,7 +95,8 @@ def _own_engine(graph: Graph, update: Node, role: str, engine: str) -> str:
     if own or theirs or (engine in graph.bindings and graph.bindings[engine].frozen):
         return (
             "Sample its responses with an engine of its own that Sync(...) updates, or use a loss for responses of "
-            "other policies, such as UpdateActor(NLL())"
+            "other policies, such as UpdateActor(NLL()), or with the engine's rollout_log_probs "
+            "UpdateActor(PPOClip(ratio_to='rollout'))"
         )
     roles = (("actor", role), ("rollout", engine))
     sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
@@ -169,7 +175,7 @@ def _dropped(graph: Graph, update: str, first: str) -> str:
 
 @rule(
     "FR043",
-    "An update may accept only rows as old as the updates before it make them.",
+    "An update may accept only rows as old as the updates before it, or a `Replay`, make them.",
     "radixark/miles#2524",
 )
 def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
@@ -182,6 +188,17 @@ def _no_older_rows(graph: Graph, prompts: int | None) -> Findings:
                     f"it in a step, so it would accept rows of older policies. Pass that number: "
                     f"edit(set={{'{name}.prior_updates': {before}}}).",
                 )
+    for node, _ in writers(graph, Trainer):
+        replays = [n for n in line(graph, node.name) if Effect.REPLAYS in n.effects]
+        oldest = max((int(parameters(n.initial_operator).get("max_age", 0)) for n in replays), default=0)
+        accepted = parameters(node.initial_operator).get("replayed", 0)
+        if oldest != accepted:
+            yield (
+                node.name,
+                f"It accepts replayed rows of up to {accepted} version(s) before, and "
+                f"{', '.join(n.name for n in replays) or 'no node'} replays rows of up to {oldest}. Make them equal: "
+                f"edit(set={{'{node.name}.replayed': {oldest}}}).",
+            )
 
 
 @rule(

@@ -95,7 +95,7 @@ class KLLoss(Spec):
 
     Args:
         estimator: see `flowrl.operators.advantages.per_token`.
-        coef: coefficient of the KL term, beta.
+        coef: coefficient of the KL term, beta; at 0, which a schedule may reach, the term has no gradient.
         ratio: multiply the estimate of each token by its ratio ``exp(log_prob - old_log_prob)``, which has a gradient
             (DeepSeek-V3.2: DeepSeek-AI 2025, arXiv:2512.02556; TRL's ``use_bias_correction_kl``). It also corrects for
             rows of the old policy. The old log-probs are those of the loss; without any, the ratio is 1.
@@ -104,7 +104,7 @@ class KLLoss(Spec):
     """
 
     estimator: Estimator = "k3"
-    coef: float = Field(default=0.001, gt=0)
+    coef: float = Field(default=0.001, ge=0)
     ratio: bool = False
     bound: float | None = Field(default=None, gt=0)
 
@@ -207,7 +207,7 @@ class TokenObjective:
             old = new.detach() if old is None else select(old, on)
             kl = (weights * self.kl.of_tokens(new, ref, old)).sum()
             metrics.mean("actor/kl_loss", kl.detach(), share)
-            loss = loss + self.kl.coef * kl
+            loss = loss + self.kl.coef * kl if self.kl.coef else loss
         return loss
 
     def _per_token(self, new: Tensor, entropy: Tensor | None, batch: Any, on: Tensor, metrics: Metrics) -> Tensor:

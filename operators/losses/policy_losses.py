@@ -251,7 +251,7 @@ class KLCov(Loss):
     unit: ClassVar[Unit] = "batch"
 
     top: float = Field(default=2e-4, gt=0, le=1)
-    coef: float = Field(default=1.0, gt=0)
+    coef: float = Field(default=1.0, ge=0)
 
     @property
     def effects(self) -> frozenset[str]:

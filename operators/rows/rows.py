@@ -130,28 +130,48 @@ class Filter(Gate):
 
     Args:
         predicate: an operator that writes one bool per row, such as `Spread` or your own.
+        on_underfill: what to do if no row passes: ``"error"``, or ``"skip"`` the update of the step; see `Collect`.
 
     Reads:
         The columns of `predicate`, and those that pass.
 
     Returns:
         The columns that pass. Metrics: ``<node>/offered`` and ``<node>/kept`` in rows; ``reward/kept_mean`` if scores
-        pass.
+        pass; with ``on_underfill="skip"``, ``<node>/skipped``, 1 if it skips the step, else 0.
 
     Raises:
-        DataError: no row passes.
+        DataError: no row passes, and `on_underfill` is ``"error"``.
     """
+
+    on_underfill: Literal["error", "skip"] = "error"
+
+    @property
+    def values(self) -> Mapping[str, ValueType]:
+        """The number of rows that passed, if it may skip a step."""
+        return {"collected": ValueType(Collected)} if self.skips else {}
+
+    @property
+    def skips(self) -> bool:
+        """Whether `on_underfill` is ``"skip"``."""
+        return self.on_underfill == "skip"
+
+    def underfill_action(self, sizes: Sequence[int]) -> str:
+        """``"skip"`` if no row passed and it skips such steps."""
+        return "skip" if self.skips and not sizes else ""
 
     def select(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that `predicate` selects."""
         selected = self.row_mask(metrics, given)
-        if not selected.any():
+        if not selected.any() and not self.skips:
             refuse_empty(self, len(selected), "rows")
         out = {name: pick(getattr(rows, name), selected) for name in self.columns}
         metrics.sum(f"{self.name}/offered", len(selected))
         metrics.sum(f"{self.name}/kept", selected.sum())
         report_scores(out, metrics)
-        return self.record(**out)
+        if not self.skips:
+            return self.record(**out)
+        metrics.sum(f"{self.name}/skipped", not selected.any())
+        return self.record(**out, collected=Collected((int(selected.sum()),) if selected.any() else ()))
 
 
 class Collect(Gate):
@@ -168,22 +188,25 @@ class Collect(Gate):
         groups: number of groups per step.
         rounds: maximum number of rounds per step.
         on_underfill: what to do if groups are missing after the last round: ``"error"``; ``"train"`` on the groups
-            that passed; or ``"repeat"`` them, in order, under new ids.
+            that passed; ``"repeat"`` them, in order, under new ids; or ``"skip"`` the update of the step: nothing that
+            is trained changes, no weights are transferred, and no `State` changes, while data and keys advance.
 
     Reads:
         The columns of `predicate`, `uid`, and those that pass.
 
     Returns:
         The columns that pass. Metrics, in groups: ``<node>/offered``, ``<node>/kept``, ``<node>/surplus`` (passed but
-        not needed), ``<node>/repeated``; ``<node>/rounds``; and ``reward/kept_mean`` if scores pass.
+        not needed), ``<node>/repeated``; ``<node>/rounds``; ``reward/kept_mean`` if scores pass; and with
+        ``on_underfill="skip"``, ``<node>/skipped``, 1 if it skips the step, else 0.
 
     Raises:
-        NodeError: groups are missing after all rounds, and `on_underfill` is ``"error"``; or no group passed.
+        NodeError: groups are missing after all rounds, and `on_underfill` is ``"error"``; no group passed, and it is
+            ``"train"`` or ``"repeat"``; or more than `max_skips` steps in a row are skipped.
     """
 
     groups: int = Field(ge=1)
     rounds: int = Field(default=8, ge=1)
-    on_underfill: Literal["error", "train", "repeat"] = "error"
+    on_underfill: Literal["error", "train", "repeat", "skip"] = "error"
 
     @cached_property
     def reads(self) -> Mapping[str, Port]:
@@ -208,6 +231,11 @@ class Collect(Gate):
         """`rounds`."""
         return self.rounds
 
+    @property
+    def skips(self) -> bool:
+        """Whether `on_underfill` is ``"skip"``."""
+        return self.on_underfill == "skip"
+
     def select(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The groups of this round that are needed; after the last round, all groups with repetitions."""
         if now.round.sizes:
@@ -222,6 +250,10 @@ class Collect(Gate):
         metrics.sum(f"{self.name}/kept", len(taken))
         metrics.sum(f"{self.name}/surplus", len(good) - len(taken))
         metrics.sum(f"{self.name}/rounds", 1)
+        if self.skips:
+            needed = self.groups if now.round.missing is None else now.round.missing
+            last = now.round.missing is None or now.round.number + 1 == self.rounds
+            metrics.sum(f"{self.name}/skipped", last and len(taken) < needed)
         report_scores(picked, metrics)
         out = self.record(**picked, collected=Collected(sizes))
         if now.round.missing is None and self.underfill_action(sizes) == "repeat":  # called directly: the only round
@@ -233,20 +265,21 @@ class Collect(Gate):
         return self.groups - len(sizes)
 
     def underfill_action(self, sizes: Sequence[int]) -> str:
-        """What to do if groups are missing after the last round: ``""`` if none is, ``"train"`` or ``"repeat"``.
+        """What to do if groups are missing after the last round: ``""`` if none is, ``"train"``, ``"repeat"`` or
+        ``"skip"``.
 
         Raises:
             DataError: groups are missing and `on_underfill` is ``"error"``, or no group passed.
         """
         if not self.missing(sizes):
             return ""
-        if not sizes:
+        if not sizes and not self.skips:
             refuse_empty(self, self.groups, "groups")
         if self.on_underfill == "error":
             raise DataError(
                 f"{self.name} has {len(sizes)} of {self.groups} groups that {self.predicate!r} selects, after all "
                 f"{self.rounds} rounds. Allow more rounds (rounds=), sample more prompts per step, or pass "
-                f"on_underfill='train' or on_underfill='repeat'.",
+                f"on_underfill='train', 'repeat' or 'skip'.",
                 code="rows.underfilled",
                 node=self.name,
                 expected=self.groups,
@@ -274,4 +307,6 @@ def report_scores(rows: Mapping[str, Any], metrics: Metrics) -> None:
     """Report ``reward/kept_mean``, the mean score of the rows that pass (``reward/mean`` is that of all rows)."""
     if {"token_level_scores", "response_mask"} <= rows.keys():
         live = rows["response_mask"].any(-1)
+        if not len(live):  # a mean over nothing is NaN
+            return
         metrics.mean("reward/kept_mean", rows["token_level_scores"][live].double().sum(), live.sum())

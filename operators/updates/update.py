@@ -39,7 +39,7 @@ from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import mini_batch_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.protocols.protocols import Critic, Trainer
 from flowrl.record_types import record_columns
-from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
+from flowrl.records import FROZEN, CriticUpdated, Tokens, Updated, VersionedSequences
 from flowrl.spec import parameters
 
 
@@ -156,6 +156,7 @@ class UpdateActor(Update, ModelInputs, Operator):
         entropy: coefficient of the entropy bonus.
         prior_updates: earlier updates of the same role in a step, which make the weights newer than the rows: 1 for a
             second update, which runs after the first.
+        replayed: further versions by which rows may be older: ``max_age`` of the `Replay` that adds them.
         reads: record of the policy's inputs; None for tokens. See `ModelInputs`.
         actor: the trainer.
 
@@ -182,6 +183,7 @@ class UpdateActor(Update, ModelInputs, Operator):
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
     prior_updates: int = Field(default=0, ge=0)
+    replayed: int = Field(default=0, ge=0)
     actor: Writes[Trainer] = Role("actor")
 
     def __post_init__(self) -> None:
@@ -202,9 +204,9 @@ class UpdateActor(Update, ModelInputs, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """The effects of the loss, ``"kl"`` with a KL term, and ``"kl without a gradient"`` if it is k1 without a
-        ratio."""
-        if self.kl is None:
+        """The effects of the loss, ``"kl"`` with a KL term whose coefficient is not 0, and ``"kl without a gradient"``
+        if it is k1 without a ratio."""
+        if self.kl is None or self.kl.coef == 0:
             return self.loss.effects
         without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" and not self.kl.ratio else set()
         return self.loss.effects | {Effect.KL} | without_gradient
@@ -280,12 +282,14 @@ class UpdateActor(Update, ModelInputs, Operator):
         self, rollout: VersionedSequences, token_version: Tensor | None, ahead: int, metrics: Metrics
     ) -> None:
         """Refuse rows (or tokens, if `token_version`, int64 ``[batch response]``, is given) that are newer than the
-        actor, or older than `ahead` and `prior_updates` allow; with a lag, report their age."""
+        actor, or older than `ahead` and `prior_updates` allow; and rows of a frozen engine if the loss has a ratio to
+        the actor's log-probs. With a lag, report their age."""
+        self._refuse_frozen(rollout.policy_version)
         of_tokens = None if token_version is None else token_version.where(rollout.response_mask, -1)
         sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
-        sampled = sampled_by >= 0  # -1 for rows from a file
-        window = self.prior_updates + ahead
+        sampled = sampled_by >= 0  # neither from a file nor from a frozen engine
+        window = self.prior_updates + ahead + self.replayed
         stale = (sampled & ((age < 0) | (age > window))).nonzero()
         if len(stale):
             index, version = stale[0].tolist(), self.actor.version
@@ -305,6 +309,22 @@ class UpdateActor(Update, ModelInputs, Operator):
         if ahead:
             metrics.mean("queue/age_mean", age[sampled].sum(), int(sampled.sum()))
             metrics.max("queue/age_max", age[sampled].max() if sampled.any() else 0)
+
+    def _refuse_frozen(self, policy_version: Tensor) -> None:
+        """Refuse rows of a frozen engine if the loss compares the policy with itself at the start of the step."""
+        frozen = (policy_version == FROZEN).nonzero()
+        read = {str(getattr(typed, "kind", "")) for typed in self.loss.signature.fields.values()}
+        if len(frozen) and "log-prob of the old policy" in read:
+            raise StalePolicyError(
+                f"{len(frozen)} of {len(policy_version)} rows, the first of them row {int(frozen[0])}, come from a "
+                f"frozen engine, and {type(self.loss).__name__} has a ratio to old_log_probs, as if the actor had "
+                f"sampled them. Use a loss without one, such as NLL() or Reinforce(), or PPOClip(ratio_to='rollout') "
+                f"with the engine's rollout_log_probs.",
+                code="update.frozen-rows",
+                node=self.name,
+                row=int(frozen[0]),
+                loss=type(self.loss).__name__,
+            )
 
 
 class Scored(NamedTuple):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from flowrl import After, AuditTask, audit
-from flowrl.graphs import rloo
-from flowrl.operators import Collect, Spread
+from flowrl.graphs import grpo, rloo
+from flowrl.operators import Collect, Filter, Spread
 from tests.auditing.listed import Listed, listed, unread
+from tests.support.errors import raises
+from tests.support.kernel import exact
 
 pytestmark = pytest.mark.runs
 
@@ -85,3 +87,14 @@ def test_graphs_without_refills_see_each_prompt_once_a_step() -> None:
     whole = audit(rloo(unread), AuditTask(steps=1), n=2)
     assert whole.exact
     assert not whole.biased
+
+
+def test_a_skipped_update_counts_as_none() -> None:
+    """A group without spread has no gradient, so with one prompt a step, GRPO's audit is that of GRPO with a filter."""
+    task, graph = AuditTask(prompts=1), grpo(exact, kl_coef=0.0)
+    skipping = graph.edit(insert={"filter": After("reward", Filter(Spread(), on_underfill="skip"))})
+    plain, skipped = audit(graph, task, n=2), audit(skipping, task, n=2)
+    assert str(plain) == str(skipped) and plain.biased
+    never = skipping.edit(set={"filter.predicate.least": 9.0})
+    with raises("audit.node-failed", graph="grpo"):
+        audit(never, task, n=2)

@@ -111,7 +111,11 @@ def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name and key[0] != "_"]
     values = {key: getattr(module, key) for key in getattr(module, "__all__", own)}
-    documented = {key: value for key, value in values.items() if isinstance(value, type) or inspect.isroutine(value)}
+    documented = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, type) or inspect.isroutine(inspect.unwrap(value))
+    }
     assert module.__doc__ and documented
     assert not [key for key, value in documented.items() if (value.__doc__ or f"{key}(").startswith(f"{key}(")]
 

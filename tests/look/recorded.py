@@ -24,14 +24,19 @@ _OF_PAIRS = ("dpo", "ipo", "orpo", "reward_model", "simpo")
 _OF_DATA = ("sft", "kto", *_OF_PAIRS)
 
 
-def graph_of(name: str) -> Graph:
-    """An algorithm of the shelf, by name, with several responses per prompt where it samples."""
-    make: Any = getattr(graphs, name)
+def arguments_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an algorithm of the shelf, with several responses per prompt where it samples."""
     if name in _OF_DATA:
-        found: Graph = make(mini_batch=2)
-        return found
+        return (), {"mini_batch": 2}
     rewards = () if name.startswith("distill") else (asks_for_digits,)
-    return make(*rewards, **{"n": 4, "max_new_tokens": 8} | _SETTINGS.get(name, {}))  # type: ignore[no-any-return]
+    return rewards, {"n": 4, "max_new_tokens": 8} | _SETTINGS.get(name, {})
+
+
+def graph_of(name: str) -> Graph:
+    """An algorithm of the shelf, by name."""
+    rewards, settings = arguments_of(name)
+    found: Graph = getattr(graphs, name)(*rewards, **settings)
+    return found
 
 
 def data_of(name: str, folder: Path) -> Any:

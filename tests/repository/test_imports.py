@@ -29,6 +29,7 @@ GROUND = {
     "parameter_errors",
     "peer_names",
     "lazy",
+    "padding",
     "references",
     "spec",
     "schedules",

@@ -20,7 +20,7 @@ from flowrl.backends.rollout import RequestEngine
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.decoder import Decoder, Memory
-from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm
+from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, mix_weights
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.probes import (
     Attention,
@@ -308,12 +308,10 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
     def _load(self, received: dict[str, Tensor]) -> None:
         """Copy complete weights in the engine's dtype into the model."""
-        slots = self.model.state_dict() if self._adapter is None else self._synced_weights()
-        if not received.keys() <= slots.keys():  # some are stored fused (experts): load them as a folder is loaded
-            loaded: Any = type(self.model).from_pretrained(
-                None, config=self.model.config, state_dict=received, dtype=self.model.dtype
-            )
-            received = loaded.state_dict()
+        if self._adapter is None:
+            mix_weights(self.model, received)
+            return
+        slots = self._synced_weights()
         with torch.no_grad():
             for name, tensor in received.items():
                 slots[name].copy_(tensor)

@@ -6,6 +6,7 @@ The model is in this process, or sharded over several ranks that make the same c
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.backends.hosted.arrival import weights_for
+from flowrl.backends.torch.load import mix_weights
 from flowrl.backends.torch.passthrough import Passthrough
 from flowrl.backends.torch.score.head import FolderHead
 from flowrl.backends.torch.score.model import TorchModel
@@ -20,12 +23,13 @@ from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, check
 from flowrl.backends.torch.score.tiles import Entropy
 from flowrl.backends.torch.train.learner import Learner
 from flowrl.data.metrics import Metrics
-from flowrl.errors import AsleepError, BindError, ParameterError
+from flowrl.errors import AsleepError, BindError, ParameterError, SyncError
 from flowrl.protocols.heads import Head, HiddenStates
-from flowrl.protocols.protocols import MiniBatch, Objective
+from flowrl.protocols.protocols import MiniBatch, Objective, Trainer
 from flowrl.protocols.scorers import Top
-from flowrl.records import Sequences
+from flowrl.records import Receipt, Sequences
 from flowrl.sync.buckets import BUCKET_BYTES
+from flowrl.sync.digest import combine, named_weights
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -247,6 +251,42 @@ class FrozenEngine(TorchScorerEngine):
         self._score("last_states", batch, [out], lambda micro: [self._scorer.last_states(micro)])
         return HiddenStates(out, head)
 
+    def follow(self, source: Trainer, alpha: float) -> Receipt:
+        """Set the weights to ``alpha * source + (1 - alpha) * own``, in float32; see `Follower`."""
+        self.residence.require_awake("follow")
+        start, own = time.perf_counter(), dict(named_weights(self.model))
+        sent, received = dict[str, str](), dict[str, Tensor]()
+        for name, tensor, digest in weights_for(None, source, checked=True):
+            sent[name], received[name] = digest, tensor
+        if wrong := sorted({n for n in own.keys() | sent.keys() if _shape(own.get(n)) != _shape(received.get(n))}):
+            raise SyncError(
+                f"The weights of version {source.version} are not those of {self.folder!r}: {wrong[0]} differs, and "
+                f"{len(wrong) - 1} more. Bind the reference and the policy to models of one architecture.",
+                code="engine.weights-mismatch",
+                version=source.version,
+                faults=wrong,
+            )
+        mix_weights(self.model, received, alpha)
+        self._head, size = None, sum(tensor.nbytes for tensor in received.values())
+        return Receipt(source.version, combine(sent), size, time.perf_counter() - start, transport="copy")
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the weights to a new folder."""
+        from flowrl.backends.torch.train import checkpoint  # late: torch.distributed.checkpoint takes 0.5 s to import
+
+        checkpoint.save(folder, self._scorer.mesh, *self._named(), {})
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore the weights of a checkpoint."""
+        from flowrl.backends.torch.train import checkpoint  # as above
+
+        checkpoint.load(folder, self._scorer.mesh, *self._named(), (), {})
+
+    def _named(self) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+        """The weights by name, and an optimizer without state, which checkpoints take."""
+        names = dict(self.model.named_parameters())
+        return names, torch.optim.SGD(names.values())
+
     def _find_head(self) -> tuple[int, FolderHead]:
         after, found = self._scorer.after_head, self._scorer.head()
         if after is None or found is None:
@@ -358,6 +398,10 @@ class AdapterOffEngine(FrozenEngine):
     def _find_head(self) -> tuple[int, FolderHead]:
         with self._scorer.without_adapter():
             return super()._find_head()
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
 
 
 def _blank(batch: Sequences, *more: int) -> Tensor:

@@ -27,12 +27,12 @@ from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits, is_repository
 from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
-from flowrl.protocols.scorers import LogitScorer, NormScorer
+from flowrl.protocols.scorers import Follower, LogitScorer, NormScorer
 from flowrl.spec import non_default
 
 
 class TorchScorer(FolderBackend):
-    """A frozen causal LM that scores tokens (a reference policy).
+    """A causal LM that scores tokens (a reference policy), which nothing trains; `SyncReference` may update it.
 
     Args:
         model: a Hugging Face folder; None is the model of the role ``actor`` with its adapter (`LoRA`) off, and then
@@ -54,7 +54,7 @@ class TorchScorer(FolderBackend):
             since micro-batches have other rows.
     """
 
-    serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)
+    serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper, Follower, Checkpointed)
     reads_segments: ClassVar[bool] = True
 
     model: Folder | None = None
@@ -76,6 +76,17 @@ class TorchScorer(FolderBackend):
                 f"{unused}, or name a folder"
             )
         return self
+
+    def refuse_follow(self) -> None:
+        """See `Backend.refuse_follow`: it needs weights of its own, in one piece, and no log-probs on disk."""
+        wrong = {"model": self.model is None, "cache": self.cache is not None, "ranks": self.ranks > 1}
+        for name in (name for name in wrong if wrong[name]):
+            raise BindError(
+                f"TorchScorer({name}={getattr(self, name)!r}) cannot follow a trainer: it needs weights of its own on "
+                f"one rank, and no cache of log-probs. Bind ref=TorchScorer('model').",
+                code="backend.cannot-follow",
+                setting=name,
+            )
 
     def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -186,22 +187,12 @@ class Algorithm(Generic[P, R, GraphT]):
 
         Each call is one step: it increments the session's step, and `session.metrics` has its metrics.
         """
-        session = sessions.current()
-        if session is not None:
-            session.begin_step(session.step)
-        result: R = self._call(*args, **kwargs)
-        if session is not None:
-            session.step += 1
+        result: R = eager_step(lambda: self._call(*args, **kwargs))
         return result
 
     def under(self, prefix: str) -> Self:
         """The same algorithm for a second call inside another algorithm: its nodes are named ``<prefix>_<name>``."""
-        if not isinstance(prefix, str) or not prefix.isidentifier():
-            raise ParameterError(
-                f"Invalid prefix {prefix!r} of node names; expected an identifier such as 'second'.",
-                code="algorithm.bad-call",
-                given=prefix,
-            )
+        refuse_bad_prefix(prefix)
         prefixed = copy.copy(self)
         prefixed._prefix = f"{prefix}_"
         return prefixed
@@ -220,15 +211,43 @@ class Algorithm(Generic[P, R, GraphT]):
                 algorithm=name,
                 reason=str(error),
             ) from None
-        token = _nested.set(name)
-        try:
-            with prefixed(f"{before()}{self._prefix}"):
-                return self.function(*args, **kwargs)
-        finally:
-            _nested.reset(token)
+        with nested(name, self._prefix):
+            return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<algorithm {self.function.__name__}{self.parameters}>"
+
+
+@contextmanager
+def nested(name: str, prefix: str) -> Iterator[None]:
+    """Call the algorithm `name` in the block, with a further prefix of the names of its nodes."""
+    token = _nested.set(name)
+    try:
+        with prefixed(f"{before()}{prefix}"):
+            yield
+    finally:
+        _nested.reset(token)
+
+
+def eager_step(call: Callable[[], Any]) -> Any:
+    """What `call` returns, which is one step of the active session, if there is one."""
+    session = sessions.current()
+    if session is not None:
+        session.begin_step(session.step)
+    result = call()
+    if session is not None:
+        session.step += 1
+    return result
+
+
+def refuse_bad_prefix(prefix: object) -> None:
+    """Refuse a prefix of node names that is no identifier."""
+    if not isinstance(prefix, str) or not prefix.isidentifier():
+        raise ParameterError(
+            f"Invalid prefix {prefix!r} of node names; expected an identifier such as 'second'.",
+            code="algorithm.bad-call",
+            given=prefix,
+        )
 
 
 def _symbols(result: Any, name: str, tracer: Tracer) -> list[Symbol]:

@@ -23,10 +23,10 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import Port, PortField, Signature
 from flowrl.core.operators.session import Call
 from flowrl.core.operators.symbols import Symbol, prefix, prefixed
-from flowrl.core.operators.when import ALWAYS, SKIPPED
+from flowrl.core.operators.when import ALWAYS, skipped
 from flowrl.data.metrics import Metrics
-from flowrl.data.now import Now
-from flowrl.errors import DataError, PortError, type_of
+from flowrl.data.now import Collected, Now
+from flowrl.errors import DataError, NodeError, PortError, type_of
 from flowrl.record_types import FieldType, ValueType, accepts, column_fields
 
 ROWS = "rows"
@@ -62,11 +62,13 @@ class Gate(_Called, Operator):
     Args:
         predicate: an operator that writes one bool per row, from columns; it uses no engine and has no state.
         columns: the column of each output; calls and edits set it.
+        max_skips: how many steps in a row a gate that skips steps may skip; one more ends the run.
     """
 
     _signature: ClassVar[Signature] = Signature({}, {}, {})
     new_axes: ClassVar[tuple[str, ...]] = ("batch",)
     predicate: Operator
+    max_skips: int = Field(default=20, ge=1, kw_only=True)
     columns: Mapping[str, str] = Field(default_factory=dict, repr=False, kw_only=True)
 
     @field_validator("predicate", mode="after")
@@ -138,12 +140,18 @@ class Gate(_Called, Operator):
         """How often its upstream nodes may run in a step, each time on more prompts."""
         return 1
 
+    @property
+    def skips(self) -> bool:
+        """Whether it skips the update of a step in which too few rows pass; it then writes `collected`."""
+        return False
+
     def missing(self, sizes: Sequence[int]) -> int:
         """How many groups a gate that collects still needs, given the sizes (rows) of those that it has."""
         return 0
 
     def underfill_action(self, sizes: Sequence[int]) -> str:
-        """What to do after the last round: ``"repeat"`` runs the gate once more, on the rows that it collected.
+        """What to do after the last round: ``"repeat"`` runs the gate once more, on the rows that it collected, and
+        ``"skip"`` skips the update of the step.
 
         Raises:
             DataError: groups are missing, and the gate does not accept that.
@@ -163,6 +171,16 @@ class Gate(_Called, Operator):
         `given` has the column or record of each port of `reads`, and the values injected into `predicate`.
         """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not define select(...).")
+
+    def on(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
+        """See `Operator.on`; a step that the gate skips has skipped outputs."""
+        passed = super().on(inputs, injected)
+        sizes = getattr(passed, "collected", None)
+        if not self.skips or not isinstance(sizes, Collected) or self.underfill_action(sizes.sizes) != "skip":
+            return passed
+        if (session := sessions.current()) is not None:
+            session.skip_step()
+        return skipped(self.signature)
 
     def row_mask(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
         """The output of `predicate`, bool ``[batch]``, on the CPU; `given` has its ports and injected values."""
@@ -208,16 +226,11 @@ class Gate(_Called, Operator):
             made.append((None, [name]))
 
         symbols = {name: column for name, (_, column) in given.items() if isinstance(column, Symbol)}
-        session = sessions.current()
-        idle = not symbols and session is not None and not self._when.runs(session.now.step)
-        if idle or any(column is SKIPPED for _, column in given.values()):
-            return _made(made, dict.fromkeys(given, SKIPPED))
         names = {name: str(symbols[name]._edge) if name in symbols else name for name in given}
         gate = self.passing({names[name]: type.name for name, (type, _) in given.items()})
         inputs = {PortField(ROWS, names[name]): column for name, (_, column) in given.items()}
         inputs |= {place: given[name][1] for place, name in self._reads(given).items()}
-        tracer = next((column._tracer for column in symbols.values()), None)
-        passed = gate.run(inputs) if tracer is None else tracer.record(gate, inputs)
+        passed = gate.on(inputs)
         return _made(made, {name: getattr(passed, names[name]) for name in given})
 
     def _type_of(self, value: Any, column: str) -> ColumnType:
@@ -275,12 +288,26 @@ def pick(column: Any, rows: Tensor) -> Any:
 def refuse_empty(gate: Gate, offered: int, unit: str) -> None:
     """Refuse to continue without rows."""
     raise DataError(
-        f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, or draw "
-        f"more prompts per step.",
+        f"{gate.name} kept none of {offered} {unit}, so nothing is left to train on. Relax {gate.predicate!r}, draw "
+        f"more prompts per step, or skip such steps: on_underfill='skip'.",
         code="gate.dropped-all",
         node=gate.name,
         offered=offered,
     )
+
+
+def refuse_more_skips(gate: Gate, skips: int, step: int) -> None:
+    """Refuse so many skipped steps in a row, the last of them `step`, if the gate does not allow them."""
+    if skips > gate.max_skips:
+        raise NodeError(
+            f"{gate.name} skipped the update in step {step + 1} and in the {gate.max_skips} steps before: too few rows "
+            f"pass {gate.predicate!r}. Use prompts that the policy solves sometimes, sample more responses, or allow "
+            f"more: edit(set={{'{gate.name}.max_skips': {5 * gate.max_skips}}}).",
+            code="gate.too-many-skips",
+            node=gate.name,
+            step=step + 1,
+            expected=gate.max_skips,
+        )
 
 
 def _type(column: str) -> ColumnType:

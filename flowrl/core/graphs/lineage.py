@@ -11,15 +11,22 @@ from collections.abc import Iterable, Iterator
 from flowrl.columns import ColumnType
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Synced
+from flowrl.protocols.scorers import Follower
 
 
 def line(graph: Graph, name: str) -> list[Node]:
     """The node and its ancestors, in the graph's order."""
     names = graph.ancestors(name) | {name}
     return [node for node in graph.nodes.values() if node.name in names]
+
+
+def transfers(node: Node) -> bool:
+    """Whether a node sends the weights of one role to another: a sync, or an update of a reference."""
+    return node.is_sync or any(use.mode == "writes" and use.goes_through(Follower) for use in node.uses)
 
 
 def generates(node: Node) -> bool:
@@ -59,9 +66,16 @@ def response_makers(graph: Graph, name: str) -> set[str]:
     return set(_makers_of(graph, (origin(graph, edge) for edge in graph[name].inputs.values())))
 
 
-def roles_of_tokens(graph: Graph) -> set[str]:
-    """The roles whose engines read tokens of the graph; others, such as a judge, read text and tokenize it."""
-    return {use.role for node in graph.nodes.values() if any(_tokens(graph, node)) for use in node.uses}
+def vocabularies(graph: Graph) -> dict[str, set[str]]:
+    """The roles whose engines read tokens of the graph, by the node that retokenized them; ``""`` for the data's
+    tokens. Other roles, such as a judge, read text and tokenize it."""
+    found: dict[str, set[str]] = {}
+    for node in graph.nodes.values():
+        if read := [*_tokens(graph, node)]:
+            makers = dict.fromkeys(_makers_of(graph, read))
+            encoders = [name for name in makers if Effect.RETOKENIZES in graph[name].effects]
+            found.setdefault(next(iter(encoders), ""), set()).update(use.role for use in node.uses)
+    return found
 
 
 def rearranges_rows(graph: Graph, name: str) -> bool:

@@ -115,13 +115,40 @@ class Plan:
             )
         for name in found:
             self._refuse_unrepeatable(name)
+        for name in self.skipping:
+            self._refuse_late_skip(name, found)
         return next(iter(found), None)
+
+    @cached_property
+    def skipping(self) -> list[str]:
+        """The gates that may skip the update of a step."""
+        return [name for name in gates_of(self.graph) if _gate(self.graph, name).skips]
 
     @cached_property
     def region(self) -> frozenset[str]:
         """The nodes that run in several rounds: the collector and its upstream nodes, inputs included."""
         gate = self.collector
         return frozenset() if gate is None else frozenset({gate, *self.graph.ancestors(gate)})
+
+    def _refuse_late_skip(self, gate: str, collectors: list[str]) -> None:
+        """Refuse a gate that would skip a step after a part of its update, or in one of several rounds."""
+        late = [node for node in self.graph.ancestors(gate) if self.graph[node].writes]
+        around = [other for other in collectors if gate in self.graph.ancestors(other)]
+        if not late and not around:
+            return
+        node = min(late or around, key=[*self.graph.nodes].index)
+        why = (
+            f"it depends on {node}, which has written the weights of {self.graph[node].writes[0]!r} by then"
+            if late
+            else f"{node} runs it in several rounds, each of which may pass nothing"
+        )
+        fix = f"Insert {gate} before all updates" if late else f"Set on_underfill='skip' on {node} only"
+        raise GraphError(
+            f"{gate} cannot skip the update of a step: {why}. {fix}, or set {{'{gate}.on_underfill': 'error'}}.",
+            code="gate.late-skip",
+            gate=gate,
+            node=node,
+        )
 
     def _refuse_unrepeatable(self, gate: str) -> None:
         inside = self.graph.ancestors(gate)

@@ -262,6 +262,17 @@ class Operator(HasEffects):
             made.__dict__["_when"] = other._when
         return made
 
+    def on(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
+        """Record a node on symbols, or compute on tensors: what a call does, with the value of each port field."""
+        symbols = [value for value in inputs.values() if isinstance(value, Symbol)]
+        if symbols:
+            return symbols[0]._tracer.record(self, inputs)
+        session = sessions.current()
+        if (session is not None and self._idle_in(session)) or any(value is SKIPPED for value in inputs.values()):
+            return skipped(self.signature)
+        _check_complete(self, inputs)
+        return self.run(inputs, injected)
+
     def run(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
         """Compute on tensors.
 
@@ -298,6 +309,11 @@ class Operator(HasEffects):
         for field, cell in cells.items():
             getattr(self, field).value = cell.value
         return result
+
+    def _idle_in(self, session: sessions.Session) -> bool:
+        """Whether it does not run in the current step of a session."""
+        writes = any(use.mode == "writes" for use in self.role_uses.values())
+        return not self._when.runs(session.now.step) or (writes and session.skipped)
 
     def _no_engine(self, role: str, field: str) -> Any:
         raise BindError(
@@ -354,15 +370,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
         inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
             inputs.update(_field_values(self.name, port, arguments.get(port.name)))
-        symbols = [v for v in inputs.values() if isinstance(v, Symbol)]
-        if symbols:
-            return symbols[0]._tracer.record(self, inputs)
-        session = sessions.current()
-        idle = session is not None and not self._when.runs(session.now.step)
-        if idle or any(v is SKIPPED for v in inputs.values()):
-            return skipped(self.signature)
-        _check_complete(self, inputs)
-        return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})
+        return self.on(inputs, {name: arguments.get(name) for name in self.signature.injected})
 
     return __call__
 

@@ -49,6 +49,8 @@ class Session:
         self._given = state or {}
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
+        self._before: Mapping[str, Any] = self.state  # the state at the start of the step
+        self.skipped = False  # whether a gate has skipped the update of this step
 
     def engine(self, role: str, field: str) -> Any:
         """The live engine of `role`, for the field of a node, which an error names."""
@@ -99,6 +101,12 @@ class Session:
     def begin_step(self, step: int, now: Now | None = None) -> None:
         """Start `step`: keys change, metrics start empty. In a validation, schedules use the step of `now`."""
         self.step, self._now, self.metrics = step, now, {}
+        self._before, self.skipped = dict(self.state), False
+
+    def skip_step(self) -> None:
+        """Skip the update of this step: state cells have their values from its start, and operators that write weights
+        are skipped."""
+        self.state, self.skipped = dict(self._before), True
 
     @contextmanager
     def active(self) -> Iterator[Session]:
@@ -269,7 +277,7 @@ class Call:
             return supplied[cls]
 
         result, written = self.run(inputs, injected, cells, supply)
-        for field, cell in cells.items():
+        for field, cell in cells.items() if not session.skipped else ():
             session.state[f"{self._name}.{field}"] = cell.value
         if Metrics in supplied:
             session.report(self._name, supplied[Metrics])

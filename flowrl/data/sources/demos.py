@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import torch
 import xxhash
 from pydantic import Field
-from torch import Tensor
 
 from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.dataproto import DataProto
@@ -47,9 +46,9 @@ from flowrl.data.sources.prompt_rows import (
 )
 from flowrl.data.sources.samplers import Order, SampledRow
 from flowrl.data.sources.source import RowStream
-from flowrl.data.text.tokenizer import assemble
 from flowrl.data.text.turns import Turns, turns_of
 from flowrl.errors import DataError, type_of
+from flowrl.padding import assemble, pad_right
 from flowrl.records import DemoBatch, PreferenceBatch, UnpairedBatch
 
 if TYPE_CHECKING:
@@ -314,7 +313,7 @@ class ResponseStream(RowStream[Demonstration]):
         rows = [(one, row, name) for one, row in sampled for name in row.turns]
         turns = [row.turns[name] for _, row, name in rows]
         prompts, prompt_mask = self._tokenizer.pad_left([one.prompt for one in turns])
-        responses, present = _pad_right([one.ids for one in turns], self._tokenizer.pad_id)
+        responses, present = pad_right([one.ids for one in turns], self._tokenizer.pad_id)
         mask = present.clone()
         mask[present] = torch.tensor([trained for one in turns for trained in one.mask])
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, present)
@@ -341,12 +340,3 @@ class ResponseStream(RowStream[Demonstration]):
         if "margin" in cast(Any, self._record)._fields:
             columns["margin"] = torch.tensor([row.margin for _, row, _ in rows])
         return DataProto(columns)
-
-
-def _pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids (int64 ``[batch response]``) and mask (bool) of responses padded on the right."""
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(mask.shape, pad)
-    ids[mask] = torch.tensor([id for row in rows for id in row])
-    return ids, mask

@@ -26,6 +26,8 @@ from flowrl.data.text.vocabulary import stated
 from flowrl.errors import DataError, short, why_not_loaded
 from flowrl.hub.models import METADATA
 from flowrl.hub.repositories import download, is_repository, refuse_revision, resolve
+from flowrl.padding import assemble as assemble
+from flowrl.padding import positions as positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -395,33 +397,6 @@ class ChatTokenizer:
             ids[i, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
             mask[i, width - len(row) :] = True
         return ids, mask
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Positions of the tokens in `mask`, counted from 0 along each row; padding repeats the last position, or 0.
-
-    Both are ``[batch sequence]``, bool and int64: ``cumsum(mask) - 1`` clamped at 0.
-    """
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def assemble(
-    prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_present: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Join prompts (padded on the left) and their responses (padded on the right) into sequences.
-
-    Args:
-        prompts: int64 ``[batch prompt]``.
-        prompt_mask: bool ``[batch prompt]``.
-        responses: int64 ``[batch response]``.
-        response_present: bool ``[batch response]``, True at every token of the response, sampled or not.
-
-    Returns:
-        `input_ids` (int64), `attention_mask` (bool) and `position_ids` (int64), each ``[batch sequence]`` with
-        ``sequence = prompt + response``.
-    """
-    mask = torch.cat([prompt_mask, response_present], dim=1)
-    return torch.cat([prompts, responses], dim=1), mask, positions(mask)
 
 
 def _config_ends(path: Path) -> list[int]:

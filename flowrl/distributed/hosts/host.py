@@ -33,6 +33,7 @@ from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
 from flowrl.errors import FlowrlError, SyncError
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Adapted, Sleeper
+from flowrl.protocols.scorers import Follower
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.local import failure
@@ -213,7 +214,8 @@ class Host:
         """The weights that an engine needs from its trainer."""
         assert self._built is not None
         engine, backend = self.engines[role], self._built.bindings[role]
-        return WeightSelection(backend.receives, compute_dtype(engine), engine.probe if backend.probes else None)
+        dtype = torch.float32 if isinstance(engine, Follower) else compute_dtype(engine)
+        return WeightSelection(backend.receives, dtype, engine.probe if backend.probes else None)
 
     def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""

@@ -69,7 +69,7 @@ def _collected(step: StepReader, node: Node, gate: Gate, inputs: Mapping[PortFie
         found.append(_call(step, node, some, Round(number, gate.missing(sizes)), metrics))
     sizes = tuple(size for part in found for size in part["collected"].sizes)
     action = gate.underfill_action(sizes)
-    parts, makers = [part for part in found if part["collected"].sizes], Region.of(step.plan).makers
+    parts, makers = [part for part in found if part["collected"].sizes] or found[-1:], Region.of(step.plan).makers
     makers = {output: maker for output, maker in makers.items() if output in gate.columns}
     joined = parts[0] if len(parts) == 1 else LocalRunner({}).join(node, makers, parts)
     if action != "repeat":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Truncated
+from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Skips, Truncated
 from flowrl.run.alarms.rule import Rule
 from flowrl.run.alarms.rules import Above, Falls, Jump
 from flowrl.run.alarms.run_rules import HeldOutFalls, Mismatch, NoRecording, NotFinite, NothingUpdated, Slow
@@ -14,6 +14,7 @@ DEFAULT: tuple[Rule, ...] = (
     NothingUpdated(),
     ConstantReward(),
     GroupsAlike(),
+    Skips(),
     Truncated(),
     Above("kl/ref", 0.2, times=2, early=1.0),
     Jump("grad_norm", 5, floor=1.0),

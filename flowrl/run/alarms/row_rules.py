@@ -1,4 +1,4 @@
-"""Rules about the rows of a step: rewards without spread, truncated responses, and rewards of one component."""
+"""Rules about the rows of a step: no spread, skipped steps, truncated responses, rewards of one component."""
 
 from __future__ import annotations
 
@@ -62,6 +62,26 @@ class GroupsAlike(Rule):
         kind = "groups/all_wrong" if wrong[-1] >= right[-1] else "groups/all_right"
         rows = _of(history, np.array(history.column("group_spread")) == 0)
         return Finding(text, kind, right[-1] + wrong[-1], self.share, rows=rows, command="rows {run} --step {step}")
+
+
+class Skips(Rule):
+    """A gate skips the update of several steps in a row: ``Filter(..., on_underfill="skip")``.
+
+    Args:
+        steps: so many steps in a row.
+    """
+
+    steps: int = Field(default=5, ge=1)
+
+    def check(self, history: History) -> Finding | None:
+        """The gate."""
+        for key in history.keys("skipped"):
+            skipped = history.newest(key, self.steps)
+            if skipped is not None and all(skipped):
+                gate = key.removesuffix("/skipped")
+                text = f"{gate} has skipped the update of {self.steps} steps in a row, so nothing is trained"
+                return Finding(text, key, 1.0, 0.0, node=gate, rows=(), command="rows {run} --step {step}")
+        return None
 
 
 class Truncated(Rule):

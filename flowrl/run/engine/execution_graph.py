@@ -11,6 +11,8 @@ The dependencies of an instance are a pure function of the plan and the lag:
   after step s - 1 - lag, or later ones up to those after step s - 1.
 - At most lag + 1 steps are in flight, because the batch of a step is sampled when step s - lag - 1 is done.
 - Training follows all nodes of the previous step, so the weights after a step can be saved whatever ran later.
+- Where a gate may skip the update of a step, all that write weights follow it, and nodes with state follow it one step
+  later, when it is known whether their state of the step before counts.
 - Nodes that run in rounds follow all rounds of the previous step; their readers follow all rounds of their own step.
 """
 
@@ -63,7 +65,14 @@ class ExecutionGraph:
     def waits(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """By node, its dependencies: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
         found: dict[str, dict[tuple[str, int], None]] = {name: {} for name in self.plan.graph.nodes}
-        rules = (self._within(), self._inputs(), self._in_rounds(), self._with_state(), self._with_weights())
+        rules = (
+            self._within(),
+            self._inputs(),
+            self._in_rounds(),
+            self._with_state(),
+            self._with_weights(),
+            self._with_skips(),
+        )
         for node, other, offset in itertools.chain(*rules):
             found[node][other, offset] = None
         if (collector := self.plan.collector) is not None:
@@ -72,6 +81,14 @@ class ExecutionGraph:
                     if self._in_rounds_of(collector, other) and (offset or node not in self.plan.region):
                         waits[collector, offset] = None
         return {node: tuple(waits) for node, waits in found.items()}
+
+    @cached_property
+    def skipped_by(self) -> Mapping[str, frozenset[str]]:
+        """By node, the gates whose skip it is skipped by: those before it in a step."""
+        within: nx.DiGraph[str] = nx.DiGraph()
+        within.add_edges_from((other, node) for node, waits in self.waits.items() for other, k in waits if not k)
+        after = {gate: nx.descendants(within, gate) for gate in self.plan.skipping if gate in within}
+        return {node: frozenset(gate for gate in after if node in after[gate]) for node in self.plan.graph.nodes}
 
     @cached_property
     def frees(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
@@ -158,3 +175,10 @@ class ExecutionGraph:
         for node, other in product(self.plan.order, self.plan.graph.nodes):
             if trained & set(node.writes):
                 yield node.name, other, 1
+
+    def _with_skips(self) -> Iterator[tuple[str, str, int]]:
+        for gate, node in product(self.plan.skipping, self.plan.order):
+            if node.writes and node.name != gate:
+                yield node.name, gate, 0
+            if node.operator.states:
+                yield node.name, gate, 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from flowrl.core.graphs.gate import ROWS, Gate
+from flowrl.core.graphs.gate import ROWS, Gate, refuse_more_skips
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.data.now import ONLY, Collected, Now, Round
@@ -31,6 +31,9 @@ Batches = DataProto | Mapping[str, DataProto]
 Draw = Callable[[int], Batches]
 OnNode = Callable[[str], None]
 RequestedOutputs = Callable[[int], Mapping[str, Collection[str] | None]]
+
+SKIPS = "skipped_steps"
+"""The state cell with the number of newest steps in a row whose update was skipped."""
 
 
 class InFlightSteps:
@@ -65,6 +68,7 @@ class InFlightSteps:
         self._order = list(infos.values())
         self._count = sum(not info.is_input for info in self._order)
         self._sampling_nodes = ahead_of(infos, region) if lag else frozenset()
+        self._skipping = any(info.skipped_by for info in self._order)
         self.state = dict(state)
         self._committed = dict(state)  # of the steps that are closed
         self._steps: dict[int, OpenStep] = {}
@@ -83,6 +87,7 @@ class InFlightSteps:
         sampled, metrics, seconds, state = map(dict, parts)
         one = OpenStep(snapshot.batches, sampled=sampled, metrics=metrics, seconds=seconds, state=state)
         one.rounds, one.earlier_rounds = snapshot.rounds, [*snapshot.rounds[:-1]]
+        one.skipped = set(snapshot.skipped)
         self._steps[step] = one
         self._begin(step)
 
@@ -128,17 +133,22 @@ class InFlightSteps:
         return any(self._region.collector not in one.finished for other, one in self._steps.items() if other < step)
 
     def finish(self, step: int) -> StepResult:
-        """Run until a step is done, and return its result."""
+        """Run until a step is done, and return its result; refuses more skipped steps in a row than its gate allows."""
         one = self._steps[step]
         while len(one.finished) < self._count:
             self._launch()
             if len(one.finished) < self._count:
                 self._collect()
+        for gate in sorted(one.skipped):
+            refuse_more_skips(self._gate(gate, step), self._committed.get(SKIPS, 0) + 1, step)
         return self._result(step, one)
 
     def close(self, step: int) -> None:
         """Commit a step that is done: restarts begin after it."""
-        self._committed |= self._steps.pop(step).state
+        one = self._steps.pop(step)
+        self._committed |= one.state
+        if self._skipping:
+            self._committed[SKIPS] = self._committed.get(SKIPS, 0) + 1 if one.skipped else 0
         self._swapped.discard(step)
         self._done = {instance for instance in self._done if instance[0] >= step - self.lag}
 
@@ -147,7 +157,7 @@ class InFlightSteps:
         one = self._steps[step]
         complete = self._complete_by(one.sampled)
         if self._region.collector is not None:
-            one.round = Round(0, self._gate(step).missing(()))
+            one.round = Round(0, self._gate(self._region.collector, step).missing(()))
         for name, info in self.infos.items():
             one.readers[name] = info.readers
             if not info.is_input and name not in complete:
@@ -174,7 +184,8 @@ class InFlightSteps:
         seconds = {name: s for name, s in one.seconds.items() if name in complete}
         state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in complete}
         rounds = one.rounds if self._region.collector in sampled else ()
-        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state, rounds)
+        skipped = frozenset(one.skipped & complete)
+        return StepSnapshot(one.batches, dict(sampled), metrics, seconds, state, rounds, skipped)
 
     def _complete_by(self, sampled: Mapping[str, NodeOutputs]) -> set[str]:
         """The nodes of a step, without inputs, that need not run again with these samples."""
@@ -195,7 +206,7 @@ class InFlightSteps:
         while self._ready:
             step, position = entry = heapq.heappop(self._ready)
             info, one = self._order[position], self._steps[step]
-            if not info.runs(self._schedule_step(step)):
+            if not info.runs(self._schedule_step(step)) or info.skipped_by & one.skipped:
                 self._mark_read(step, one, info)
                 self._end(step, info)
                 continue
@@ -260,8 +271,9 @@ class InFlightSteps:
         assert step is not None
         info, one = self.infos[name], self._steps[step]
         one.report(done)
-        one.state |= done.state
-        self.state |= done.state
+        if not one.skipped:
+            one.state |= done.state
+            self.state |= done.state
         self._running -= 1
         self._busy -= info.slots
         if not done.task.now.round.sizes:
@@ -271,6 +283,8 @@ class InFlightSteps:
             if collected is None:  # another round has started
                 return
             done = collected
+        if isinstance(gate := info.node.operator, Gate) and gate.skips:
+            self._skip_if_underfilled(step, one, done)
         if done.not_finite:
             one.not_finite.add(done, info, one.outputs)
         outputs = NodeOutputs(done.outputs, done.lengths)
@@ -333,16 +347,25 @@ class InFlightSteps:
 
     # ---- rounds
 
-    def _gate(self, step: int) -> Gate:
-        """The collector, with the scheduled parameters of a step."""
-        assert self._region.collector is not None
-        return cast(Gate, self.infos[self._region.collector].node.in_step(self._schedule_step(step)).operator)
+    def _gate(self, name: str, step: int) -> Gate:
+        """A gate, with the scheduled parameters of a step."""
+        return cast(Gate, self.infos[name].node.in_step(self._schedule_step(step)).operator)
+
+    def _skip_if_underfilled(self, step: int, one: OpenStep, done: TaskResult) -> None:
+        """If too few rows passed a gate, skip the update of the step: state cells have their values from before it."""
+        gate, collected = self._gate(done.task.node.name, step), done.outputs.get("collected")
+        if isinstance(collected, Collected) and gate.underfill_action(collected.sizes) == "skip":
+            one.skipped.add(gate.name)
+            one.state = {}
+            self.state = self._committed.copy()
+            for other in self._steps.values():
+                self.state |= other.state
 
     def _finish_round(self, step: int, one: OpenStep, done: TaskResult) -> TaskResult | None:
         """The collector's result over all rounds of the step; None if another round, or a repetition, has started."""
         if done.task.now.round.sizes or not isinstance(done.outputs.get("collected"), Collected):
             return done  # it has repeated groups; or nothing was computed, as on a virtual clock
-        gate = self._gate(step)
+        gate = self._gate(done.task.node.name, step)
         one.round_results.append(done)
         sizes = tuple(size for part in one.round_results for size in part.outputs["collected"].sizes)
         missing = gate.missing(sizes)
@@ -364,7 +387,7 @@ class InFlightSteps:
 
     def _join_rounds(self, one: OpenStep, sizes: tuple[int, ...]) -> TaskResult:
         """The collector's results of all rounds, joined into one."""
-        parts = [part for part in one.round_results if part.outputs["collected"].sizes]
+        parts = [part for part in one.round_results if part.outputs["collected"].sizes] or one.round_results[-1:]
         if len(parts) == 1:
             return parts[0]
         last = one.round_results[-1]
@@ -412,7 +435,8 @@ class InFlightSteps:
         ordered = {name: one.metrics[name] for name in self.infos if name in one.metrics}
         scores = {name: found for name, metrics in ordered.items() if (found := metrics.scores())}
         merged, reported_by = merge_metrics(ordered), reporting_nodes(ordered)
-        return StepResult(columns, values, merged, one.seconds, scores, one.filled, reported_by, sizes)
+        of_step = one.filled, reported_by, sizes, sorted(one.skipped)
+        return StepResult(columns, values, merged, one.seconds, scores, *of_step)
 
     def _fetched(self, info: NodeInfo, outputs: Mapping[str, OutputHandle], names: Iterable[str]) -> DataProto:
         """Some columns of a node's outputs."""

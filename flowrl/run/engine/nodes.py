@@ -30,6 +30,7 @@ class NodeInfo:
         inputs: by port field, the node that writes it, and the output.
         read, written: the row axes of its inputs and of its outputs; None if there are no columns.
         lag: by how many versions generation may be ahead of what it trains.
+        skipped_by: the gates with which it is skipped.
         masks: by column that it writes, the masks on the same rows and tokens, in the graph's order.
     """
 
@@ -47,6 +48,7 @@ class NodeInfo:
     whens: tuple[When, ...]
     changes: bool
     lag: int
+    skipped_by: frozenset[str]
     masks: Mapping[str, tuple[Edge, ...]]
 
     def runs(self, step: int) -> bool:
@@ -75,6 +77,7 @@ class NodeInfo:
                 graph.whens(node.name),
                 bool(schedules(node.operator)),
                 _ahead(graph, node, instances.lag),
+                instances.skipped_by[node.name],
                 _masks(graph, node),
             )
         return infos

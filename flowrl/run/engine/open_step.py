@@ -27,6 +27,7 @@ class OpenStep:
         finished: the nodes that are done, or do not run in this step.
         sampled: by node, the outputs that a restart of the step keeps.
         rounds: for each round of a region that is done, outputs for the result that a restart keeps; with a lag only.
+        skipped: the gates that have skipped the update of the step.
         not_finite: the outputs with NaN or infinity, which an error names.
     """
 
@@ -45,6 +46,7 @@ class OpenStep:
     rounds: Sequence[Mapping[str, Mapping[str, OutputHandle]]] = ()
     state: dict[str, Any] = field(default_factory=dict)
     filled: int | None = None
+    skipped: set[str] = field(default_factory=set)
     not_finite: NotFiniteOutputs = field(default_factory=NotFiniteOutputs)
 
     def report(self, done: TaskResult) -> None:

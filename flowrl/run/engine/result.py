@@ -24,6 +24,7 @@ class StepResult:
         filled: with a lag, how many batches were sampled but not yet trained on when training on this one started.
         reported_by: by metric, the node that reported it.
         round_sizes: by returned node that ran in several rounds, the rows of each round.
+        skipped: the gates that skipped the update of the step.
     """
 
     columns: Mapping[str, DataProto]
@@ -34,6 +35,7 @@ class StepResult:
     filled: int | None = None
     reported_by: Mapping[str, str] = field(default_factory=dict)
     round_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
 
     def under(self, names: Mapping[str, str]) -> StepResult:
         """The same result with columns of some nodes added under other names (``{name: node}``)."""

@@ -40,6 +40,7 @@ class StepSnapshot:
         batches: for each round, the batch of each input.
         sampled: by node, its samples, which are not recomputed.
         rounds: for each round of a region that need not run again, its outputs for the result, by node.
+        skipped: the sampled gates that have skipped the update of the step.
     """
 
     batches: list[Mapping[str, DataProto]]
@@ -48,6 +49,7 @@ class StepSnapshot:
     seconds: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     rounds: Sequence[Mapping[str, Mapping[str, OutputHandle]]] = ()
+    skipped: frozenset[str] = frozenset()
 
 
 def save_snapshots(
@@ -70,6 +72,7 @@ def save_snapshots(
         metrics = {name: {key: asdict(metric) for key, metric in found.items()} for name, found in one.metrics.items()}
         inputs = [[*batches] for batches in one.batches]
         written = {"lag": lag, "inputs": inputs, "nodes": [*one.sampled], "metrics": metrics, "seconds": one.seconds}
+        written["skipped"] = sorted(one.skipped)
         written["rounds"] = [[*nodes] for nodes in one.rounds]
         written["rows"] = {name: found.rows for name, found in one.metrics.items()}
         (place / REPORTS).write_text(json.dumps(written), encoding="utf-8")
@@ -113,7 +116,9 @@ def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner
             name: Metrics({k: _metric(m) for k, m in found.items()}, rows=rows.get(name))
             for name, found in saved["metrics"].items()
         }
-        snapshots[int(place.name)] = StepSnapshot(batches, sampled, metrics, saved["seconds"], rounds=rounds)
+        skipped = frozenset(saved.get("skipped", ()))
+        parts = batches, sampled, metrics, saved["seconds"]
+        snapshots[int(place.name)] = StepSnapshot(*parts, rounds=rounds, skipped=skipped)
     return snapshots
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flowrl.core.graphs.graph import Node
+from flowrl.core.graphs.lineage import transfers
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
@@ -47,7 +48,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
     for node in plan.order:
         roles = node.roles
         separate = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
-        if separate and not node.is_sync:
+        if separate and not transfers(node):
             raise BindError(
                 f"{node.name} uses the roles {', '.join(map(repr, roles))}, but {separate[0]!r} runs in another "
                 f"process than {roles[0]!r}. Split {node.name} into two nodes with a column between them, or use roles "

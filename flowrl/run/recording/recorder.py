@@ -91,7 +91,7 @@ class Recorder:
             return table
         columns = {e: result.columns[e.node].columns[e.output] for e in self.edges(step) if self._ran(e, result)}
         with self._reported():
-            table = self._summaries.table(step, columns, result.metrics.rows, result.round_sizes)
+            table = self._summaries.table(step, columns, result.metrics.rows, result.round_sizes, result.skipped)
             self.rows = 0 if table is None else table.num_rows
             if table is not None:
                 _write(self._path(ROWS, step + 1), table, **_SMALL)

@@ -162,6 +162,7 @@ class RowSummaries:
         columns: Columns,
         reported: Mapping[str, Mapping[str, float]],
         round_sizes: Mapping[str, Sequence[int]],
+        skipped: Sequence[str] = (),
     ) -> pa.Table | None:
         """The summary of a step; None if no rows were sampled in it.
 
@@ -170,6 +171,7 @@ class RowSummaries:
             columns: the columns of the step, at least `needed`.
             reported: reported numbers of rows, by key and `row_id`; those of updates by number, see `UpdatesByRows`.
             round_sizes: the rows of each round, by node.
+            skipped: the gates that skipped the update of the step.
         """
         mask = columns.get(self.edges.get("response_mask", Edge("", "")))
         if mask is None or self.axis is None:
@@ -177,7 +179,7 @@ class RowSummaries:
         view = _View(self, step, columns, len(mask))
         found: dict[str, Any] = {"step": np.full(len(mask), step + 1), "row": np.arange(len(mask))}
         found |= view.names() | view.lengths(self._limit) | view.of_tokens() | view.of_groups()
-        found |= view.of_update(reported)
+        found |= view.of_update(reported, skipped)
         terms = view.of_terms()
         sizes = round_sizes.get(self.edges["response_mask"].node)
         found["round"] = None if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
@@ -331,8 +333,8 @@ class _View:
             found["mismatch"] = _over(mask, np.abs(rollout.astype(np.float64) - old), "max")
         if versions is not None:
             low = np.where(mask, versions, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max)
-            high = np.where(mask, versions, -1).max(1, initial=-1)
-            found["version_min"], found["version_max"] = np.where(high < 0, -1, low), high
+            high = np.where(mask, versions, np.iinfo(np.int64).min).max(1, initial=np.iinfo(np.int64).min)
+            found["version_min"], found["version_max"] = (np.where(mask.any(1), end, -1) for end in (low, high))
         elif (version := self.get("version")) is not None:
             found["version_min"] = found["version_max"] = version
         return found
@@ -368,8 +370,8 @@ class _View:
             found["group_spread"] = spread[group]
         return found
 
-    def of_update(self, reported: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-        """What the policy's first update does with each row, and which gate dropped the others."""
+    def of_update(self, reported: Mapping[str, Mapping[str, float]], skipped: Sequence[str]) -> dict[str, Any]:
+        """What the policy's first update does with each row, and which gate dropped the others, or skipped it."""
         fate = np.full(self.rows, "trained" if self.updates else "", dtype=object)
         trained: Rows | None = np.arange(self.rows)
         for axis in self.downstream:
@@ -379,6 +381,9 @@ class _View:
                 break
             fate[np.setdiff1d(before, after, assume_unique=True)] = maker_of(axis)
         found: dict[str, Any] = {"fate": fate}
+        if skipped:
+            fate[fate == "trained"] = skipped[0]
+            return found
         for update in self.updates[:1]:
             edge = self.edges.get("trained.response_mask")
             mask = None if edge is None else self.columns.get(edge)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from flowrl.core.graphs.fusing import describe as describe_fusing
 from flowrl.core.graphs.fusing import fused
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lineage import roles_of_tokens
+from flowrl.core.graphs.lineage import transfers, vocabularies
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.graphs.spans import spanned, swaps
 from flowrl.core.operators.session import Session
@@ -128,8 +128,9 @@ class Job(Generic[GraphT]):
         self._refuse_untrained()
         self._refuse_unable()
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
-        of_tokens = roles_of_tokens(self.graph)
-        refuse_other_vocabularies({role: b.starts_from for role, b in models if b.starts_from and role in of_tokens})
+        for encoder, roles in vocabularies(self.graph).items():
+            own = {encoder: self.graph[encoder].initial_operator.model} if encoder else {}  # type: ignore[attr-defined]
+            refuse_other_vocabularies(own | {r: b.starts_from for r, b in models if b.starts_from and r in roles})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)
@@ -227,6 +228,8 @@ class Job(Generic[GraphT]):
                 refuse_unfit(role, self.graph.bindings[role], sync, LiveWeightUpdate)
                 self.graph.bindings[role].refuse_swap(self.graph.lag.caches)
                 self._refuse_together(role, sync)
+        for node in (node for node in self.graph.nodes.values() if transfers(node) and not node.is_sync):
+            self.graph.bindings[node.writes[0]].refuse_follow()
         if not (lag := self.graph.lag.versions):
             return
         ahead = f"{self.graph.name} lets generation run {lag} version(s) ahead"

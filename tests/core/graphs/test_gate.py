@@ -182,7 +182,7 @@ def test_a_gate_may_run_in_some_steps_with_a_scheduled_function_predicate() -> N
     gate = waiting["filter"]
     assert gate.when == When(every=2)
     assert gate.in_step(2).when == When(every=2)
-    assert repr(gate.in_step(2).operator) == "Filter(predicate=long)"  # 3.0, its default
+    assert repr(gate.in_step(2).operator) == "Filter(predicate=long, max_skips=20, on_underfill='error')"  # 3.0
     assert waiting.whens("sync") == (When(every=2),)
     assert Graph.from_dict(waiting.to_dict()).fingerprint() == waiting.fingerprint()
     assert waiting.edit(drop=["filter"]).fingerprint() == GRPO.fingerprint()

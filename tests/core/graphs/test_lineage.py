@@ -29,7 +29,7 @@ from flowrl.operators import (
     UpdateActor,
 )
 from flowrl.protocols.protocols import Trainer
-from flowrl.records import PromptBatch, RolloutBatch, Updated
+from flowrl.records import FROZEN, PromptBatch, RolloutBatch, Updated
 from flowrl.run.engine.build import EngineBuilder
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, weights_of
@@ -214,7 +214,7 @@ def test_graphs_with_several_policies_run_two_steps(graph: Graph, others: tuple[
         assert all(math.isfinite(value) for value in result.metrics.compute().values())
     assert all(moved(weights, engines[role]) for role, weights in before.items())
     if others[:1] in (("judge",), ("opponent",)):
-        assert result.columns[others[0]].columns["policy_version"].unique().tolist() == [0]
+        assert result.columns[others[0]].columns["policy_version"].unique().tolist() == [FROZEN]
         assert engines[others[0]].receipt.transport == "folder"
     if graph.name == "twice":
         assert result.values["update_actor"]["updated"].version == 3

@@ -11,6 +11,7 @@ from torch import Tensor
 from flowrl.data.metrics import Metrics
 from flowrl.operators import KLLoss, PPOClip, UpdateActor, UpdateCritic, ValueClip
 from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
+from flowrl.schedules import Linear
 from tests.nightly import examples
 from tests.support.errors import raises
 from tests.support.rows.loss_rows import (
@@ -192,3 +193,22 @@ def test_logged_losses_are_means_over_mini_batches(aggregation: Aggregation, nor
         expected = {key: 3 * value / tokens for key, value in expected.items()}
     found = metrics.compute()
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_kl_coefficient_may_reach_zero_where_the_term_has_no_gradient() -> None:
+    """The loss and its gradient are then those without the term, also for a log-prob whose estimate overflows."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    falling = UpdateActor(kl=KLLoss("k3", Linear(0.1, 0.0, steps=2)))
+    kls = [falling.in_step(step).kl for step in range(4)]
+    assert [None if kl is None else kl.coef for kl in kls] == [0.1, 0.05, 0.0, 0.0]
+    assert "kl" in falling.effects and "kl" not in UpdateActor(kl=KLLoss("k3", 0.0)).effects
+    for kl, differs in ((kls[1], True), (kls[2], False)):
+        rows = make(PPOClip, mask, 0)
+        rows.batch.ref_log_prob[0, 0] = -rows.output[0, 0].detach() if differs else 1e30
+        gradients = []
+        for term in (None, kl):
+            output = rows.output.detach().clone().requires_grad_()
+            objective = TokenObjective(PPOClip(0.2), kl=term)
+            objective(output, None, rows.batch, objective.weights(mask), Metrics()).backward()
+            gradients.append(output.grad)
+        assert torch.equal(*gradients) != differs

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from flowrl.run.alarms.history import History
-from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Truncated
+from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Skips, Truncated
 from flowrl.run.alarms.rule import Rule
 from flowrl.run.alarms.shares import BASIS_OF_SIZE, blamable, shares
 from flowrl.run.recording.statistics import statistics
@@ -63,6 +63,13 @@ class TestRewards:
         assert "10%" in found.message and "50%" in found.message
         assert check(GroupsAlike(), steps(2, **alike), rows) is None
         assert check(GroupsAlike(), steps(3, **{**alike, "groups_all_wrong": 0.4}), rows) is None
+
+    def test_five_skipped_steps_in_a_row_are_an_alarm(self) -> None:
+        rows = table(score=[0.0])
+        found = check(Skips(), steps(5, gate_skipped=1.0), rows)
+        assert (found.metric, found.node) == ("gate/skipped", "gate")
+        assert check(Skips(), steps(4, gate_skipped=1.0), rows) is None
+        assert check(Skips(), [*steps(1, gate_skipped=0.0), *steps(4, gate_skipped=1.0)], rows) is None
 
     def test_groups_that_are_all_right_because_the_run_has_learned_are_no_alarm(self) -> None:
         rows = table(score=[1.0, 1.0], group_spread=[0.0, 0.0])
