@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.run.alarms import DEFAULT, Above, Falls, Jump, Rule
-from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Truncated
+from flowrl.run.alarms.row_rules import ConstantReward, GroupsAlike, OneComponent, Skips, Truncated
 from flowrl.run.alarms.rules import FEWEST, WINDOW
 from flowrl.run.alarms.run_rules import HeldOutFalls, Mismatch, NoRecording, NotFinite, NothingUpdated, Slow
 
@@ -24,7 +24,7 @@ that the nodes of its graph report. If two nodes report one name, the name of th
 
 Means are exact over ranks, micro-batches and mini-batches: numerators and denominators are summed before the division.
 "Tokens" are sampled tokens on `response_mask`. *Healthy* is what a run that learns shows; an alarm says when a run
-[warns](../how-to/looking.md#alarms) by default. An empty cell means that no value is better than another. NaN or
+[warns](../how-to/alarms.md) by default. An empty cell means that no value is better than another. NaN or
 infinity of any metric fires `NotFinite`.
 
 <!-- written by docs/metrics.py; the alarms are those of flowrl/run/alarms/defaults.py -->
@@ -64,6 +64,8 @@ def _worded(rule: Rule) -> tuple[tuple[str, ...], str]:
         case GroupsAlike(share, steps):
             text = f"above {share:g} in sum for {steps} steps, and the reward has not risen"
             return ("groups/all_right", "groups/all_wrong"), text
+        case Skips(steps=steps):
+            return ("skipped",), f"1 in {steps} steps in a row"
         case Truncated(share):
             return ("response_length/clip_ratio",), f"above {share:g}, and truncated rows score at most a tenth"
         case OneComponent(share):

@@ -66,8 +66,8 @@ OPERATORS = {
         *("SubtractBaseline", "KTOBaseline", "Whiten"),
     ),
     "corrections": ("RolloutCorrection", "CorrectLogitNorms", "MaskMismatch"),
-    "rows": ("Filter", "Collect", "Spread", "Length", "Ranked", "MaskOverlong"),
-    "updates": ("UpdateActor", "UpdateCritic", "UpdateRewardModel", "Sync"),
+    "rows": ("Filter", "Collect", "Spread", "Length", "Ranked", "MaskOverlong", "Replay", "Retokenize"),
+    "updates": ("UpdateActor", "UpdateCritic", "UpdateRewardModel", "Sync", "SyncReference"),
     "validations": ("PassAtK", "MajorityAtK", "PreferenceAccuracy"),
 }
 """The operators by what they are for, in the order of a step."""

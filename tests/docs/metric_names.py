@@ -19,7 +19,7 @@ PAGE = {name: entry for key, entry in _ENTRIES for name in key.split()}
 _REPORTS = {"mean", "sum", "min", "max", "tokens", "groups"}
 _VALUES = {
     "key": ("<key>",),
-    "limit": ("turns", "context"),
+    "limit": ("turns", "context", "segments"),
     "log": ("reward",),
     "node": ("<node>",),
     "quantity": ("ratio", "<estimator>"),
