@@ -17,6 +17,7 @@ from tests.docs.typed import Typist, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial"
 CHAPTERS = ("sums", "grpo", "operator", "loss")
+CHEAP = ("flowrl diff", "flowrl show", "flowrl plan", "python ")  # these start no engine and no Ray
 
 
 def without_runs(line: str) -> bool:
@@ -25,14 +26,14 @@ def without_runs(line: str) -> bool:
 
 
 def test_the_first_four_chapters_work_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=True)
+    reader = Typist(tmp_path, fast=True, in_process=("flowrl ", "python "))
     for name in CHAPTERS:
         reader.type(TUTORIAL / f"{name}.md")
 
 
 @pytest.mark.engines
 def test_the_chapter_on_vllm_works_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=False)
+    reader = Typist(tmp_path, fast=True, in_process=CHEAP)
     for name in CHAPTERS[:2]:
         reader.type(TUTORIAL / f"{name}.md", without_runs)
     reader.type(TUTORIAL / "vllm.md")
@@ -40,7 +41,7 @@ def test_the_chapter_on_vllm_works_with_fast_settings(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_the_chapter_on_ray_works_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=False)
+    reader = Typist(tmp_path, fast=True, in_process=CHEAP)
     for name in CHAPTERS[:2]:
         reader.type(TUTORIAL / f"{name}.md", without_runs)
     reader.type(TUTORIAL / "ray.md")
@@ -50,7 +51,7 @@ def test_the_chapter_on_ray_works_with_fast_settings(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_chapter_on_vllm_works_as_printed(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=False, in_process=False)
+    reader = Typist(tmp_path)
     for name in CHAPTERS[:2]:
         reader.type(TUTORIAL / f"{name}.md", without_runs)
     reader.type(TUTORIAL / "vllm.md")
@@ -60,7 +61,7 @@ def test_the_chapter_on_vllm_works_as_printed(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_chapter_on_ray_works_as_printed(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=False, in_process=False)
+    reader = Typist(tmp_path)
     for name in CHAPTERS[:2]:
         reader.type(TUTORIAL / f"{name}.md", without_runs)
     reader.type(TUTORIAL / "ray.md")
@@ -69,7 +70,7 @@ def test_the_chapter_on_ray_works_as_printed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a reader who has typed the first four chapters as printed."""
-    reader = Typist(tmp_path_factory.mktemp("reader"), fast=False, in_process=False)
+    reader = Typist(tmp_path_factory.mktemp("reader"))
     for name in CHAPTERS:
         reader.type(TUTORIAL / f"{name}.md")
     return reader.folder

@@ -2,7 +2,7 @@
 
 A Python block begins with the name of its file. A block ``sh`` is commands; a block ``text`` or ``mermaid`` after it is
 what they print, where … stands for omitted lines. Fast settings replace the numbers of `FAST` and keep 32 held-out
-rows; flowrl and Python then run in this process.
+rows.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Typist:
     Args:
         folder: where the reader starts.
         fast: use the fast settings.
-        in_process: run flowrl and Python here instead of in a shell; only with fast settings.
+        in_process: how commands begin that run in this process instead of a shell.
     """
 
-    def __init__(self, folder: Path, fast: bool, in_process: bool) -> None:
+    def __init__(self, folder: Path, fast: bool = False, in_process: tuple[str, ...] = ()) -> None:
         self.folder, self.fast, self.in_process = folder, fast, in_process
 
     def type(self, page: Path, skip: Callable[[str], bool] = lambda line: False) -> None:
@@ -93,8 +93,7 @@ class Typist:
 
     def _run(self, line: str, refused: bool) -> str:
         """What a command prints, with errors if the page shows that flowrl refuses it; it may change the folder."""
-        here = self.in_process and re.match(r"flowrl |python ", line)
-        code, printed, errors = self._run_here(line) if here else self._run_in_shell(line)
+        code, printed, errors = (self._run_here if line.startswith(self.in_process) else self._run_in_shell)(line)
         assert "Traceback" not in errors and (code in (1, 2) if refused else code == 0), f"{line}\n{printed}\n{errors}"
         if self.fast and (rows := self.folder / "heldout.jsonl").exists():
             rows.write_text("".join(rows.read_text(encoding="utf-8").splitlines(keepends=True)[:HELDOUT]))
