@@ -19,7 +19,7 @@ PAGES = ("first-run", "first-algorithm", "first-reward")
 
 def test_start_works_with_fast_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrl.demo.run.build", partial(build, steps=2))
-    reader = Typist(tmp_path, fast=True, in_process=True)
+    reader = Typist(tmp_path, fast=True, in_process=("flowrl ", "python "))
     for name in PAGES:
         reader.type(START / f"{name}.md")
 
@@ -27,7 +27,7 @@ def test_start_works_with_fast_settings(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_start_works_as_printed(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=False, in_process=False)
+    reader = Typist(tmp_path)
     for name in PAGES:
         reader.type(START / f"{name}.md")
 

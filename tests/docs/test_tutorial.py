@@ -17,59 +17,50 @@ from tests.docs.typed import Typist, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial"
 CHAPTERS = ("sums", "grpo", "operator", "loss")
+CHEAP = ("flowrl diff", "flowrl show", "flowrl plan", "python ")  # these start no engine and no Ray
 
 
-def without_runs(line: str) -> bool:
-    """For the chapters before the one that is tested: only their files and the model are needed."""
-    return line.startswith(("flowrl ", "tail ", "grep ", "python try_"))
+def type_after_two_chapters(reader: Typist, name: str) -> None:
+    """Type a chapter that builds on the files and the model of the first two; their runs are left out."""
+    for before in CHAPTERS[:2]:
+        reader.type(TUTORIAL / f"{before}.md", lambda line: line.startswith(("flowrl ", "tail ", "python try_")))
+    reader.type(TUTORIAL / f"{name}.md")
 
 
 def test_the_first_four_chapters_work_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=True)
+    reader = Typist(tmp_path, fast=True, in_process=("flowrl ", "python "))
     for name in CHAPTERS:
         reader.type(TUTORIAL / f"{name}.md")
 
 
 @pytest.mark.engines
 def test_the_chapter_on_vllm_works_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=False)
-    for name in CHAPTERS[:2]:
-        reader.type(TUTORIAL / f"{name}.md", without_runs)
-    reader.type(TUTORIAL / "vllm.md")
+    type_after_two_chapters(Typist(tmp_path, fast=True, in_process=CHEAP), "vllm")
 
 
 @pytest.mark.ray
 def test_the_chapter_on_ray_works_with_fast_settings(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=True, in_process=False)
-    for name in CHAPTERS[:2]:
-        reader.type(TUTORIAL / f"{name}.md", without_runs)
-    reader.type(TUTORIAL / "ray.md")
+    type_after_two_chapters(Typist(tmp_path, fast=True, in_process=CHEAP), "ray")
 
 
 @pytest.mark.engines
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_chapter_on_vllm_works_as_printed(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=False, in_process=False)
-    for name in CHAPTERS[:2]:
-        reader.type(TUTORIAL / f"{name}.md", without_runs)
-    reader.type(TUTORIAL / "vllm.md")
+    type_after_two_chapters(Typist(tmp_path), "vllm")
 
 
 @pytest.mark.ray
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_chapter_on_ray_works_as_printed(tmp_path: Path) -> None:
-    reader = Typist(tmp_path, fast=False, in_process=False)
-    for name in CHAPTERS[:2]:
-        reader.type(TUTORIAL / f"{name}.md", without_runs)
-    reader.type(TUTORIAL / "ray.md")
+    type_after_two_chapters(Typist(tmp_path), "ray")
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a reader who has typed the first four chapters as printed."""
-    reader = Typist(tmp_path_factory.mktemp("reader"), fast=False, in_process=False)
+    reader = Typist(tmp_path_factory.mktemp("reader"))
     for name in CHAPTERS:
         reader.type(TUTORIAL / f"{name}.md")
     return reader.folder
