@@ -1,4 +1,4 @@
-"""The Chinese of Start, Tutorial and Concepts is complete, with the same names, links and numbers, in the glossary's words.
+"""The Chinese of Start, Tutorial and Concepts is complete, in the glossary's words, with the same names and numbers.
 
 ``make docs`` refuses texts of these pages that have no translation; here are the catalogs and the README's twin.
 """
