@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl.protocols.protocols import CacheStats, LiveWeightUpdate, StreamingRollout
+from flowrl.records import FROZEN
 from tests.backends.hosted.toy import KEY, PROBE, Toy, expected, request_of
 from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
@@ -110,9 +111,9 @@ def test_sync_accepts_queued_requests_and_refuses_running_ones(engine: Toy, trai
     engine.submit(begun)
     engine.step()
     engine.submit(waits)
-    with raises("engine.requests-in-flight", engine="Toy", requests=1, request="begun", version=0):
+    with raises("engine.requests-in-flight", engine="Toy", requests=1, request="begun", version=FROZEN):
         engine.sync(later)
-    assert engine.receipt is not None and engine.receipt.version == 0
+    assert engine.receipt is not None and engine.receipt.version == FROZEN
     assert engine.step() == ["begun"]
     assert engine.take("begun") == expected(begun)
     engine.drop("waits")
@@ -146,7 +147,7 @@ def test_a_swap_changes_weights_between_two_tokens(engine: Toy, trainer: Any, ca
     engine.swap(Altered(trainer, version=9), caches)  # type: ignore[arg-type]
     assert engine.step() == ["waits"]
     assert engine.step() == ["begun", "late"]
-    for request, versions in ((begun, [0, 0, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
+    for request, versions in ((begun, [FROZEN, FROZEN, 5, 9, 9]), (late, [5, 9, 9]), (waits, [5, 9])):
         assert engine.take(request.name) == expected(request)._replace(versions=versions)
 
 

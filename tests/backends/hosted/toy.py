@@ -15,6 +15,7 @@ from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EngineError
 from flowrl.protocols.protocols import Caches, Request, Response, Sampling
+from flowrl.records import FROZEN
 from flowrl.sync.probe import Probe
 
 KEY = Key.of(3)
@@ -36,7 +37,7 @@ class Toy(HostedRollout):
         super().__init__(EngineSpec(folder, **settings), ChatTokenizer(folder), 0)
         self._probe, self._arithmetic = PROBE, self._dtype()
         self.calls: list[str] = []
-        self.alive, self.version, self.log_prob, self.fault = True, "0", -1.0, ""
+        self.alive, self.version, self.log_prob, self.fault = True, str(FROZEN), -1.0, ""
         self.death: str | None = None
         self.scores: Sequence[float] = ()
         self.idle: str | None = None  # a request that makes no progress
@@ -128,6 +129,6 @@ def request_of(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **
     return Request(name, ids, sampling, KEY.response(name, turn))
 
 
-def expected(request: Request, version: int = 0) -> Response:
+def expected(request: Request, version: int = FROZEN) -> Response:
     ids = completion(request.ids, request.key.bits & (2**63 - 1), request.sampling.max_new_tokens)
     return Response(ids, [-1.0] * len(ids), [version] * len(ids), "length")
