@@ -17,7 +17,6 @@ from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, templat
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
-
 Limit = Literal["turns", "context", "segments"]
 """The limits that end an episode."""
 

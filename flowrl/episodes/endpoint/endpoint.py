@@ -33,8 +33,8 @@ class Endpoint(Spec):
 
     Each episode has a key for a server on the loopback. A request continues the recorded tokens of the longest
     conversation that it repeats, see `flowrl.episodes.endpoint.messages`; otherwise it begins a segment, which
-    ``Interact(rewrites="segment")`` allows. The limits of `Interact` hold: `timeout` is the time in which a program must
-    send its next request, or end.
+    ``Interact(rewrites="segment")`` allows. The limits of `Interact` hold: `timeout` is the time until the next
+    request, or the end of the program.
 
     Args:
         agent: a command, which finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``FLOWRL_ROW`` (JSON) in its

@@ -1,11 +1,12 @@
 """Requests of OpenAI's chat completions: what the policy reads of them, and the canonical form of a conversation.
 
-Two messages are the same if the policy reads the same: null and absent fields, fields that no template reads, the ids of
-tool calls, and white space and the order of keys in their arguments do not count. Text always does.
+Two messages are the same if the policy reads the same: null and absent fields, fields that no template reads, the ids
+of tool calls, and white space and the order of keys in their arguments do not count. Text always does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -205,10 +206,8 @@ def _call(call: Any, names: dict[str, str], where: str) -> dict[str, Any]:
     names[str(call.get("id"))] = function["name"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # then the text itself is compared
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # the text itself is what it is compared by
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

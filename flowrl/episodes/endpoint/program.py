@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """`EndpointServer`: OpenAI's chat completions on the loopback, in a thread with an event loop of its own.
 
-The thread reads and writes HTTP and JSON; tokens and answers are those of the `Session` of the key. A streamed answer is
-sent at once when it is complete.
+The thread reads and writes HTTP and JSON; tokens and answers are those of the `Session` of the key. A streamed answer
+is sent at once when it is complete.
 """
 
 from __future__ import annotations

@@ -152,13 +152,13 @@ class Session:
             raise RequestError(
                 429, "rate_limit_exceeded", f"{MAX_WAITING} requests of this episode wait already. Send fewer at once."
             )
+        self._waiting += 1
         flight = Flight(request, asyncio.ensure_future(self._work(request)))
         self._flights.append(flight)
         self._latest[request.identity] = flight
         return flight
 
     async def _work(self, request: CompletionRequest) -> tuple[Context, Completion]:
-        self._waiting += 1
         async with self._room:
             self._waiting -= 1
             chat, in_flight = self.chat, len(self._busy)
