@@ -41,7 +41,7 @@ async def run_program(
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", supervised.__file__, *command),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=stdout,
                 stderr=stderr,
                 env={**os.environ, **environment},
