@@ -253,7 +253,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
     if not all(isinstance(one, str) and one for one in strings):
         raise _invalid("stop is not a string or a list of strings, none of them empty. Correct it.", "stop")
-    return strings  # type: ignore[return-value]
+    return strings
 
 
 def _invalid(message: str, param: str | None) -> RequestError:

@@ -22,7 +22,6 @@ from flowrl.lazy import package
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
 HOST = "127.0.0.1"
 
@@ -64,8 +63,8 @@ class EndpointServer:
         applications, routing = package("starlette.applications", "endpoint"), package("starlette.routing", "endpoint")
         responses = package("starlette.responses", "endpoint")
 
-        def handler(of: Callable[[Session, Request], Coroutine[Any, Any, Response]]) -> Any:
-            async def handle(request: Request) -> Response:
+        def handler(of: Callable[[Session, Request], Coroutine[Any, Any, Any]]) -> Any:
+            async def handle(request: Request) -> Any:
                 try:
                     return await of(self._session(request), request)
                 except RequestError as error:
@@ -73,7 +72,7 @@ class EndpointServer:
 
             return handle
 
-        async def complete(session: Session, request: Request) -> Response:
+        async def complete(session: Session, request: Request) -> Any:
             body = await _body(request)
             asked = parse(body, session.chat.broker.sampling, session.strict)
             retried = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -84,13 +83,13 @@ class EndpointServer:
                 return responses.Response(streamed(asked, data), 200, headers, "text/event-stream")
             return responses.Response(json.dumps(data), 200, headers, "application/json")
 
-        async def models(session: Session, request: Request) -> Response:
+        async def models(session: Session, request: Request) -> Any:
             listed = [{"id": "policy", "object": "model", "created": 0, "owned_by": "flowrl"}]
             return responses.JSONResponse({"object": "list", "data": listed})
 
-        async def score(session: Session, request: Request) -> Response:
+        async def score(session: Session, request: Request) -> Any:
             body = await _body(request)
-            value = body.get("score") if isinstance(body, dict) else None
+            value: Any = body.get("score") if isinstance(body, dict) else None
 
             async def reward() -> None:
                 session.reward(value)
@@ -98,7 +97,7 @@ class EndpointServer:
             await _answered(session.loop, reward(), request)
             return responses.JSONResponse({})
 
-        async def unknown(session: Session, request: Request) -> Response:
+        async def unknown(session: Session, request: Request) -> Any:
             raise RequestError(
                 404, "unknown_url", f"There is no {request.url.path}. Use {self.url}/chat/completions.", None
             )
