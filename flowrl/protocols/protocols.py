@@ -79,9 +79,7 @@ class Objective(Protocol[Batch_contra]):
         ...
 
     @property
-    def of_tokens(self) -> bool:
-        """Whether it is a sum over tokens of which each needs no other, so that it may be called on parts of a row."""
-        ...
+    def of_tokens(self) -> bool: ...  # a sum over tokens of which each needs no other, so parts of a row suffice
 
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics

@@ -55,8 +55,7 @@ class Pull:
     """Log-probs weighted by a column."""
 
     wants_entropy = False
-    of_distribution = None
-    of_tokens = True
+    of_distribution, of_tokens = None, True
 
     def __call__(self, output: Tensor, entropy: Any, batch: Ragged, weights: Tensor, metrics: Any) -> Tensor:
         return (weights * batch.pull * output).sum()

@@ -406,8 +406,7 @@ class Failing:
     """A loss that raises if `fails`."""
 
     wants_entropy = False
-    of_distribution = None
-    of_tokens = True
+    of_distribution, of_tokens = None, True
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
