@@ -141,6 +141,12 @@ class Interact(Sampler, Episodes, Operator):
                 "Interact(environment) or Interact(tools=[...]), or use Generate(...).",
                 code="episode.invalid-environment",
             )
+        if isinstance(self.environment, Endpoint) and self.tools:
+            raise _invalid(
+                "Interact has tools, but a program at an Endpoint runs its own. Leave tools out, and let the program "
+                "send the schemas of its tools.",
+                "Endpoint",
+            )
         self._toolbox  # noqa: B018 (refuses invalid tools)
         if self.max_segments is not None and self.rewrites == "refuse":
             raise ParameterError(

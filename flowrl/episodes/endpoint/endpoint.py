@@ -51,6 +51,7 @@ class Endpoint(Spec):
     """
 
     references: ClassVar[frozenset[str]] = frozenset({"agent"})
+    commands: ClassVar[frozenset[str]] = frozenset({"agent"})
     agent: tuple[str, ...] | str | Callable[..., Any]
     score: Literal["stdout"] | None = "stdout"
     parser: Literal["hermes", "json"] | Callable[..., Any] = "hermes"

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+import flowrl
 from flowrl.episodes import Endpoint, Row
 from flowrl.errors import ParameterError
+from flowrl.graphs import grpo
 from flowrl.operators import Interact
 from tests.episodes.scripted import played, say
+from tests.support.errors import raises
 
 ASK = """
 import json, os, sys, urllib.request
@@ -163,7 +166,18 @@ def test_invalid_agents_are_refused(agent: Any) -> None:
         Endpoint(agent)
 
 
+def test_a_file_with_a_command_is_loaded_only_with_imports(tmp_path: Path) -> None:
+    endpoint, file = Endpoint(["python", "agent.py"]), tmp_path / "graph.yaml"
+    graph = grpo(None, n=2).edit(replace={"generate": Interact(endpoint, max_new_tokens=4)}, drop=["reward"])
+    flowrl.save(graph, file)
+    with raises("file.not-imported", references=("the command 'python agent.py'",)):
+        flowrl.load(file)
+    assert flowrl.load(file, imports=True)["interact"].operator.environment == endpoint
+
+
 def test_interact_accepts_an_endpoint() -> None:
     endpoint = Endpoint(["python", "agent.py"])
     assert endpoint.agent == ("python", "agent.py")
     assert Interact(endpoint).environment == endpoint
+    with raises("episode.invalid-environment", name="Endpoint"):
+        Interact(endpoint, tools=[len])
