@@ -41,6 +41,8 @@ class Spec:
     """Whether a number in it, or in a spec that it contains, may be a `Schedule`."""
     references: ClassVar[frozenset[str]] = frozenset()
     """Fields whose strings name functions: files store these with the hash of the function's source."""
+    commands: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose lists are commands: files with these are loaded only with ``imports=True``."""
 
     def __init_subclass__(cls, definer: FrameType | None = None, **kwargs: Any) -> None:
         """`definer` is the frame that defines the class; None finds the one that executes the class statement."""

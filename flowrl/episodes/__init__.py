@@ -10,6 +10,7 @@ from flowrl.episodes.tools import Tool, Toolbox
 from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
+    from flowrl.episodes.endpoint.endpoint import Endpoint
     from flowrl.episodes.gymnasium import Gym
     from flowrl.episodes.openenv import OpenEnv
     from flowrl.episodes.text_env import TextEnvironment
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "Chat",
+    "Endpoint",
     "Environment",
     "EpisodeOver",
     "Gym",
@@ -33,5 +35,12 @@ __all__ = [
 ]
 
 __getattr__ = lazy(
-    __name__, {"Gym": "gymnasium", "OpenEnv": "openenv", "TextEnvironment": "text_env", "play_as_trl": "trl"}
+    __name__,
+    {
+        "Endpoint": "endpoint.endpoint",
+        "Gym": "gymnasium",
+        "OpenEnv": "openenv",
+        "TextEnvironment": "text_env",
+        "play_as_trl": "trl",
+    },
 )

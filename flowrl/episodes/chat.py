@@ -9,21 +9,23 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from flowrl.data.keys import Key
-from flowrl.data.text.control_tokens import unquoted
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, SampledSpan, Transcript
 from flowrl.data.waits import WaitRecorder
-from flowrl.episodes.environment import Answer, InvalidToolCall, Row, ToolCall, check_reward
+from flowrl.episodes.environment import (
+    MAX_EXTRA,
+    Answer,
+    InvalidToolCall,
+    Row,
+    ToolCall,
+    check_reward,
+    content_size,
+    text_size,
+)
+from flowrl.episodes.parsers.call_format import Tools
 from flowrl.episodes.tools import Toolbox, result_text, template_arguments
 from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
-
-MAX_EXTRA = 1 << 20
-"""Maximum characters of messages beyond the text of their content, such as other keys, per reply."""
-
-MAX_DEPTH = 100
-"""Maximum levels of lists and dicts in messages."""
-
 
 Limit = Literal["turns", "context", "segments"]
 """The limits that end an episode."""
@@ -85,11 +87,7 @@ class RequestBroker:
         self._pending[request.name] = response
         self._new.append(request)
         self._more.set()
-        self.environments.end()
-        try:
-            return await response
-        finally:
-            self.environments.begin()
+        return await response
 
     def enter(self) -> None:
         """Count an episode that starts, with its environment."""
@@ -98,6 +96,10 @@ class RequestBroker:
     def leave(self, name: str) -> None:
         """Remove an episode that is over: drop its requests."""
         self.environments.end()
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Drop a request, and what the engine retains for it."""
         self._pending.pop(name, None)
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
@@ -138,8 +140,9 @@ class Chat:
         clock: asyncio.Timeout,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._broker, self._row, self.limits, self._check = broker, row, limits, check
-        self._toolbox, self._clock, self._template_kwargs = toolbox, clock, template_kwargs
+        self.broker, self._row, self.limits, self.check = broker, row, limits, check
+        self._toolbox, self._clock, self.template_kwargs = toolbox, clock, template_kwargs
+        self._requests = 0  # in flight
         broker.enter()
         self.segments: list[Transcript] = []
         """The sequences that the policy read, in the order of their answers; a single one if the context only grew."""
@@ -156,6 +159,8 @@ class Chat:
         """How many tool calls ran."""
         self.tool_errors = 0
         """How many tool calls were invalid."""
+        self.counts: dict[str, int] = {}
+        """What else an agent counts, by the name of the metric, such as ``"retries"``."""
 
     @property
     def transcript(self) -> Transcript | None:
@@ -217,28 +222,53 @@ class Chat:
         if turn >= self.limits.turns:
             await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
             raise EpisodeOver("turns")
-        if self._exceeds_context(messages):
+        if self.exceeds_context(messages):
             await asyncio.sleep(0)
             raise EpisodeOver("context")
         try:
             transcript = self._extended(messages)
-            if (room := self.limits.context - len(transcript.ids)) < 1:
+            if len(transcript.ids) >= self.limits.context:
                 raise EpisodeOver("context")
         except EpisodeOver:
             await asyncio.sleep(0)
             raise
-        broker = self._broker
-        sampling = replace(broker.sampling, max_new_tokens=min(broker.sampling.max_new_tokens, room))
-        key = broker.key.response(self._row.row_id, turn)
-        request = Request(self._row.row_id, list(transcript.ids), sampling, key, retain_cache=True)
-        self._clock.reschedule(None)  # the policy has no time limit
-        response = await broker.ask(request)
-        self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
+        response = await self.sample(self._row.row_id, transcript.ids, turn)
+        return self.record(transcript, response)
+
+    async def sample(
+        self, name: str, ids: Sequence[int], turn: int, most: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Response:
+        """What the policy samples after these tokens.
+
+        Args:
+            name: of the request; those of an episode that are in flight at once need several.
+            most, stop: end the response earlier than the sampling of the node does.
+        """
+        broker, sampling = self.broker, self.broker.sampling
+        room = min(self.limits.context - len(ids), sampling.max_new_tokens if most is None else most)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), stop=(*sampling.stop, *stop))
+        request = Request(name, list(ids), sampling, broker.key.response(self._row.row_id, turn), retain_cache=True)
+        if not self._requests:
+            self._clock.reschedule(None)  # the policy has no time limit
+            broker.environments.end()
+        self._requests += 1
+        try:
+            response = await broker.ask(request)
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                broker.environments.begin()
+        if not self._requests:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
+        return response
+
+    def record(self, transcript: Transcript, response: Response) -> Answer:
+        """Append what the policy sampled to a segment, the last one."""
         answered = transcript.answer(response.ids, response.log_probs)
         self.rewards.append(0.0)
         self.versions.append(response.versions)
         self.cuts.append(response.ended == "length")
-        return Answer(answered.text, response.ids, turn, response.ended == "length")
+        return Answer(answered.text, response.ids, len(self.rewards) - 1, response.ended == "length")
 
     def stop_clock(self) -> None:
         """Stop this episode's clock, unless its time is over."""
@@ -271,11 +301,8 @@ class Chat:
         """
         if self._toolbox is None:
             return ()
-        if not self._toolbox.format.special:
-            return self._toolbox.calls(answer.text)
-        tokenizer, ids = self._broker.tokenizer, answer.ids
-        text = tokenizer.control_tokens.sampled(ids[:-1] if ids[-1] in tokenizer.ends else ids)
-        return [ToolCall(*map(unquoted, call)) for call in self._toolbox.calls(text, tokenizer)]
+        toolbox, tools = self._toolbox, Tools(self._toolbox.schemas, self.broker.tokenizer)
+        return toolbox.format.calls(answer.text, answer.ids, tools)
 
     async def tool(self, call: ToolCall) -> str:
         """Run a tool call; returns the text for the policy.
@@ -320,15 +347,15 @@ class Chat:
             replies.append({"role": "tool", "name": call.name, "content": content})
         return replies
 
-    def _exceeds_context(self, messages: Sequence[Message] | str | None) -> bool:
+    def exceeds_context(self, messages: Sequence[Message] | str | None) -> bool:
         """Whether messages have no room by their number or size alone, which is known without tokenizing them."""
         added = [{"content": messages}] if isinstance(messages, str) else messages or ()
         given = [*(self._rewritten or ()), *added]
-        characters = sum(map(_content_size, given))
-        if max(len(given), characters // self._broker.tokenizer.longest_token) > self.limits.context:
+        characters = sum(map(content_size, given))
+        if max(len(given), characters // self.broker.tokenizer.longest_token) > self.limits.context:
             return True
         most = characters + MAX_EXTRA
-        if _size(given, most) > most:
+        if text_size(given, most) > most:
             raise EpisodeError(
                 f"The messages have more than {MAX_EXTRA} characters outside of the text of their content; expected "
                 f"less. Remove what the policy does not read.",
@@ -385,60 +412,29 @@ class Chat:
         return None
 
     def _begin(self, conversation: Sequence[Message]) -> Transcript:
-        arguments = template_arguments(self._broker.tokenizer, self._toolbox, self._template_kwargs)
-        return self._add(Transcript(self._broker.tokenizer, conversation, self._check, arguments))
+        arguments = template_arguments(self.broker.tokenizer, self._toolbox, self.template_kwargs)
+        return self._add(Transcript(self.broker.tokenizer, conversation, self.check, arguments))
 
     def _add(self, segment: Transcript) -> Transcript:
         """Begin a segment; the last one is dropped if the policy answered nothing in it."""
         if self.segments and not self.segments[-1].own:
             self.segments.pop()
-        if self.segments and self.limits.rewrites == "refuse":
+        self.allow_segment(len(self.segments))
+        self.segments.append(segment)
+        return segment
+
+    def allow_segment(self, number: int) -> None:
+        """Raise `EpisodeError` or `EpisodeOver` if there is no room for the segment of this number, from 0."""
+        if number and self.limits.rewrites == "refuse":
             raise EpisodeError(
                 f"The agent rewrote the conversation after {len(self.rewards)} answers, but this episode is a single "
                 f"sequence of tokens, which only grows. Pass Interact(rewrites='segment') to train on several.",
                 code="episode.rewritten-context",
                 answers=len(self.rewards),
             )
-        if self.limits.segments is not None and len(self.segments) >= self.limits.segments:
+        if self.limits.segments is not None and number >= self.limits.segments:
             raise EpisodeOver("segments")
-        self.segments.append(segment)
-        return segment
 
 
 def _is_answer(message: object) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
-
-
-def _content_size(message: object) -> int:
-    """Characters of a message's content: a text, or a list of parts with texts."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list | tuple) else ()
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _size(messages: object, most: int) -> int:
-    """Characters of all text in messages, plus one for each value in them; counts little more than `most`.
-
-    Raises:
-        EpisodeError: they nest too deeply for a template.
-    """
-    total, left = 0, [(messages, 0)]
-    while left and total <= most:
-        value, depth = left.pop()
-        if depth > MAX_DEPTH:
-            raise EpisodeError(
-                f"The messages nest more than {MAX_DEPTH} levels deep; expected messages such as "
-                f'{{"role": "user", "content": "..."}}. Reply with text.',
-                code="episode.invalid-reply",
-                field="messages",
-                limit=MAX_DEPTH,
-            )
-        total += len(value) if isinstance(value, str | bytes) else 1
-        if isinstance(value, Mapping):
-            left += [(each, depth + 1) for each in (*value.keys(), *value.values())]
-        elif isinstance(value, list | tuple):
-            left += [(each, depth + 1) for each in value]
-    return total

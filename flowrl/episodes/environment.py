@@ -13,6 +13,12 @@ from flowrl.errors import EpisodeError, short, type_of
 MAX_REWARD = 3.4028234663852886e38
 """The largest float32."""
 
+MAX_EXTRA = 1 << 20
+"""Maximum characters of messages beyond the text of their content, such as other keys, per reply."""
+
+MAX_DEPTH = 100
+"""Maximum levels of lists and dicts in messages."""
+
 
 class Row(NamedTuple):
     """A row of the prompts, from which an episode starts.
@@ -142,3 +148,38 @@ def check_reward(value: object) -> float:
             found=short(value),
         )
     return float(cast(float, value))
+
+
+def content_size(message: object) -> int:
+    """Characters of a message's content: a text, or a list of parts with texts."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list | tuple) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def text_size(messages: object, most: int) -> int:
+    """Characters of all text in messages, plus one for each value in them; counts little more than `most`.
+
+    Raises:
+        EpisodeError: they nest too deeply for a template.
+    """
+    total, left = 0, [(messages, 0)]
+    while left and total <= most:
+        value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise EpisodeError(
+                f"The messages nest more than {MAX_DEPTH} levels deep; expected messages such as "
+                f'{{"role": "user", "content": "..."}}. Reply with text.',
+                code="episode.invalid-reply",
+                field="messages",
+                limit=MAX_DEPTH,
+            )
+        total += len(value) if isinstance(value, str | bytes) else 1
+        if isinstance(value, Mapping):
+            left += [(each, depth + 1) for each in (*value.keys(), *value.values())]
+        elif isinstance(value, list | tuple):
+            left += [(each, depth + 1) for each in value]
+    return total

@@ -12,6 +12,7 @@ does, so `imports` decides:
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,8 @@ def refuse_foreign(data: Any, source: object, call: str) -> None:
     """Refuse data whose code the program has not imported; `call` is the Python call that would import it."""
     if foreign := sorted(set(_foreign(data))):
         raise GraphError(
-            f"{source} names code that flowrl would have to import, and an import runs its file: {', '.join(foreign)}. "
+            f"{source} names code that flowrl would have to import, which runs its file, or a command: "
+            f"{', '.join(foreign)}. "
             f"If you trust it, call {call}.",
             code="file.not-imported",
             path=source,
@@ -151,18 +153,22 @@ def _foreign(data: Any) -> Iterator[str]:
         forms = [data[key] for key in ("$type", "$class", "$function", "$named") if key in data]
         named = [path for path in forms if isinstance(path, str)]
         if isinstance(kind := data.get("$type"), str) and not _is_foreign(kind):
-            named += [path for key, path in data.items() if key in _reference_fields(kind) and isinstance(path, str)]
+            named += [
+                path for key, path in data.items() if key in _fields(kind, "references") and isinstance(path, str)
+            ]
+            commands = (data[key] for key in _fields(kind, "commands") if isinstance(data.get(key), list | tuple))
+            yield from (f"the command {shlex.join(map(str, command))!r}" for command in commands)
         yield from filter(_is_foreign, named)
         yield from _foreign(list(data.values()))
 
 
-def _reference_fields(kind: str) -> Collection[str]:
-    """The fields of a spec that hold references; none if it is not a spec, which `decode` refuses."""
+def _fields(kind: str, what: str) -> Collection[str]:
+    """The fields of a spec that hold references or commands; none if it is not a spec, which `decode` refuses."""
     try:
         spec = named(kind) if kind.isidentifier() else _object(kind, kind, None)
     except FlowrlError:
         return ()
-    return getattr(spec, "references", ())
+    return getattr(spec, what, ())
 
 
 def _is_foreign(path: str) -> bool:

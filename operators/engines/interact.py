@@ -24,6 +24,7 @@ from flowrl.data.segments import restart
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.data.text.transcript import Check
 from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
+from flowrl.episodes.endpoint.endpoint import Endpoint
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.parsers import call_format
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
@@ -88,8 +89,8 @@ class Interact(Sampler, Episodes, Operator):
 
     Args:
         environment: an `Environment` class, or an agent (``async def agent(chat, row)``, which returns the score), or
-            a reference to one: ``"triage.py:Triage"``. None plays with tools only: an episode ends with the first
-            response that calls no tool.
+            a reference to one: ``"triage.py:Triage"``, or an `Endpoint` for programs that speak OpenAI's API. None
+            plays with tools only: an episode ends with the first response that calls no tool.
         max_turns: maximum number of responses in an episode.
         context: maximum number of tokens in an episode, prompt included; with `rewrites`, in each of its segments.
         timeout: seconds that the environment may take between two responses.
@@ -141,6 +142,12 @@ class Interact(Sampler, Episodes, Operator):
                 "Interact has neither an environment nor tools, so every episode would be a single response. Pass "
                 "Interact(environment) or Interact(tools=[...]), or use Generate(...).",
                 code="episode.invalid-environment",
+            )
+        if isinstance(self.environment, Endpoint) and self.tools:
+            raise _invalid(
+                "Interact has tools, but a program at an Endpoint runs its own. Leave tools out, and let the program "
+                "send the schemas of its tools.",
+                "Endpoint",
             )
         self._toolbox  # noqa: B018 (refuses invalid tools)
         if self.max_segments is not None and self.rewrites == "refuse":
@@ -315,6 +322,8 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
     metrics.sum("episodes/tried_again", sum(one.tries - 1 for one in results))
     metrics.sum("episodes/tool_calls", sum(one.chat.tool_calls for one in results))
     metrics.sum("episodes/tool_errors", sum(one.chat.tool_errors for one in results))
+    for name in sorted({name for one in results for name in one.chat.counts}):
+        metrics.sum(f"episodes/{name}", sum(one.chat.counts.get(name, 0) for one in results))
     for limit in ("turns", "context", "segments") if segmented else ("turns", "context"):
         metrics.sum(f"episodes/out_of_{limit}", sum(one.ended == limit for one in results))
     metrics.mean("episodes/waiting", waited, seconds)
@@ -323,6 +332,8 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
 
 def refuse_invalid_environment(environment: Any) -> None:
     """Refuse what is neither an `Environment` class nor an agent."""
+    if isinstance(environment, Endpoint):
+        return
     if isinstance(environment, type) and issubclass(environment, Environment):
         name = environment.__name__
         if environment.step is Environment.step:

@@ -53,10 +53,11 @@ class Scripted:
 
     def submit(self, request: Request) -> None:
         assert request.name not in self._under_way and request.name not in self._done
-        turn = next(turn for turn in range(100) if KEY.response(request.name, turn) == request.key)
+        row = request.name.partition("~")[0]  # further requests of an episode that are in flight at once
+        turn = next(turn for turn in range(100) if KEY.response(row, turn) == request.key)
         self.requests.append(request)
         (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
-        ids = [*self._tokenizer.encode(self._script(request.name, turn)), end]
+        ids = [*self._tokenizer.encode(self._script(row, turn)), end]
         self._under_way[request.name] = (ids[: request.sampling.max_new_tokens], 0)
         self.most = max(self.most, len(self._under_way))
 

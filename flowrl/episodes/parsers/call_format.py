@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flowrl.data.text.control_tokens import unquoted
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.environment import InvalidToolCall, ToolCall
 
@@ -52,6 +53,18 @@ class CallFormat:
     write: Callable[[Sequence[ToolCall]], str]
     special: bool = False
     several: bool = True
+
+    def calls(self, text: str, ids: Sequence[int], tools: Tools) -> Sequence[ToolCall]:
+        """The calls in an answer: in its text, or if special tokens mark them, in the text of its tokens.
+
+        Raises:
+            InvalidToolCall: one is malformed.
+        """
+        if not self.special or tools.tokenizer is None:
+            return self.parse(text, tools)
+        ended = ids[-1] in tools.tokenizer.ends
+        marked = tools.tokenizer.control_tokens.sampled(ids[:-1] if ended else ids)
+        return [ToolCall(*map(unquoted, call)) for call in self.parse(marked, tools)]
 
 
 def call_of(written: object, arguments: Sequence[str] = ("arguments",)) -> ToolCall:

@@ -15,11 +15,12 @@ import torch
 
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
-from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
+from flowrl.episodes import Answer, Chat, Endpoint, Environment, Reply, Row, ToolCall
 from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, StreamingRollout
 from tests.engines.contract.answers import GREEDY, KEY, assert_log_probs_of, logits_of, names, ragged, rows
 from tests.engines.contract.sources import Altered
+from tests.episodes.endpoint.clients import Client
 from tests.operators.engines.test_interact import prompts_of
 from tests.support.errors import raises
 from tests.support.models import EOS, VOCAB
@@ -114,6 +115,14 @@ class Counts(Environment):
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
+
+
+async def speaks(url: str, key: str, row: Row) -> float:
+    client = Client(url, key, row)
+    async with client.http:
+        await client.ask()
+        await client.ask("Sure?", max_tokens=5)
+    return 1.0
 
 
 async def doubter(chat: Chat, row: Row) -> float:
@@ -224,8 +233,13 @@ class RequestTests:
 
     @pytest.mark.parametrize(
         "settings",
-        [{"environment": Counts}, {"environment": doubter}, {"tools": [letters], "parser": calling}],
-        ids=["environment", "agent", "tools"],
+        [
+            {"environment": Counts},
+            {"environment": doubter},
+            {"tools": [letters], "parser": calling},
+            {"environment": Endpoint(speaks)},
+        ],
+        ids=["environment", "agent", "tools", "endpoint"],
     )
     def test_episodes_have_exact_tokens_and_log_probs(
         self, engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

@@ -15,10 +15,11 @@ from flowrl.backends import TorchRollout
 from flowrl.core.operators.operator import Operator
 from flowrl.data.waits import SHORT
 from flowrl.distributed.place import Colocate, Split
-from flowrl.episodes import Answer, Chat, Environment, Reply, Row
+from flowrl.episodes import Answer, Chat, Endpoint, Environment, Reply, Row
 from flowrl.operators import GroupAdvantage, Interact, TurnGroupAdvantage
 from flowrl.run.engine.timeline import Timeline, idle
 from flowrl.run.placement.place import Place
+from tests.episodes.endpoint.clients import Client
 from tests.on_ray.parity.test_parity import numbers
 from tests.support.jobs import job_of
 from tests.support.runs import lines
@@ -50,6 +51,16 @@ async def forgets(chat: Chat, row: Row) -> float:
     return len(first.ids) / 8 + len(third.ids) / 4
 
 
+async def speaks(url: str, key: str, row: Row) -> float:
+    """Three turns over HTTP."""
+    client, length = Client(url, key, row), 0
+    async with client.http:
+        for turn in range(3):
+            length += len((await client.ask(f"{length} characters" if turn else None))["content"])
+    await asyncio.sleep(2 * SHORT)
+    return length / 8
+
+
 def deterministic(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """`numbers` without the waiting times for environments."""
     return [{key: value for key, value in one.items() if key != "episodes/waiting"} for one in numbers(records)]
@@ -62,6 +73,7 @@ def deterministic(records: Sequence[Mapping[str, float]]) -> list[dict[str, floa
         pytest.param(2, Colocate(2), GroupAdvantage(), Interact(Longer, **SETTINGS), marks=pytest.mark.nightly),
         (2, Colocate(2), TurnGroupAdvantage(), Interact(Longer, **SETTINGS)),
         (2, Colocate(2), TurnGroupAdvantage(), Interact(forgets, rewrites="segment", **SETTINGS)),
+        (2, Colocate(2), TurnGroupAdvantage(), Interact(Endpoint(speaks), **SETTINGS)),
     ],
 )
 def test_episodes_equal_those_of_one_process(
