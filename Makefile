@@ -26,7 +26,7 @@ PYTEST          := $(BIN)/python -m pytest --durations 10
 ENGINES_PYTEST  := $(ENGINES)/bin/python -m pytest --durations 10
 TWO_PROCESSES   := --numprocesses 2 --dist worksteal
 
-PICTURES_TESTS  := tests/draw/test_pictures.py tests/look/page/test_in_browser.py $(wildcard tests/docs/test_*_in_browser.py)
+PICTURES_TESTS  := tests/draw/test_pictures.py tests/look/page/test_in_browser.py $(wildcard tests/docs/site/test_*_in_browser.py)
 MAIN_TESTS      := tests $(addprefix --ignore ,tests/on_ray $(PICTURES_TESTS))
 # `make test-docs` and `make check` run these.
 ELSEWHERE       := $(addprefix --ignore ,tests/docs tests/repository)

@@ -7,8 +7,8 @@ A file holds the codes of one group, such as ``graph.toml``::
     example = '''grpo("my_reward.py:score").edit(drop=["whitten"])'''
     fix = '''grpo("my_reward.py:score").edit(drop=["whiten"])'''
 
-Example and fix are Python that runs in the folder of the docs' examples (`tests/docs/test_error_codes.py` runs both):
-the example raises the error, the fix does not.
+Example and fix are Python that runs in the folder of the docs' examples; `tests/docs/reference/test_error_codes.py`
+runs both: the example raises the error, the fix does not.
 """
 
 from __future__ import annotations

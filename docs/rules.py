@@ -1,8 +1,8 @@
 """Write docs/reference/rules.md, the page of all rules, from the table of rules and docs/rules.toml:
 ``python docs/rules.py``.
 
-Example and fix of a rule run after `HEAD` (`tests/docs/test_rules.py` runs both): the example breaks the rule, the fix
-breaks none. The message on the page is that of the example.
+Example and fix of a rule run after `HEAD`; `tests/docs/reference/test_rules.py` runs both: the example breaks the rule,
+the fix breaks none. The message on the page is that of the example.
 """
 
 from __future__ import annotations

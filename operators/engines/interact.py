@@ -109,7 +109,7 @@ class Interact(Sampler, Episodes, Operator):
             or crash are killed with all processes that they started; see `flowrl.episodes.processes`. They must be
             importable, at the top level of a module or file.
         rewrites: what to do where the next prompt does not continue what was said, because the template rewrites
-            earlier turns or the agent calls ``Chat.rewrite``: ``"refuse"`` is an error; ``"segment"`` begins a new
+            earlier turns or the agent calls ``chat.rewrite()``: ``"refuse"`` is an error; ``"segment"`` begins a new
             segment, see `flowrl.data.segments`. An episode remains one row.
         max_segments: maximum number of segments in an episode, which then ends; None is no limit.
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos, min_p, repetition_penalty,

@@ -13,7 +13,7 @@ import torch
 from flowrl import graphs
 from flowrl.graph import Graph
 from flowrl.operators import DPO, GroupAdvantage, KLLoss, PPOClip
-from tests.docs.metric_names import undocumented
+from tests.docs.reference.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.kernel import exact

@@ -14,7 +14,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import dpo, ipo, kto, orpo, simpo
 from flowrl.operators import IPO, KTO, ORPO, MismatchResponses, SimPO
 from flowrl.records import UnpairedBatch
-from tests.docs.metric_names import undocumented
+from tests.docs.reference.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.jobs import bind_tiny
 from tests.support.runs import walk

@@ -16,7 +16,7 @@ from flowrl.graphs import reward_model
 from flowrl.operators import BradleyTerry, PPOClip, PreferenceAccuracy, UpdateRewardModel
 from flowrl.records import PreferenceBatch
 from flowrl.run.engine.build import EngineBuilder
-from tests.docs.metric_names import undocumented
+from tests.docs.reference.metric_names import undocumented
 from tests.support.errors import raises
 from tests.support.runs import walk
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flowrl.run.alarms import DEFAULT, History
 from tests import ROOT
-from tests.docs.metric_names import GENERATOR, PAGE, reported, undocumented
+from tests.docs.reference.metric_names import GENERATOR, PAGE, reported, undocumented
 from tests.support.jobs import job_of
 from tests.support.rewards import asks_for_digits
 from tests.support.runs import lines, train
