@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import typer.main
@@ -15,8 +14,7 @@ from flowrl.app.cli import app
 PAGE = Path(__file__).resolve().parent / "reference" / "command-line.md"
 HEAD = """# Command line
 
-`flowrl COMMAND --help` prints what this page lists. Some commands and backends need an extra of the package, as in
-`pip install 'flowrl[ray,look]'`. The extras are {extras}.
+`flowrl COMMAND --help` prints what this page lists. Some commands need an [extra](../start/install.md#extras).
 
 ```sh
 flowrl show examples/think.py:graph --to graph.html   # or .md, .svg, .json, .yaml; without --to: Mermaid
@@ -48,9 +46,7 @@ algorithm. Invalid usage prints one paragraph and exits with 2; `--debug`, at an
 def page() -> str:
     """The page as Markdown."""
     group = typer.main.get_command(app)
-    project = tomllib.loads((PAGE.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = sorted(set(project["optional-dependencies"]) - {"dev", "docs"})
-    parts = [HEAD.replace("{extras}", ", ".join(f"`{extra}`" for extra in extras))]
+    parts = [HEAD]
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         context = typer.Context(command, info_name=f"flowrl {name}")
         usage = f"flowrl {name} {' '.join(command.collect_usage_pieces(context))}"
