@@ -10,6 +10,7 @@ import pytest
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import Caches
+from flowrl.records import FROZEN
 from tests.backends.hosted.toy import PROBE, Toy, expected, request_of
 from tests.engines.contract.sources import Altered
 from tests.support.errors import raises
@@ -90,7 +91,7 @@ def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
 
 
 def test_an_error_ends_the_engine_and_all_requests_in_flight(broken: Toy) -> None:
-    facts: dict[str, Any] = {"short": {"found": 2, "reason": "length"}, "version": {"found": ("13",), "expected": (0,)}}
+    facts: dict[str, Any] = {"short": {"found": 2, "reason": "length"}, "version": {"found": ("13",), "expected": (FROZEN,)}}
     codes = {"short": "engine.truncated-response", "version": "engine.version-mismatch"}
     code = codes.get(broken.fault, "engine.call-failed")
     expected = raises(code, **facts.get(broken.fault, {}))

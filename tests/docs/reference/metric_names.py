@@ -21,6 +21,7 @@ _VALUES = {
     "key": ("<key>",),
     "limit": ("turns", "context", "segments"),
     "log": ("reward",),
+    "name": ("overridden", "retries", "abandoned", "refused"),
     "node": ("<node>",),
     "quantity": ("ratio", "<estimator>"),
     "self._prefix": ("actor", "critic", "reward_model"),
