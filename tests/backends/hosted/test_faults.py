@@ -91,7 +91,8 @@ def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
 
 
 def test_an_error_ends_the_engine_and_all_requests_in_flight(broken: Toy) -> None:
-    facts: dict[str, Any] = {"short": {"found": 2, "reason": "length"}, "version": {"found": ("13",), "expected": (FROZEN,)}}
+    facts: dict[str, Any] = {"short": {"found": 2, "reason": "length"}}
+    facts["version"] = {"found": ("13",), "expected": (FROZEN,)}
     codes = {"short": "engine.truncated-response", "version": "engine.version-mismatch"}
     code = codes.get(broken.fault, "engine.call-failed")
     expected = raises(code, **facts.get(broken.fault, {}))
