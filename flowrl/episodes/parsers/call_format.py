@@ -28,8 +28,8 @@ class Tools(NamedTuple):
         for schema in self.schemas:
             function = schema["function"]
             if function["name"] == tool:
-                found = function["parameters"].get("properties", {}).get(name, {})
-                return {"$defs": function["parameters"].get("$defs", {}), **found}
+                parameters = function.get("parameters") or {}  # OpenAI's schemas may omit them
+                return {"$defs": parameters.get("$defs", {}), **parameters.get("properties", {}).get(name, {})}
         return {}
 
 
