@@ -181,3 +181,6 @@ def test_interact_accepts_an_endpoint() -> None:
     assert Interact(endpoint).environment == endpoint
     with raises("episode.invalid-environment", name="Endpoint"):
         Interact(endpoint, tools=[len])
+    with raises("episode.invalid-environment", name="Endpoint"):
+        Interact(endpoint, parser="kimi")
+    assert Interact(Endpoint(["python", "agent.py"], parser="kimi")).parser == "hermes"
