@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from flowrl import PromptBatch, Role, algorithm
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.core.operators.loss import Loss
-from flowrl.data.proto.column_math import objects
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.graph import Graph
@@ -186,12 +185,3 @@ def test_another_tokenizer_is_refused_unless_rows_go_by_text(tiny: str, prompts_
     wrong = by_text().edit(set={"retokenize.model": other})
     with raises("tokenizer.vocabulary-mismatch", role="actor", other="retokenize"):
         bound(wrong, tiny, other).refuse_unready(4)
-
-
-def test_episodes_of_several_turns_are_not_retokenized(tiny: str) -> None:
-    prompts = objects([[{"role": "user", "content": "1 + 1"}]] * 3)
-    mask = torch.tensor([[True, True, False], [False, False, False], [True, False, True]])
-    with raises("rows.several-turns", node="retokenize", row=2):
-        Retokenize(tiny, max_new_tokens=3)(prompts, objects(["2"] * 3), mask, torch.zeros(3, dtype=torch.int64))
-    once = Retokenize(tiny, max_new_tokens=3)(prompts[:2], objects(["2"] * 2), mask[:2], torch.zeros(2).long())
-    assert once.response_mask.any(-1).all()
