@@ -118,7 +118,9 @@ class RequestBroker:
             for request in new:
                 self._engine.submit(request)
             for name in self._engine.step():
-                self._pending.pop(name).set_result(self._engine.take(name))
+                response, asked = self._engine.take(name), self._pending.pop(name)
+                if not asked.cancelled():  # by an episode that has ended meanwhile
+                    asked.set_result(response)
             await asyncio.sleep(0)
 
 

@@ -149,6 +149,12 @@ class Interact(Sampler, Episodes, Operator):
                 "send the schemas of its tools.",
                 "Endpoint",
             )
+        if isinstance(self.environment, Endpoint) and self.parser != "hermes":
+            raise _invalid(
+                f"Interact has parser={self.parser!r}, but an Endpoint parses the calls of its policy. Pass "
+                f"Interact(Endpoint(..., parser={self.parser!r})) instead.",
+                "Endpoint",
+            )
         self._toolbox  # noqa: B018 (refuses invalid tools)
         if self.max_segments is not None and self.rewrites == "refuse":
             raise ParameterError(

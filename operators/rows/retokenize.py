@@ -8,12 +8,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.data.proto.column_math import objects
 from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import DataError
 from flowrl.padding import assemble, pad_right
 
 
@@ -45,7 +47,7 @@ class Retokenize(Operator):
         chat_template_kwargs: arguments of the chat template.
 
     Raises:
-        DataError: the folder has no tokenizer, or its chat template rejects a prompt.
+        DataError: the folder has no tokenizer, its chat template rejects a prompt, or a row has several turns.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -70,6 +72,7 @@ class Retokenize(Operator):
         response_mask: c.ResponseMask,
         policy_version: c.PolicyVersion,
     ) -> Retokenized:
+        _refuse_several_turns(response_mask, self.name)
         tokenizer, device = _tokenizer(self.model), response_mask.device
         prompts, prompt_mask = tokenizer.pad_left(
             [tokenizer.prompt_ids(messages, self.chat_template_kwargs) for messages in raw_prompt]
@@ -89,6 +92,21 @@ class Retokenize(Operator):
             objects(response_text),
             torch.ones(len(mask), device=device),
             policy_version,
+        )
+
+
+def _refuse_several_turns(response_mask: Tensor, node: str) -> None:
+    """Refuse episodes, whose text is that of their last turn."""
+    begins = response_mask & ~torch.nn.functional.pad(response_mask[:, :-1], (1, 0))
+    several = (begins.sum(-1) > 1).nonzero().flatten().tolist()
+    if several:
+        raise DataError(
+            f"Row {several[0]} ({len(several)} of {len(response_mask)}) of {node} has several turns, but its "
+            f"response_text is the last of them only, which does not follow the prompt. Sample with Generate(...) or "
+            f"Interact(..., max_turns=1).",
+            code="rows.several-turns",
+            node=node,
+            row=several[0],
         )
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.episodes import ToolCall
+from flowrl.episodes import InvalidToolCall, ToolCall
 from flowrl.episodes.parsers import PARSERS, call_format
 from flowrl.episodes.parsers.call_format import Tools
 from tests.episodes.parsers.test_parsers import EXAMPLES
@@ -163,3 +163,12 @@ def test_vllms_own_parsers_by_name(tokenizer: ChatTokenizer) -> None:
     assert [*by_vllm("lfm2", text, Tools(schemas([call]), tokenizer))] == [call]
     with raises("tool.unknown-parser", parser="vllm:hermess"):
         by_vllm("hermess", text, Tools([], tokenizer))
+
+
+def test_arguments_that_a_parser_of_vllm_does_not_parse_are_an_invalid_call(tokenizer: ChatTokenizer) -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.tool_0:0<|tool_call_argument_begin|>"
+        '{"key_0": x}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    with pytest.raises(InvalidToolCall, match="expected a JSON object"):
+        by_vllm("kimi_k2", text, Tools(schemas([ToolCall("tool_0", {"key_0": "x"})]), tokenizer))

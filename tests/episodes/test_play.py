@@ -136,6 +136,19 @@ def test_the_environment_time_limit_excludes_generation() -> None:
     assert episodes[0].ended == "done"
 
 
+def test_an_episode_may_end_while_its_last_token_is_sampled() -> None:
+    async def gives_up(chat: Chat, row: Row) -> None:
+        answer = asyncio.create_task(chat.answer())
+        for _ in range(1 + row.ground_truth):  # the number of the row: some give up in the step of the last token
+            await asyncio.sleep(0)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+
+    episodes, _ = played(gives_up, say, count=20)
+    assert [one.fault for one in episodes] == [None] * 20
+    assert {len(one.chat.rewards) for one in episodes} == {0, 1}
+
+
 class TestLimits:
     def test_max_turns_ends_an_episode(self) -> None:
         (one,), engine = played(Three, say, turns=2)

@@ -70,12 +70,12 @@ class Transcript:
                 expected=get_args(Check),
             )
         self._tokenizer, self._check, self._arguments = tokenizer, check, template_kwargs
-        self.messages: list[Message] = list(messages)
-        """The conversation, with responses as the policy sampled them."""
-        self.template_messages: list[Message] = list(messages)
-        """The conversation as the template gets it, with responses in the forms that it renders unchanged."""
         self.ids: list[int] = tokenizer.prompt_ids(messages, template_kwargs)
         """All tokens so far."""
+        self.messages: list[Message] = copy.deepcopy([*messages])  # an agent may edit its own later
+        """The conversation, with responses as the policy sampled them."""
+        self.template_messages: list[Message] = list(self.messages)
+        """The conversation as the template gets it, with responses in the forms that it renders unchanged."""
         self.prompt_length = len(self.ids)
         """Number of tokens of the prompt."""
         self.answers: list[SampledSpan] = []
@@ -136,7 +136,7 @@ class Transcript:
         else:
             assert fault is not None
             raise fault
-        self._shown = shown
+        self._shown, messages = shown, copy.deepcopy([*messages])
         self.messages.extend(messages)
         self.template_messages[-1:] = [form.message, *messages]
         self.ids.extend(delta)

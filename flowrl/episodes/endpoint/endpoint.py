@@ -27,6 +27,9 @@ from flowrl.spec import Spec
 _SHOWN = 1000
 """Characters of a program's last output in an error."""
 
+_MAX_ROW = (1 << 17) - len("FLOWRL_ROW=") - 1
+"""Maximum characters of a row as JSON: Linux passes no longer variable to a program (MAX_ARG_STRLEN)."""
+
 
 class Endpoint(Spec):
     """An agent that speaks OpenAI's chat completions: ``Interact(Endpoint(["python", "agent.py"]))``.
@@ -85,7 +88,7 @@ class Endpoint(Spec):
         """Play an episode; returns the score.
 
         Raises:
-            EpisodeError: the command fails, or has no score.
+            EpisodeError: the command fails, or has no score; or the row is too large for its environment.
             EpisodeOver: it fails after a request beyond a limit of the episode.
         """
         server = endpoint_server()
@@ -116,11 +119,19 @@ class Endpoint(Spec):
     async def _score_of_command(
         self, command: tuple[str, ...], url: str, key: str, row: Row, session: Session
     ) -> float | None:
+        if len(written := row_json(row)) > _MAX_ROW:
+            raise EpisodeError(
+                f"The row has {len(written)} characters as JSON, and a program's FLOWRL_ROW at most {_MAX_ROW}. Pass a "
+                f"function, which gets any row: Endpoint('agent.py:play').",
+                code="episode.large-row",
+                found=len(written),
+                expected=_MAX_ROW,
+            )
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
         environment = {
             "OPENAI_BASE_URL": url,
             "OPENAI_API_KEY": key,
-            "FLOWRL_ROW": row_json(row),
+            "FLOWRL_ROW": written,
             **{name: loopback for name in ("NO_PROXY", "no_proxy")},
         }
         name = re.sub(r"[^\w.#-]", "_", f"{row.row_id}-{row.attempt}")

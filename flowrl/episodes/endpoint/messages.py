@@ -124,6 +124,9 @@ def parse(body: Any, sampling: Sampling, strict: bool) -> CompletionRequest:
     digests = [chained("", tools)]
     for message in messages:
         digests.append(chained(digests[-1], form(message)))
+    options = body.get("stream_options", {})
+    if not isinstance(options, Mapping):
+        raise _invalid("stream_options is not an object. Pass an object, or leave it out.", "stream_options")
     most, stop = _max_tokens(body), _stop(body.get("stop", ()))
     return CompletionRequest(
         model=str(body.get("model", "policy")),
@@ -137,7 +140,7 @@ def parse(body: Any, sampling: Sampling, strict: bool) -> CompletionRequest:
         stop=stop,
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        usage=bool(options.get("include_usage")),
         overridden=overridden,
     )
 
@@ -165,7 +168,10 @@ def template_message(message: Any, names: dict[str, str], where: str = "messages
     role = _ROLES[message["role"]]
     read: dict[str, Any] = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
     if role == "assistant":
-        if calls := [_call(call, names, f"{where}.tool_calls") for call in message.get("tool_calls") or ()]:
+        given = message.get("tool_calls") or []
+        if not isinstance(given, list):
+            raise _invalid(f"{where}.tool_calls is not a list. Send the calls unchanged.", f"{where}.tool_calls")
+        if calls := [_call(call, names, f"{where}.tool_calls") for call in given]:
             read["tool_calls"] = calls
         if reasoning := message.get("reasoning_content"):
             read["reasoning_content"] = _text(reasoning, f"{where}.reasoning_content")

@@ -254,6 +254,8 @@ class Session:
         if flight.recorded:
             return
         chat, transcript = self.chat, context.transcript
+        if len(chat.rewards) >= chat.limits.turns:  # others have been recorded since it began
+            raise EpisodeOver("turns")
         if self._is_last(context):
             transcript.inherited = chat.segments[-1].inherited
             chat.segments[-1] = transcript

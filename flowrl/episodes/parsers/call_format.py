@@ -28,8 +28,9 @@ class Tools(NamedTuple):
         for schema in self.schemas:
             function = schema["function"]
             if function["name"] == tool:
-                found = function["parameters"].get("properties", {}).get(name, {})
-                return {"$defs": function["parameters"].get("$defs", {}), **found}
+                parameters = function.get("parameters") or {}  # OpenAI's schemas may omit them
+                found = parameters.get("properties", {}).get(name)
+                return {"$defs": parameters.get("$defs", {}), **(found if isinstance(found, Mapping) else {})}
         return {}
 
 
@@ -104,6 +105,7 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # as in `json_at`
     except (ValueError, RecursionError):
         return text
     return value if "string" not in types or _type_of(value) in types else text

@@ -6,13 +6,12 @@ What they accept depends on the installed version of vLLM. They do not report ma
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from flowrl.episodes.environment import ToolCall
-from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of
+from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of, json_at
 from flowrl.episodes.parsers.plain_json import write
 from flowrl.errors import DefinitionError, offer
 from flowrl.lazy import package
@@ -46,4 +45,7 @@ def _parse(name: str, text: str, tools: Tools) -> Sequence[ToolCall]:
     parser = manager.get_tool_parser(name)(tools.tokenizer._tokenizer, schemas)
     found = parser.extract_tool_calls(text, request)
     functions = (call.function for call in found.tool_calls or ())
-    return [call_of({"name": each.name, "arguments": json.loads(each.arguments or "{}")}) for each in functions]
+    return [
+        call_of({"name": each.name, "arguments": json_at(each.arguments or "{}", 0, "a JSON object")[0]})
+        for each in functions  # some parsers pass arguments on as the policy wrote them
+    ]

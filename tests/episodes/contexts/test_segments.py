@@ -129,6 +129,20 @@ def test_a_conversation_that_only_grows_remains_one_segment() -> None:
     assert played(resends, think)[0][0].ended == "done"  # also where rewriting is refused
 
 
+def test_an_agent_may_edit_its_own_messages() -> None:
+    async def shortens(chat: Chat, row: Row) -> None:
+        conversation = [{"role": "user", "content": "a long task"}]
+        chat.rewrite(conversation)
+        answer = await chat.answer()
+        conversation[0]["content"] = "short"
+        chat.rewrite([*conversation, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "on"}])
+        await chat.answer()
+
+    (one,), _ = played(shortens, lambda name, turn: "yes", rewrites="segment")
+    contents = [[message["content"] for message in segment.messages] for segment in one.chat.segments]
+    assert contents == [["a long task", "yes"], ["short", "yes", "on", "yes"]]
+
+
 def test_a_rewritten_context_is_refused_by_default() -> None:
     [result], _ = played(compresses, think)
     assert result.fault is not None and result.fault.code == "episode.rewritten-context"

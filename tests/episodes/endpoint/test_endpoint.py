@@ -15,7 +15,7 @@ from flowrl.episodes import Endpoint, Row
 from flowrl.errors import ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
-from tests.episodes.scripted import played, say
+from tests.episodes.scripted import played, row, say
 from tests.support.errors import raises
 
 ASK = """
@@ -82,6 +82,11 @@ def test_an_exit_status_is_a_fault_with_the_last_output() -> None:
     (one,), _ = played(Endpoint(("/no/such/program",)), say)
     assert one.fault is not None and one.fault.facts["status"] == 127
     assert "Cannot execute '/no/such/program'" in one.fault.message
+
+
+def test_a_row_that_no_variable_holds_is_a_fault() -> None:
+    (one,), _ = played(Endpoint(program("print(1.0)")), say, rows=[row(0, 140_000 * "x")])
+    assert one.fault is not None and one.fault.code == "episode.large-row"
 
 
 def test_a_refused_request_is_named() -> None:
@@ -181,3 +186,6 @@ def test_interact_accepts_an_endpoint() -> None:
     assert Interact(endpoint).environment == endpoint
     with raises("episode.invalid-environment", name="Endpoint"):
         Interact(endpoint, tools=[len])
+    with raises("episode.invalid-environment", name="Endpoint"):
+        Interact(endpoint, parser="kimi")
+    assert Interact(Endpoint(["python", "agent.py"], parser="kimi")).parser == "hermes"

@@ -112,12 +112,19 @@ def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> Non
         ([], "messages"),
         ("text", "messages"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": 5}], "messages[1].tool_calls"),
     ],
 )
 def test_invalid_messages_are_refused(messages: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse({"messages": messages}, SAMPLING, strict=False)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_invalid_stream_options_are_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        asked({"role": "user", "content": "go"}, stream_options=[1])
+    assert (caught.value.status, caught.value.param) == (400, "stream_options")
 
 
 def test_sampling_is_the_nodes() -> None:

@@ -81,6 +81,16 @@ def test_calls_without_a_valid_form_are_text() -> None:
     assert one.fault is None and one.chat.tool_errors == 1
 
 
+def test_tools_may_have_no_parameters() -> None:
+    async def agent(client: Client) -> None:
+        message = await client.ask(tools=[{"type": "function", "function": {"name": "look"}}])
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "look", "arguments": '{"at": "1"}'}]
+
+    written = "<tool_call>\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n</tool_call>"
+    (one,), _ = played(agent, lambda name, turn: written, endpoint={"parser": "qwen3_coder"})
+    assert (one.fault, one.chat.tool_calls) == (None, 1)
+
+
 class TestRewrites:
     async def shortens(self, client: Client) -> float:
         await client.ask()
@@ -269,6 +279,16 @@ class TestLimits:
     def test_turns(self) -> None:
         (one,), engine = played(three, say, turns=2)
         assert (one.ended, one.fault, len(engine.requests)) == ("turns", None, 2)
+
+    @pytest.mark.parametrize("allowed", [1, 3])
+    def test_turns_of_concurrent_requests(self, allowed: int) -> None:
+        async def agent(client: Client) -> None:
+            goes = [[{"role": "user", "content": f"go {i}"}] for i in range(4)]
+            found = await asyncio.gather(*map(client.post, goes))
+            assert sorted(response.status_code for response in found) == [200, 200, 400, 400]
+
+        (one,), _ = played(agent, say, turns=2, rewrites="segment", endpoint={"concurrency": allowed})
+        assert (one.fault, len(one.chat.rewards)) == (None, 2)
 
     def test_an_agent_may_score_after_the_end(self) -> None:
         async def agent(client: Client) -> float:
