@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import inventories  # noqa: E402
 import names  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
+from flowrl.core.graphs.algorithm import Algorithm  # noqa: E402
+from flowrl.graphs.variants import EditedAlgorithm  # noqa: E402
 
 project = "flowrl"
 author = "the authors of flowrl"
@@ -65,4 +68,8 @@ html_show_sphinx = False
 
 for module in map(importlib.import_module, names.MODULES):
     for name in getattr(module, "__all__", ()):
-        getattr(module, name)  # autodoc does not see a name before its first use
+        value = getattr(module, name)  # autodoc does not see a name before its first use
+        if isinstance(value, Algorithm | EditedAlgorithm):  # nor an object: it documents the function, as it is called
+            called = value.parameters if isinstance(value, Algorithm) else inspect.signature(value)
+            value.__wrapped__.__signature__ = called.replace(return_annotation="Graph")
+            setattr(module, name, value.__wrapped__)

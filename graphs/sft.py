@@ -21,7 +21,7 @@ def sft(
         demos: demonstrations.
         epochs: passes over the rows of a step.
         mini_batch: rows per optimizer step; None for all.
-        aggregation: how to aggregate tokens; see `token_weights`.
+        aggregation: how to aggregate tokens; see `UpdateActor`.
     """
     return UpdateActor(NLL(), epochs, mini_batch, aggregation)(demos)
 

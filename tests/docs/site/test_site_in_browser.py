@@ -88,6 +88,7 @@ def test_no_page_scrolls_sideways_and_none_has_an_error(browser: Any, address: s
         ("UpdateActor", "reference/"),
         ("FR011", "reference/rules"),
         ("kl/ref", "reference/metrics"),
+        ("dapo", "reference/api/flowrl.graphs.html#flowrl.graphs.dapo"),
         ("clip", "reference/"),
         ("zh:优势", "concepts/"),
         ("zh:在线策略训练", "concepts/"),
