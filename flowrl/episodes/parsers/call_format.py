@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,6 +82,30 @@ def call_of(written: object, arguments: Sequence[str] = ("arguments",)) -> ToolC
     if not isinstance(given, dict):
         raise InvalidToolCall(f"the arguments of {written['name']!r} are {given!r}; expected an object")
     return ToolCall(written["name"], given)
+
+
+def marked_calls(text: str, section: str, begin: str, head: re.Pattern[str], expected: str) -> list[ToolCall]:
+    """The calls of a format whose special tokens mark a section of calls, and the begin of each.
+
+    Args:
+        head: of a call, from `begin` to its arguments, which are JSON; the group that matches is the name.
+        expected: a call of the format, for errors.
+
+    Raises:
+        InvalidToolCall: a call is malformed, or the section has none.
+    """
+    calls: list[ToolCall] = []
+    end = text.find(section)
+    while (start := text.find(begin, max(0, end))) >= 0:
+        call = head.match(text, start)
+        if call is None:
+            raise InvalidToolCall(f"{text[start:].strip()[:200]!r} is not a tool call; expected {expected}")
+        name = next(filter(None, call.groups())).strip()
+        arguments, end = json_at(text, call.end(), expected)
+        calls.append(call_of({"name": name, "arguments": arguments}))
+    if not calls and end >= 0:
+        raise InvalidToolCall(f"{text[end:].strip()[:200]!r} has no tool call; expected {expected}")
+    return calls
 
 
 def json_at(text: str, start: int, expected: str) -> tuple[Any, int]:

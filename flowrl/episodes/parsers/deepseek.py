@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from flowrl.episodes.environment import InvalidToolCall, ToolCall
-from flowrl.episodes.parsers.call_format import CallFormat, Tools, call_of, json_at
+from flowrl.episodes.environment import ToolCall
+from flowrl.episodes.parsers.call_format import CallFormat, Tools, marked_calls
 
 _SECTION = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
 _BEGIN, _SEPARATOR, _END = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
@@ -21,17 +21,7 @@ _EXPECTED = f'{_BEGIN}function{_SEPARATOR}name\\n```json\\n{{"key": "value"}}\\n
 
 def parse(text: str, tools: Tools) -> list[ToolCall]:
     """The calls in an answer; raises `InvalidToolCall` for a malformed call."""
-    calls: list[ToolCall] = []
-    end = text.find(_SECTION[0])
-    while (start := text.find(_BEGIN, max(0, end))) >= 0:
-        call = _CALL.match(text, start)
-        if call is None:
-            raise InvalidToolCall(f"{text[start:].strip()[:200]!r} is not a tool call; expected {_EXPECTED}")
-        arguments, end = json_at(text, call.end(), _EXPECTED)
-        calls.append(call_of({"name": (call.group(1) or call.group(2)).strip(), "arguments": arguments}))
-    if not calls and end >= 0:
-        raise InvalidToolCall(f"{text[end:].strip()[:200]!r} has no tool call; expected {_EXPECTED}")
-    return calls
+    return marked_calls(text, _SECTION[0], _BEGIN, _CALL, _EXPECTED)
 
 
 def write(calls: Sequence[ToolCall]) -> str:
