@@ -78,7 +78,8 @@ def test_the_errors_shown_are_those_of_the_code(page: dict[str, Any], monkeypatc
 @pytest.mark.parametrize("side", ["-", "+"])
 def test_both_sides_of_each_diff_run(side: str, page: dict[str, Any]) -> None:
     [diff] = blocks("diff")
-    names = page | {name: getattr(flowrl, name) for name in flowrl.__all__} | vars(flowrl.backends)
+    public = {name: getattr(module, name) for module in (flowrl, flowrl.backends) for name in module.__all__}
+    names = page | public
     exec("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in (" ", side)), names)
     job = names["job"]
     assert isinstance(job, Job) and {*job.graph.bindings} == {"actor", "ref", "rollout"}
