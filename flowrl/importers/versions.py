@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from flowrl.importers.settings import Settings
 
 _NUMBER = r"v?(\d+(?:\.\d+)*)"
+_SIGN = r"===?|[~!<>]=|[<>]"
 _REQUIREMENT_FILES = ("requirements.txt", "pyproject.toml")
 """Files next to a script that may name versions."""
 
@@ -48,26 +51,15 @@ def _text(file: Path) -> str:
 def _requirements(framework: str, line: str) -> Iterator[tuple[str, str]]:
     """The versions that a line asks for: ``trl[vllm]>=1.0,<2``, or in a comment ``# trl 1.12.0``."""
     name = rf"(?<![\w./-]){framework}"
-    for match in re.finditer(rf"{name}(?:\[[\w,\s-]*\])?((?:\s*,?\s*[=~<>!]=?=?\s*{_NUMBER})+)", line, re.I):
-        yield from re.findall(rf"([=~<>!]=?=?)\s*{_NUMBER}", match[1])
+    for match in re.finditer(rf"{name}(?:\[[\w,\s-]*\])?((?:\s*,?\s*(?:{_SIGN})\s*{_NUMBER})+)", line, re.I):
+        yield from re.findall(rf"({_SIGN})\s*{_NUMBER}", match[1])
     if said := re.search(rf"#.*{name} (?:version )?v?(\d+\.\d+(?:\.\d+)*)\b", line, re.I):
         yield "", said[1]
 
 
 def _allows(sign: str, version: str, pinned: str) -> bool:
-    """Whether a requirement includes the pinned version."""
-    one, own = (tuple(map(int, number.split("."))) for number in (version, pinned))
-    width = max(len(one), len(own))
-    exact, padded = one, own[: len(one)]
-    one, own = (number + (0,) * (width - len(number)) for number in (one, own))
-    match sign:
-        case "" | "==" | "===":
-            return exact == padded
-        case "~=":
-            return own >= one and padded[:-1] == exact[:-1]
-        case "!=":
-            return own != one
-        case ">=" | "<=":
-            return own >= one if sign == ">=" else own <= one
-        case _:
-            return own > one if sign == ">" else own < one
+    """Whether a requirement includes the pinned version; ``1.2``, without a sign, any 1.2.x."""
+    if sign in ("", "==", "==="):
+        return SpecifierSet(f"=={version}.*").contains(pinned)
+    whole = sign == "~=" and "." not in version  # packaging refuses ~=1
+    return SpecifierSet(f"{sign}{version}{'.0' * whole}").contains(pinned)
