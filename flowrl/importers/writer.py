@@ -21,6 +21,8 @@ class Call:
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    method: Call | None = None
+    """What is called on the result, such as ``when(every=8)``."""
 
     @property
     def target(self) -> Any:
@@ -69,7 +71,8 @@ def value_of(expression: Any) -> Any:
         return _agent_stand_in if expression.is_agent else _stand_in
     if isinstance(expression, Call):
         kwargs = {name: value_of(item) for name, item in expression.kwargs.items()}
-        return expression.target(*map(value_of, expression.args), **kwargs)
+        made = expression.target(*map(value_of, expression.args), **kwargs)
+        return made if (then := expression.method) is None else getattr(made, then.name)(*then.args, **then.kwargs)
     if isinstance(expression, Name):
         return getattr(importlib.import_module(module_of(expression.text)), expression.text)
     if isinstance(expression, Mapping):
@@ -90,7 +93,7 @@ def without_functions(value: Any) -> Any:
         return value if value.is_agent else None
     if isinstance(value, Call):
         kwargs = {name: without_functions(item) for name, item in value.kwargs.items()}
-        return Call(value.name, tuple(map(without_functions, value.args)), kwargs)
+        return Call(value.name, tuple(map(without_functions, value.args)), kwargs, value.method)
     if isinstance(value, Mapping):
         return {name: without_functions(item) for name, item in value.items()}
     return value
@@ -191,7 +194,7 @@ def written(value: Any, indent: int = 0) -> str:
     if isinstance(value, Function):
         return written(value.expression, indent)
     if isinstance(value, Call):
-        return _laid_out(value.name, value.arguments(), indent)
+        return _called(value, indent)
     if isinstance(value, Mapping):
         items = [_entry(f"{written(k)}: ", v, indent + 4) for k, v in value.items()]
         return _wrapped("{", items, "}", indent)
@@ -211,7 +214,12 @@ def _entry(head: str, value: Any, indent: int) -> str:
     inner = value.expression if isinstance(value, Function) else value
     if "\n" in text or indent + len(text) < _WIDTH or not isinstance(inner, Call):
         return text
-    return f"{head}{_laid_out(inner.name, inner.arguments(), indent, broken=True)}"
+    return f"{head}{_called(inner, indent, broken=True)}"
+
+
+def _called(value: Call, indent: int, broken: bool = False) -> str:
+    text = _laid_out(value.name, value.arguments(), indent, broken)
+    return text if value.method is None else f"{text}.{_called(value.method, indent)}"
 
 
 def _laid_out(name: str, arguments: Any, indent: int, broken: bool = False) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flowrl.importers.plan import call
+from flowrl.importers.plan import GraphPlan, call
 from flowrl.importers.settings import Settings
 
 _IGNORED = frozenset({"device_map", "low_cpu_mem_usage", "torch_dtype", "use_cache", "use_kernels"})
@@ -169,3 +169,22 @@ def training(settings: Settings, prompts: int, updates: int = 1) -> dict[str, An
         **({"max_checkpoints": kept} if kept else {}),
         **({"resume": "or-start"} if get("resume_from_checkpoint") else {}),
     }
+
+
+def move_reference(settings: Settings, plan: GraphPlan, processes: int, updates: int = 1) -> None:
+    """TR-DPO's reference, which moves every so many optimizer steps, of which a step has `updates`."""
+    get = settings.get
+    if not get("sync_ref_model"):
+        return
+    alpha, (every, rest) = float(get("ref_model_mixup_alpha")), divmod(int(get("ref_model_sync_steps")), updates)
+    if "ref" not in plan.edited().roles() or get("use_peft"):
+        settings.refuse("sync_ref_model", "TRL refuses it without a model of the reference: with beta 0, or an adapter")
+    elif processes > 1:
+        settings.refuse("sync_ref_model", "`SyncReference` needs a reference on one rank")
+    elif rest:
+        settings.refuse("ref_model_sync_steps", f"a step has {updates} optimizer steps; pass a multiple")
+    else:
+        moved = call("SyncReference", alpha=alpha)
+        if every > 1:
+            moved.method = call("when", every=every, start=every - 1)
+        plan.insert["sync_reference"] = call("After", "update_actor", moved)

@@ -8,7 +8,7 @@ from flowrl.importers.plan import GraphPlan, Imported, call
 from flowrl.importers.settings import Settings, is_file
 from flowrl.importers.trl.data import Prompts
 from flowrl.importers.trl.functions import Copies
-from flowrl.importers.trl.models import dtype_of, trainer, training
+from flowrl.importers.trl.models import dtype_of, move_reference, trainer, training
 from flowrl.importers.trl.script import Script
 
 
@@ -31,6 +31,7 @@ def supervised(
     else:
         graph = _preferences(settings)
         source = "PreferenceData"
+        move_reference(settings, graph, processes)
         lora = get("use_peft")
         bind["ref"] = call("TorchScorer") if lora else call("TorchScorer", model, dtype=dtype_of(settings), **ranks)
     if processes > 1:

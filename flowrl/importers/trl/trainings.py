@@ -19,7 +19,7 @@ from flowrl.importers.trl.commands import PARTS, launched, of_arguments
 from flowrl.importers.trl.data import Prompts
 from flowrl.importers.trl.functions import Copies
 from flowrl.importers.trl.given import given_by
-from flowrl.importers.trl.models import dtype_of, trainer, training
+from flowrl.importers.trl.models import dtype_of, move_reference, trainer, training
 from flowrl.importers.trl.rewards import Rewards
 from flowrl.importers.trl.script import Script, read
 from flowrl.importers.trl.supervised import supervised
@@ -187,6 +187,7 @@ def _of_responses(
         graph.add_correction(settings, plan)
     else:
         graph.clip_reward(settings, plan)
+    move_reference(settings, plan, processes, steps.updates)
     found = training(settings, steps.prompts, steps.updates)
     found["data"] = prompts.source(prompts.split(get("dataset_train_split")))
     if (validation := _validation(settings, script, rewards, prompts, steps, copies)) is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flowrl import When
 from flowrl.backends import AdamW, LoRA
 from flowrl.importers.importing import Source, import_file
 from flowrl.importers.writer import value_of
-from flowrl.operators import DPO, IPO
+from flowrl.operators import DPO, IPO, SyncReference
 from flowrl.schedules import Constant, Cosine, Linear, Schedule
 from tests.importers.scripts import imported, refused
 from tests.support.errors import raises
@@ -148,3 +150,36 @@ def test_modules_to_save_and_the_loss_of_routers(tmp_path: Path) -> None:
     assert not refused(found) and not findings.problems
     actor = value_of(found.bind["actor"])
     assert actor.lora.modules_to_save == ("lm_head", "embed_tokens") and actor.router_aux_loss_coef == 0.01
+
+
+GRPO = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs accuracy_reward --beta 0.1 --sync_ref_model True"
+
+
+@pytest.mark.parametrize(
+    ("text", "when"),
+    [
+        (f"trl dpo {FLAGS} --sync_ref_model True --ref_model_sync_steps 1", When()),
+        (f"{GRPO} --ref_model_sync_steps 8", When(8, 7)),
+        (f"{GRPO} --ref_model_sync_steps 8 --num_iterations 4", When(2, 1)),  # of 4 optimizer steps each
+    ],
+)
+def test_the_reference_moves_after_as_many_optimizer_steps(text: str, when: When, tmp_path: Path) -> None:
+    found, findings = imported(tmp_path, "trl", f"{text} --ref_model_mixup_alpha 0.3\n")
+    assert not refused(found) and not findings.problems
+    names: dict[str, Any] = {}
+    exec(compile(found.program(reward=False).source(), "<imported>", "exec"), names)
+    for graph in (found.graph.edited(), names["graph"]):
+        node = graph.nodes["sync_reference"]
+        assert node.operator == SyncReference(alpha=0.3) and node.when == when
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--num_iterations 3", "ref_model_sync_steps"),
+        ("--use_peft True", "sync_ref_model"),
+        ("--beta 0", "sync_ref_model"),
+    ],
+)
+def test_a_reference_that_cannot_move_so_is_refused(flags: str, key: str, tmp_path: Path) -> None:
+    assert key in refused(imported(tmp_path, "trl", f"{GRPO} {flags}\n")[0])
