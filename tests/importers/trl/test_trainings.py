@@ -152,15 +152,16 @@ def test_modules_to_save_and_the_loss_of_routers(tmp_path: Path) -> None:
     assert actor.lora.modules_to_save == ("lm_head", "embed_tokens") and actor.router_aux_loss_coef == 0.01
 
 
-GRPO = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs accuracy_reward --beta 0.1 --sync_ref_model True"
+MOVING = "--beta 0.1 --sync_ref_model"
+GRPO = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs accuracy_reward"
 
 
 @pytest.mark.parametrize(
     ("text", "when"),
     [
         (f"trl dpo {FLAGS} --sync_ref_model True --ref_model_sync_steps 1", When()),
-        (f"{GRPO} --ref_model_sync_steps 8", When(8, 7)),
-        (f"{GRPO} --ref_model_sync_steps 8 --num_iterations 4", When(2, 1)),  # of 4 optimizer steps each
+        (f"{GRPO} {MOVING} --ref_model_sync_steps 8", When(8, 7)),
+        (f"{GRPO} {MOVING} --ref_model_sync_steps 8 --num_iterations 4", When(2, 1)),  # of 4 optimizer steps each
     ],
 )
 def test_the_reference_moves_after_as_many_optimizer_steps(text: str, when: When, tmp_path: Path) -> None:
@@ -182,4 +183,4 @@ def test_the_reference_moves_after_as_many_optimizer_steps(text: str, when: When
     ],
 )
 def test_a_reference_that_cannot_move_so_is_refused(flags: str, key: str, tmp_path: Path) -> None:
-    assert key in refused(imported(tmp_path, "trl", f"{GRPO} {flags}\n")[0])
+    assert key in refused(imported(tmp_path, "trl", f"{GRPO} {MOVING} {flags}\n")[0])
