@@ -49,12 +49,16 @@ class CallFormat:
         special: whether special tokens of the tokenizer mark the calls. Answers omit them, so `parse` gets the text
             with its special tokens.
         several: whether an answer may have more than one call.
+        begins: with which texts calls begin; none if that is not known.
+        refuse_missing: raises `FlowrlError` if `parse` needs what is not installed.
     """
 
     parse: Parse
     write: Callable[[Sequence[ToolCall]], str]
     special: bool = False
     several: bool = True
+    begins: tuple[str, ...] = ()
+    refuse_missing: Callable[[], object] = lambda: None
 
     def calls(self, text: str, ids: Sequence[int], tools: Tools) -> Sequence[ToolCall]:
         """The calls in an answer: in its text, or if special tokens mark them, in the text of its tokens.
