@@ -111,8 +111,8 @@ class Endpoint(Spec):
                 partial(agent, url, key, row), blocks=not inspect.iscoroutinefunction(agent)
             )
         except Exception:
-            if session.over is not None:  # the error of the request that the limit has refused
-                raise EpisodeOver(session.over) from None
+            if session.ended_by is not None:  # the error of the request that the limit has refused
+                raise EpisodeOver(session.ended_by) from None
             raise
         return score
 
@@ -137,8 +137,8 @@ class Endpoint(Spec):
         name = re.sub(r"[^\w.#-]", "_", f"{row.row_id}-{row.attempt}")
         ended = await run_program(command, environment, None if self.logs is None else Path(self.logs), name)
         if ended.status != 0:
-            if session.over is not None:
-                raise EpisodeOver(session.over)
+            if session.ended_by is not None:
+                raise EpisodeOver(session.ended_by)
             raise self._failed(command, ended, session)
         return None if self.score is None else self._score(ended, session)
 
@@ -161,8 +161,8 @@ class Endpoint(Spec):
         score = written.get("score") if isinstance(written, Mapping) else written
         if isinstance(score, int | float) and not isinstance(score, bool):
             return float(score)
-        if session.over is not None:
-            raise EpisodeOver(session.over)
+        if session.ended_by is not None:
+            raise EpisodeOver(session.ended_by)
         raise EpisodeError(
             f"The last line of the program's output is {line[-_SHOWN:]!r}; expected a score as JSON, such as 1.0 or "
             f'{{"score": 1.0}}. Print it last, or pass Endpoint(score=None) and let a reward function score.',
