@@ -146,7 +146,7 @@ class ModelResponse:
             events = [*self._close(), *self._open(kind)]
         assert self._item is not None
         self._item["content"][0]["text"] += text
-        more = {} if kind == "reasoning" else {"logprobs": []}
+        more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
         return [*events, self._of_part(f"response.{_text_of(kind)}.delta", delta=text, **more)]
 
     def _open(self, kind: str) -> list[str]:
@@ -166,7 +166,7 @@ class ModelResponse:
             return []
         item["status"] = "completed"
         (part,) = item["content"]
-        more = dict[str, Any]()
+        more: dict[str, Any] = {}
         if item["type"] == "message":
             part["logprobs"] = more["logprobs"] = list(log_probs)
         events = [

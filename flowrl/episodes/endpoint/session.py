@@ -247,13 +247,15 @@ class Session:
         return None
 
     def _reads_same(self, messages: Sequence[Message], thoughts: Sequence[str], arguments: Mapping[str, Any]) -> bool:
-        """Whether the policy would read the same if the messages of the assistant had these thoughts."""
-        tokenizer = self.chat.broker.tokenizer
+        """Whether the policy would read the same if the messages of the assistant had these thoughts; white space
+        counts as in the check of the chat template."""
+        tokenizer, strict = self.chat.broker.tokenizer, self.chat.check == "strict"
         texts = (
             tokenizer.rendered([with_thought(tokenizer, one) for one in each], arguments, True)
             for each in (messages, with_thoughts(messages, thoughts))
         )
-        return next(texts) == next(texts)
+        one, other = (text if strict else "".join(text.split()) for text in texts)
+        return one == other
 
     def _is_last(self, context: Context) -> bool:
         """Whether the tokens continue the last segment of the episode from its end."""
