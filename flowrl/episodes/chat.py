@@ -105,9 +105,9 @@ class RequestBroker:
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
 
-    def sampled(self, name: str, start: int) -> list[int] | None:
+    def sampled_so_far(self, name: str, start: int) -> list[int] | None:
         """The tokens of a request in flight from this number on; None if the engine gives only whole responses."""
-        return self._engine.sampled(name, start) if isinstance(self._engine, PartialResponses) else None
+        return self._engine.sampled_so_far(name, start) if isinstance(self._engine, PartialResponses) else None
 
     async def serve(self) -> None:
         """Compute all requests, until canceled; raises what the engine raises."""

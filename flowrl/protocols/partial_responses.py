@@ -11,6 +11,6 @@ from flowrl.protocols.protocols import StreamingRollout
 class PartialResponses(StreamingRollout, Protocol):
     """A `StreamingRollout` that gives the tokens of a response before it ends."""
 
-    def sampled(self, name: str, start: int) -> list[int]:
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
         """The tokens of a request in flight so far, from this number on; none of one that is not in flight."""
         ...

@@ -176,7 +176,7 @@ class Interact(Sampler, Episodes, Operator):
                 "Endpoint",
             )
 
-    def _resolved(self) -> Any:
+    def resolved(self) -> Any:
         """The environment or agent, resolved if it is a reference."""
         if not isinstance(self.environment, str):
             return self.environment
@@ -223,14 +223,14 @@ class Interact(Sampler, Episodes, Operator):
         if (tokenizer := tokenizer_of(cast(RoleRef, self.rollout).name)) is not None:
             replies, arguments = self.environment is not None, self.chat_template_kwargs
             rehearse(tokenizer, self.check, self._toolbox, replies, arguments, self.rewrites)
-            if isinstance(environment := self._resolved(), Endpoint):
+            if isinstance(environment := self.resolved(), Endpoint):
                 call_format(environment.parser).refuse_missing()
 
     def __call__(
         self, prompts: EpisodePrompts, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
     ) -> EpisodeBatch:
         engine = self.rollout
-        environment = self._resolved()
+        environment = self.resolved()
         server = environment_server(self._isolated(environment)) if self.processes else None
         toolbox = self._toolbox
         if server is not None and toolbox is not None:

@@ -280,7 +280,7 @@ class Decoder:
         """The response to a request, once."""
         return self._responses.pop(name, None)
 
-    def sampled(self, name: str, start: int) -> list[int]:
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
         """The tokens of a request in flight so far, from this number on."""
         for i, row in enumerate(self._rows):
             if row.request.name == name:

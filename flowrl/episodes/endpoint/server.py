@@ -156,11 +156,16 @@ _servers: list[EndpointServer] = []
 _lock = threading.Lock()
 
 
-def endpoint_server() -> EndpointServer:
-    """The server of this process; started on the first call."""
+def endpoint_server(port: int = 0) -> EndpointServer:
+    """The server of this process; started on the first call, at a port of the loopback, where 0 is a free one.
+
+    Raises:
+        DefinitionError: starlette or uvicorn is not installed.
+        OSError: the port is in use.
+    """
     with _lock:
         if not _servers:
-            _servers.append(EndpointServer())
+            _servers.append(EndpointServer(port))
         return _servers[0]
 
 

@@ -182,14 +182,14 @@ class Session:
             raise
         finally:
             self._busy.discard(name)
-            if follower is not None:
-                follower.cancel()
+            if follower is not None and not follower.cancel():
+                follower.result()  # raises its error
         return self._completion(request, response, turn, len(ids), reader)
 
     async def _follow(self, flight: Flight, name: str, reader: AnswerReader) -> None:
         """Tell the listeners what is sampled, after each step of the engine."""
         start = 0
-        while (ids := self.chat.broker.sampled(name, start)) is not None:
+        while (ids := self.chat.broker.sampled_so_far(name, start)) is not None:
             if ids:
                 start += len(ids)
                 flight.tell(reader.partial(ids))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
 
 import pytest
 
-from flowrl.backends import TorchRollout
+from flowrl.backends import TorchRollout, TorchScorer
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.episodes import Endpoint, Row
 from flowrl.operators import Interact
-from flowrl.run.engine.build import EngineBuilder
 from tests.episodes import scripted
 from tests.episodes.endpoint.clients import Client, played
-from tests.episodes.endpoint.test_clients import Recorded, assert_trained_is_sampled
+from tests.episodes.endpoint.test_clients import CONTEXT
 from tests.episodes.endpoint.test_session import assert_exact
 from tests.episodes.scripted import Scripted, say
 from tests.operators.engines.test_interact import prompts_of
@@ -36,21 +35,9 @@ class Partial(Scripted):
     def step(self) -> list[str]:
         return [] if self.steps == self.held_at else super().step()
 
-    def sampled(self, name: str, start: int) -> list[int]:
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
         ids, count = self._under_way.get(name, ([], 0))
         return ids[start:count]
-
-
-class RecordedTokens(Recorded):
-    def sampled(self, name: str, start: int) -> list[int]:
-        ids: list[int] = self._engine.sampled(name, start)
-        return ids
-
-    def step(self) -> Any:
-        return self._engine.step()
-
-    def drop(self, name: str) -> None:
-        self._engine.drop(name)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +45,9 @@ def _partial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted, "Scripted", Partial)
 
 
-async def deltas(client: Client, path: str = "/chat/completions", **fields: Any) -> AsyncIterator[dict[str, Any]]:
+async def deltas(
+    client: Client, path: str = "/chat/completions", **fields: Any
+) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a streamed answer, as they arrive."""
     body = {"model": "m", "messages": client.messages, "stream": True, **fields}
     async with client.http.stream("POST", path, json=body) as response:
@@ -154,7 +143,7 @@ def test_an_error_after_the_first_token_is_an_event(path: str) -> None:
 
 
 def test_the_engine_of_torch_gives_tokens(tiny: str) -> None:
-    engine = RecordedTokens(TorchRollout(tiny, frozen=True, device="cpu").build(EngineBuilder({}, seed=0)))
+    engine: Any = TorchRollout(tiny, frozen=True, device="cpu").build(CONTEXT)
     chunks: list[int] = []
 
     async def agent(url: str, key: str, row: Row) -> float:
@@ -169,5 +158,6 @@ def test_the_engine_of_torch_gives_tokens(tiny: str) -> None:
 
     operator = Interact(Endpoint(agent), rollout=engine, context=300, max_new_tokens=8, rewrites="segment")
     batch = operator(prompts_of(engine.tokenizer, 3), key=Key.of(5), metrics=(metrics := Metrics()))
-    assert_trained_is_sampled(batch, engine)
+    scorer = TorchScorer(tiny, device="cpu").build(CONTEXT)
+    assert (batch.rollout_log_probs - scorer.log_probs(batch)).abs().max() < 1e-4
     assert metrics.compute()["episodes/segments"] == 1 and max(chunks) > 3
