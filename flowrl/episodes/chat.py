@@ -170,6 +170,7 @@ class Chat:
         """How many tool calls ran."""
         self.tool_errors = 0
         """How many tool calls were invalid."""
+        self.program: Mapping[str, Any] | None = None  # how that of an `Endpoint` has ended
         self.counts: dict[str, int] = {}
         """What else an agent counts, by the name of the metric, such as ``"retries"``."""
 

@@ -50,7 +50,8 @@ class Endpoint(Spec):
         concurrency: how many requests of an episode the policy answers at once, with ``rewrites="segment"``.
         strict: refuse requests whose temperature, top_p or other sampling differs from the node's, which else has no
             effect and is counted.
-        logs: a folder that keeps the output of commands, a file for each row and try.
+        logs: a folder that keeps the whole output of commands, a file for each row and try. Without it, the run keeps
+            the end of each output in the row's summary of the episode.
     """
 
     references: ClassVar[frozenset[str]] = frozenset({"agent"})
@@ -135,7 +136,11 @@ class Endpoint(Spec):
             **{name: loopback for name in ("NO_PROXY", "no_proxy")},
         }
         name = re.sub(r"[^\w.#-]", "_", f"{row.row_id}-{row.attempt}")
-        ended = await run_program(command, environment, None if self.logs is None else Path(self.logs), name)
+
+        def keep(ended: ProgramResult) -> None:
+            session.chat.program = ended.kept()
+
+        ended = await run_program(command, environment, None if self.logs is None else Path(self.logs), name, keep)
         if ended.status != 0:
             if session.ended_by is not None:
                 raise EpisodeOver(session.ended_by)
