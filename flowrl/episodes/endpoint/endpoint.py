@@ -1,4 +1,4 @@
-"""`Endpoint`: an agent that is any program which speaks to OpenAI's chat completions."""
+"""`Endpoint`: an agent that is any program which speaks OpenAI's chat completions or responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_ROW = (1 << 17) - len("FLOWRL_ROW=") - 1
 
 
 class Endpoint(Spec):
-    """An agent that speaks OpenAI's chat completions: ``Interact(Endpoint(["python", "agent.py"]))``.
+    """An agent that speaks OpenAI's API: ``Interact(Endpoint(["python", "agent.py"]))``.
 
     Each episode has a key for a server on the loopback. A request continues the recorded tokens of the longest
     conversation that it repeats, see `flowrl.episodes.endpoint.messages`; otherwise it begins a segment, which
