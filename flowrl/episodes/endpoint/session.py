@@ -48,7 +48,7 @@ class Session:
         chat.counts |= dict.fromkeys(("overridden", "retries", "abandoned", "refused"), 0)
         # a single sequence grows by one answer after another
         self._room = asyncio.Semaphore(concurrency if chat.limits.rewrites == "segment" else 1)
-        self._waiting = 0
+        self._waiting: set[Flight] = set()
         self._turn = 0
         self._busy: set[str] = set()  # names of requests in flight
         self._names: set[str] = set()
@@ -137,25 +137,22 @@ class Session:
         return flight
 
     def _start(self, request: CompletionRequest) -> Flight:
-        if self._waiting >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             raise RequestError(
                 429, "rate_limit_exceeded", f"{MAX_WAITING} requests of this episode wait already. Send fewer at once."
             )
-        self._waiting += 1
         flight = Flight(request)
+        self._waiting.add(flight)
         flight.work = asyncio.ensure_future(self._work(flight))
+        flight.work.add_done_callback(lambda _: self._waiting.discard(flight))
         self._flights.append(flight)
         self._latest[request.identity] = flight
         return flight
 
     async def _work(self, flight: Flight) -> tuple[Context, Completion]:
-        try:
-            await self._room.acquire()
-        finally:
-            self._waiting -= 1
-        request = flight.request
-        try:
-            chat, in_flight = self.chat, len(self._busy)
+        async with self._room:
+            self._waiting.discard(flight)
+            chat, request, in_flight = self.chat, flight.request, len(self._busy)
             if len(chat.rewards) + in_flight >= chat.limits.turns:
                 raise EpisodeOver("turns")
             if chat.exceeds_context(request.messages):
@@ -164,8 +161,6 @@ class Session:
             if len(context.transcript.ids) >= chat.limits.context:
                 raise EpisodeOver("context")
             return context, await self._sampled(flight, list(context.transcript.ids))
-        finally:
-            self._room.release()
 
     async def _sampled(self, flight: Flight, ids: list[int]) -> Completion:
         """What the policy answers after these tokens."""
