@@ -20,7 +20,7 @@ from typing import Any
 from harness import table
 
 from flowrl.episodes import Row
-from flowrl.episodes.endpoint.messages import parse
+from flowrl.episodes.endpoint.chat_completions import parse
 from tests.episodes.scripted import SAMPLING, Scripted, played, row
 
 TOKENS_A_TURN = 250

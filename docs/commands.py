@@ -24,6 +24,7 @@ flowrl diff grpo gspo                                 # built-in algorithms are 
 flowrl run run.yaml --set actor.optimizer.lr=1e-6     # the file of a training, and settings by path
 flowrl sweep run.yaml --set repeat.n=4,8 --seeds 3    # a grid, or --set lr=log:1e-7..1e-5 --trials 20
 flowrl evaluate runs/grpo-001 test.jsonl --k 1,4      # pass@k, maj@k and avg@n of a model or a run
+flowrl serve runs/grpo-001 --parser hermes            # a model to a program that speaks OpenAI's API
 flowrl runs runs --where "reward > 0.5"               # the runs in a folder
 flowrl look runs/grpo-001                             # a run in a browser, live
 flowrl rows runs/grpo-001 --worst 3                   # its rows with the lowest scores

@@ -1,5 +1,6 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | sweep | evaluate | operators | demo``,
-and those on run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
+"""The command line:
+``flowrl list | show | check | audit | plan | diff | run | sweep | evaluate | serve | operators | demo``, and those on
+run folders: ``look | runs | rows | why | blame | compare | replay | alarms | export | push``.
 
 `flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
 shows the traceback. Commands import the heavy modules that they need.
@@ -32,6 +33,7 @@ from flowrl.app.evaluate import command as evaluate_command
 from flowrl.app.importing import command as importing_command
 from flowrl.app.memory import out_of_memory
 from flowrl.app.printing import print_table
+from flowrl.app.serve import command as serve_command
 from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
 from flowrl.errors import FlowrlError, HubError, ParameterError, is_of_a_user, offer
@@ -269,6 +271,7 @@ def diff(
 run_command.add_to(app, out)
 sweep_command.add_to(app, out)
 evaluate_command.add_to(app, out)
+serve_command.add_to(app, out)
 importing_command.add_to(app, out)
 
 

@@ -40,6 +40,10 @@ def turns(episode: Mapping[str, Any]) -> Text:
     text.append(f"{_ENDED[episode['ended']]} after {turns_of(episode)} turns{tries}{calls}{wrong}", style="bold")
     if episode["fault"] is not None:
         text.append(f"\n{printable(episode['fault'])}", style="red")
+    for name in ("stdout", "stderr"):
+        if written := (episode.get("program") or {}).get(name, "").strip():
+            text.append(f"\n{name} of the program:\n", style="dim")
+            text.append(printable(written))
     return text
 
 

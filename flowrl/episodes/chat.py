@@ -24,7 +24,8 @@ from flowrl.episodes.environment import (
 )
 from flowrl.episodes.parsers.call_format import Tools
 from flowrl.episodes.tools import Toolbox, result_text, template_arguments
-from flowrl.errors import EpisodeError
+from flowrl.errors import DataError, EpisodeError
+from flowrl.protocols.partial_responses import PartialResponses
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
 Limit = Literal["turns", "context", "segments"]
@@ -104,6 +105,10 @@ class RequestBroker:
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
 
+    def sampled_so_far(self, name: str, start: int) -> list[int] | None:
+        """The tokens of a request in flight from this number on; None if the engine gives only whole responses."""
+        return self._engine.sampled_so_far(name, start) if isinstance(self._engine, PartialResponses) else None
+
     async def serve(self) -> None:
         """Compute all requests, until canceled; raises what the engine raises."""
         while True:
@@ -116,7 +121,11 @@ class RequestBroker:
                     self.idle.end()
             new, self._new = self._new, []
             for request in new:
-                self._engine.submit(request)
+                try:
+                    self._engine.submit(request)
+                except DataError as error:  # of the episode, whose context the model cannot process
+                    if not (asked := self._pending.pop(request.name)).done():
+                        asked.set_exception(error)
             for name in self._engine.step():
                 response, asked = self._engine.take(name), self._pending.pop(name)
                 if not asked.cancelled():  # by an episode that has ended meanwhile
@@ -161,6 +170,7 @@ class Chat:
         """How many tool calls ran."""
         self.tool_errors = 0
         """How many tool calls were invalid."""
+        self.program: Mapping[str, Any] | None = None  # how that of an `Endpoint` has ended
         self.counts: dict[str, int] = {}
         """What else an agent counts, by the name of the metric, such as ``"retries"``."""
 
@@ -221,18 +231,16 @@ class Chat:
             DataError: the chat template does not support the messages.
         """
         turn = len(self.rewards)
-        if turn >= self.limits.turns:
-            await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
-            raise EpisodeOver("turns")
-        if self.exceeds_context(messages):
-            await asyncio.sleep(0)
-            raise EpisodeOver("context")
         try:
+            if turn >= self.limits.turns:
+                raise EpisodeOver("turns")
+            if self.exceeds_context(messages):
+                raise EpisodeOver("context")
             transcript = self._extended(messages)
             if len(transcript.ids) >= self.limits.context:
                 raise EpisodeOver("context")
         except EpisodeOver:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
             raise
         response = await self.sample(self._row.row_id, transcript.ids, turn)
         return self.record(transcript, response)

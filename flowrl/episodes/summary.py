@@ -35,7 +35,8 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         environment gave none in the episode), whether its length ``cut`` it, and the ``version`` of the weights that
         sampled its first token; with ``rewrites="segment"``, also its ``segment`` from 0.
         Messages without that entry came from the data or the environment and are masked; of an episode that failed,
-        everything is.
+        everything is. Of an episode that a program played at an `Endpoint`, ``program`` has its exit ``status``, None
+        if it was killed, and the ends of its ``stdout`` and ``stderr``.
     """
     chat = played.chat
     conversation, answers = said(chat)
@@ -51,7 +52,7 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         }
         if chat.limits.rewrites == "segment":
             messages[index]["sampled"]["segment"] = segments[turn]
-    return {
+    summary = {
         "ended": played.ended,
         "fault": None if played.fault is None else str(played.fault),
         "tries": played.tries,
@@ -59,3 +60,4 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         "tool_errors": chat.tool_errors,
         "messages": messages,
     }
+    return summary if chat.program is None else {**summary, "program": chat.program}

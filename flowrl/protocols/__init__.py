@@ -9,6 +9,7 @@ from flowrl.lazy import lazy
 if TYPE_CHECKING:
     from flowrl.protocols.backend import Backend
     from flowrl.protocols.heads import Head, HiddenStates, HiddenStateScorer
+    from flowrl.protocols.partial_responses import PartialResponses
     from flowrl.protocols.protocols import (
         Adapted,
         BuildContext,
@@ -56,6 +57,7 @@ __all__ = [
     "NormScorer",
     "Objective",
     "OfDistribution",
+    "PartialResponses",
     "RemoteWeights",
     "ReplicatedMiniBatch",
     "Request",
@@ -95,6 +97,7 @@ __getattr__ = lazy(
         "NormScorer": "scorers",
         "Objective": "protocols",
         "OfDistribution": "protocols",
+        "PartialResponses": "partial_responses",
         "RemoteWeights": "protocols",
         "Request": "protocols",
         "Response": "protocols",

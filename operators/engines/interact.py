@@ -143,18 +143,7 @@ class Interact(Sampler, Episodes, Operator):
                 "Interact(environment) or Interact(tools=[...]), or use Generate(...).",
                 code="episode.invalid-environment",
             )
-        if isinstance(self.environment, Endpoint) and self.tools:
-            raise _invalid(
-                "Interact has tools, but a program at an Endpoint runs its own. Leave tools out, and let the program "
-                "send the schemas of its tools.",
-                "Endpoint",
-            )
-        if isinstance(self.environment, Endpoint) and self.parser != "hermes":
-            raise _invalid(
-                f"Interact has parser={self.parser!r}, but an Endpoint parses the calls of its policy. Pass "
-                f"Interact(Endpoint(..., parser={self.parser!r})) instead.",
-                "Endpoint",
-            )
+        self._refuse_unfit_endpoint(self.environment)
         self._toolbox  # noqa: B018 (refuses invalid tools)
         if self.max_segments is not None and self.rewrites == "refuse":
             raise ParameterError(
@@ -169,6 +158,32 @@ class Interact(Sampler, Episodes, Operator):
                 "agents and coroutines in the main one. Leave processes out.",
                 code="episode.nothing-isolated",
             )
+
+    def _refuse_unfit_endpoint(self, environment: Any) -> None:
+        """Refuse tools and a parser beside an `Endpoint`, which has its own."""
+        if not isinstance(environment, Endpoint):
+            return
+        if self.tools:
+            raise _invalid(
+                "Interact has tools, but a program at an Endpoint runs its own. Leave tools out, and let the program "
+                "send the schemas of its tools.",
+                "Endpoint",
+            )
+        if self.parser != "hermes":
+            raise _invalid(
+                f"Interact has parser={self.parser!r}, but an Endpoint parses the calls of its policy. Pass "
+                f"Interact(Endpoint(..., parser={self.parser!r})) instead.",
+                "Endpoint",
+            )
+
+    def resolved(self) -> Any:
+        """The environment or agent, resolved if it is a reference."""
+        if not isinstance(self.environment, str):
+            return self.environment
+        environment = references.resolve(self.environment)
+        refuse_invalid_environment(environment)
+        self._refuse_unfit_endpoint(environment)
+        return environment
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -208,14 +223,14 @@ class Interact(Sampler, Episodes, Operator):
         if (tokenizer := tokenizer_of(cast(RoleRef, self.rollout).name)) is not None:
             replies, arguments = self.environment is not None, self.chat_template_kwargs
             rehearse(tokenizer, self.check, self._toolbox, replies, arguments, self.rewrites)
+            if isinstance(environment := self.resolved(), Endpoint):
+                call_format(environment.parser).refuse_missing()
 
     def __call__(
         self, prompts: EpisodePrompts, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
     ) -> EpisodeBatch:
         engine = self.rollout
-        environment = references.resolve(self.environment) if isinstance(self.environment, str) else self.environment
-        if environment is not None:
-            refuse_invalid_environment(environment)
+        environment = self.resolved()
         server = environment_server(self._isolated(environment)) if self.processes else None
         toolbox = self._toolbox
         if server is not None and toolbox is not None:

@@ -7,13 +7,14 @@ from typing import Any
 
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.data.text.transcript import Check
 from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.tools import Toolbox
 from flowrl.protocols.protocols import Request, Response, Sampling
 from flowrl.workers.fork_server import ForkServer
-from tests.support.templates import TEMPLATES, tokenizer_of
+from tests.support.templates import tokenizer_of
 
 KEY = Key.of(1)
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=256)
@@ -56,8 +57,8 @@ class Scripted:
         row = request.name.partition("~")[0]  # further requests of an episode that are in flight at once
         turn = next(turn for turn in range(100) if KEY.response(row, turn) == request.key)
         self.requests.append(request)
-        (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
-        ids = [*self._tokenizer.encode(self._script(row, turn)), end]
+        ids = self._tokenizer.encode(self._script(row, turn))
+        ids = ids if ids[-1] in self._tokenizer.ends else [*ids, self._tokenizer.turn_end]
         self._under_way[request.name] = (ids[: request.sampling.max_new_tokens], 0)
         self.most = max(self.most, len(self._under_way))
 
@@ -68,8 +69,7 @@ class Scripted:
             self._under_way[name] = (ids, count + 1)
             if count + 1 == len(ids):
                 del self._under_way[name]
-                (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
-                how: Any = "stop" if ids[-1] == end else "length"
+                how: Any = "stop" if ids[-1] in self._tokenizer.ends else "length"
                 self._done[name] = Response(ids, [-0.25] * len(ids), [3] * len(ids), how)
                 ended.append(name)
         return ended
@@ -103,11 +103,14 @@ def played(
     rewrites: Rewrites = "refuse",
     segments: int | None = None,
     name: str = NAME,
+    tokenizer: ChatTokenizer | None = None,
+    check: Check = "strict",
 ) -> tuple[list[EpisodeResult], Scripted]:
     """The episodes of some rows, and the scripted policy."""
-    engine = Scripted(script, tokenizer_of(name))
-    desk = RequestBroker(engine, tokenizer_of(name), SAMPLING, KEY)
+    tokenizer = tokenizer or tokenizer_of(name)
+    engine = Scripted(script, tokenizer)
+    desk = RequestBroker(engine, tokenizer, SAMPLING, KEY)
     toolbox = Toolbox(tools, "hermes") if tools else toolbox
     limits = Limits(turns, context, seconds, rewrites, segments)
-    stage = EpisodeSetup(environment, limits, "strict", toolbox, tries, concurrency, server=server)
+    stage = EpisodeSetup(environment, limits, check, toolbox, tries, concurrency, server=server)
     return play(desk, rows or [row(i) for i in range(count)], stage), engine

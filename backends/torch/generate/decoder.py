@@ -280,6 +280,13 @@ class Decoder:
         """The response to a request, once."""
         return self._responses.pop(name, None)
 
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
+        """The tokens of a request in flight so far, from this number on."""
+        for i, row in enumerate(self._rows):
+            if row.request.name == name:
+                return cast("list[int]", self._sampled.ids[i, start : int(self._sampled.count[i])].tolist())
+        return [i for row in self._waiting if row.request.name == name for i in row.sampled[0][start:]]
+
     def drop(self, name: str) -> None:
         """Drop a request, its response and its retained KV."""
         self._responses.pop(name, None)

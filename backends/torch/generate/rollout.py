@@ -219,6 +219,11 @@ class TorchRolloutEngine(RequestEngine, Resident):
         """How many of these were cached: from earlier turns, or from rows with a common prefix."""
         return self._decoder.cached_tokens
 
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
+        """The tokens of a request in flight so far; see `PartialResponses`."""
+        with self._alone:
+            return self._decoder.sampled_so_far(name, start)
+
     def _sync(self, source: Trainer) -> Receipt:
         """Copy the weights of `source`, or record the version if the model is its own."""
         self._refuse_sync(self._decoder.begun)

@@ -26,7 +26,7 @@ from flowrl.core.operators.symbols import Symbol, prefix, prefixed
 from flowrl.core.operators.when import ALWAYS, skipped
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Collected, Now
-from flowrl.errors import DataError, NodeError, PortError, type_of
+from flowrl.errors import DataError, NodeError, ParameterError, PortError, type_of
 from flowrl.record_types import FieldType, ValueType, accepts, column_fields
 
 ROWS = "rows"
@@ -51,6 +51,8 @@ def _computed(gate: Gate, **given: Any) -> Any:
 
 _Called.__call__.__wrapped__ = _computed  # type: ignore[attr-defined]
 
+_MAX_SKIPS = 20
+
 
 class Gate(_Called, Operator):
     """Base of operators that pass rows on: ``rollout, scores = Filter(...)(rollout, token_level_scores=scores)``.
@@ -68,8 +70,18 @@ class Gate(_Called, Operator):
     _signature: ClassVar[Signature] = Signature({}, {}, {})
     new_axes: ClassVar[tuple[str, ...]] = ("batch",)
     predicate: Operator
-    max_skips: int = Field(default=20, ge=1, kw_only=True)
+    max_skips: int = Field(default=_MAX_SKIPS, ge=1, kw_only=True)
     columns: Mapping[str, str] = Field(default_factory=dict, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.skips and self.max_skips != _MAX_SKIPS:
+            raise ParameterError(
+                f"{self.name} has max_skips={self.max_skips}, which has no effect: it skips no step. Pass "
+                f"on_underfill='skip', or leave max_skips out.",
+                code="gate.skips-nothing",
+                found=self.max_skips,
+                expected=_MAX_SKIPS,
+            )
 
     @field_validator("predicate", mode="after")
     @classmethod

@@ -102,6 +102,24 @@ def style_of(tokenizer: ChatTokenizer) -> Style:
     return next((style for mark, style in _STYLES.items() if mark in tokenizer.template_text), THINK)
 
 
+def reads_thoughts(tokenizer: ChatTokenizer) -> bool:
+    """Whether a chat template is of a model that thinks: it writes thoughts, or removes those of earlier turns."""
+    template, style = tokenizer.template_text, style_of(tokenizer)
+    return style.channels or style.end.strip() in template or _reasoning_key(template) is not None
+
+
+def with_thought(tokenizer: ChatTokenizer, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with ``reasoning_content`` as the chat template reads it: by its key, or else within the content."""
+    if not (thought := message.get("reasoning_content")):
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if (key := _reasoning_key(tokenizer.template_text)) is not None:
+        return {**rest, key: thought}
+    if not reads_thoughts(tokenizer):
+        return rest
+    return {**rest, "content": style_of(tokenizer).written("", thought, rest.get("content") or "")}
+
+
 def forms(tokenizer: ChatTokenizer, prompt: str, text: str, cut: bool) -> Iterator[Form]:
     """The messages that an answer can be, of which a template may render one as the policy wrote it.
 

@@ -122,7 +122,7 @@ class ControlTokens:
     def sampled(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, in which control tokens that others only spell are quoted."""
         decode = self.tokenizer.decode
-        groups = itertools.groupby(ids, key=self._ids.__contains__)
+        groups = itertools.groupby(ids, key=self.ids.__contains__)
         texts = ((control, str(decode(list(group), skip_special_tokens=False))) for control, group in groups)
         return "".join(text if control else self.quote(text) for control, text in texts)
 
@@ -170,7 +170,8 @@ class ControlTokens:
         return {token: secrets.token_hex(16) for token in (*self.special, *self.written)}
 
     @cached_property
-    def _ids(self) -> frozenset[int]:
+    def ids(self) -> frozenset[int]:
+        """The ids of all control tokens."""
         return frozenset(cast("list[int]", self.tokenizer.convert_tokens_to_ids([*self._names])))
 
     @cached_property

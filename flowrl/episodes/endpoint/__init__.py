@@ -1,1 +1,1 @@
-"""An endpoint of OpenAI's chat completions for each episode, so that any program can be the agent."""
+"""An endpoint of OpenAI's chat completions and responses for each episode, so that any program can be the agent."""

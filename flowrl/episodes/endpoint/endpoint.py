@@ -1,4 +1,4 @@
-"""`Endpoint`: an agent that is any program which speaks to OpenAI's chat completions."""
+"""`Endpoint`: an agent that is any program which speaks OpenAI's chat completions or responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_ROW = (1 << 17) - len("FLOWRL_ROW=") - 1
 
 
 class Endpoint(Spec):
-    """An agent that speaks OpenAI's chat completions: ``Interact(Endpoint(["python", "agent.py"]))``.
+    """An agent that speaks OpenAI's API: ``Interact(Endpoint(["python", "agent.py"]))``.
 
     Each episode has a key for a server on the loopback. A request continues the recorded tokens of the longest
     conversation that it repeats, see `flowrl.episodes.endpoint.messages`; otherwise it begins a segment, which
@@ -50,7 +50,8 @@ class Endpoint(Spec):
         concurrency: how many requests of an episode the policy answers at once, with ``rewrites="segment"``.
         strict: refuse requests whose temperature, top_p or other sampling differs from the node's, which else has no
             effect and is counted.
-        logs: a folder that keeps the output of commands, a file for each row and try.
+        logs: a folder that keeps the whole output of commands, a file for each row and try. Without it, the run keeps
+            the end of each output in the row's summary of the episode.
     """
 
     references: ClassVar[frozenset[str]] = frozenset({"agent"})
@@ -111,8 +112,8 @@ class Endpoint(Spec):
                 partial(agent, url, key, row), blocks=not inspect.iscoroutinefunction(agent)
             )
         except Exception:
-            if session.over is not None:  # the error of the request that the limit has refused
-                raise EpisodeOver(session.over) from None
+            if session.ended_by is not None:  # the error of the request that the limit has refused
+                raise EpisodeOver(session.ended_by) from None
             raise
         return score
 
@@ -135,10 +136,14 @@ class Endpoint(Spec):
             **{name: loopback for name in ("NO_PROXY", "no_proxy")},
         }
         name = re.sub(r"[^\w.#-]", "_", f"{row.row_id}-{row.attempt}")
-        ended = await run_program(command, environment, None if self.logs is None else Path(self.logs), name)
+
+        def keep(ended: ProgramResult) -> None:
+            session.chat.program = ended.kept()
+
+        ended = await run_program(command, environment, None if self.logs is None else Path(self.logs), name, keep)
         if ended.status != 0:
-            if session.over is not None:
-                raise EpisodeOver(session.over)
+            if session.ended_by is not None:
+                raise EpisodeOver(session.ended_by)
             raise self._failed(command, ended, session)
         return None if self.score is None else self._score(ended, session)
 
@@ -161,8 +166,8 @@ class Endpoint(Spec):
         score = written.get("score") if isinstance(written, Mapping) else written
         if isinstance(score, int | float) and not isinstance(score, bool):
             return float(score)
-        if session.over is not None:
-            raise EpisodeOver(session.over)
+        if session.ended_by is not None:
+            raise EpisodeOver(session.ended_by)
         raise EpisodeError(
             f"The last line of the program's output is {line[-_SHOWN:]!r}; expected a score as JSON, such as 1.0 or "
             f'{{"score": 1.0}}. Print it last, or pass Endpoint(score=None) and let a reward function score.',

@@ -8,9 +8,9 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from flowrl.workers import command as supervised
 
@@ -18,21 +18,35 @@ _TAIL = 1 << 16
 """Bytes of the end of an output."""
 
 
-class ProgramResult(NamedTuple):
-    """How a program has ended: its exit status, negative for a signal, and the ends of its outputs."""
+KEPT = 4096
+"""Characters of the end of each output in the summary of an episode."""
 
-    status: int
+
+class ProgramResult(NamedTuple):
+    """How a program has ended: its exit status, negative for a signal and None if it was killed, and the ends of its
+    outputs."""
+
+    status: int | None
     stdout: str
     stderr: str
 
+    def kept(self) -> dict[str, Any]:
+        """What the summary of an episode has of it."""
+        return {"status": self.status, "stdout": self.stdout[-KEPT:], "stderr": self.stderr[-KEPT:]}
+
 
 async def run_program(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path | None, name: str
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path | None,
+    name: str,
+    ended: Callable[[ProgramResult], None],
 ) -> ProgramResult:
     """Run a command until it exits; when it has, or the call is canceled, all that it has started is killed.
 
     Args:
         folder: keeps the output, as ``name.out`` and ``name.err``.
+        ended: called when it has ended, also if the call is canceled.
     """
     with contextlib.ExitStack() as stack:
         stdout, stderr = stack.enter_context(_outputs(folder, name))
@@ -52,8 +66,11 @@ async def run_program(
         except asyncio.CancelledError:
             ours.close()
             await process.wait()  # its supervisor has killed all of it
+            ended(ProgramResult(None, _tail(stdout), _tail(stderr)))
             raise
-        return ProgramResult(status, _tail(stdout), _tail(stderr))
+        result = ProgramResult(status, _tail(stdout), _tail(stderr))
+        ended(result)
+        return result
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
-"""`EndpointServer`: OpenAI's chat completions on the loopback, in a thread with an event loop of its own.
+"""`EndpointServer`: OpenAI's chat completions and responses on the loopback, in a thread with an event loop of its own.
 
-The thread reads and writes HTTP and JSON; tokens and answers are those of the `Session` of the key. A streamed answer
-is sent at once when it is complete.
+The thread reads and writes HTTP and JSON; tokens and answers are those of the `Session` of the key.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from flowrl.episodes.endpoint.messages import CompletionRequest, RequestError, parse
-from flowrl.episodes.endpoint.session import Completion, Session
+from flowrl.episodes.endpoint.chat_completions import ChatCompletion
+from flowrl.episodes.endpoint.event_stream import result_of, streamed, submitted
+from flowrl.episodes.endpoint.messages import RequestError
+from flowrl.episodes.endpoint.responses import ModelResponse
+from flowrl.episodes.endpoint.session import Session
 from flowrl.lazy import package
 
 if TYPE_CHECKING:
@@ -38,11 +39,11 @@ class EndpointServer:
         DefinitionError: starlette or uvicorn is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         uvicorn = package("uvicorn", "endpoint")
         self._sessions: dict[str, Session] = {}
         bound = socket.socket()
-        bound.bind((HOST, 0))
+        bound.bind((HOST, port))
         bound.listen(_BACKLOG)
         self.url = f"http://{HOST}:{bound.getsockname()[1]}/v1"
         config = uvicorn.Config(self._application(), log_level="warning", access_log=False, lifespan="off")
@@ -72,16 +73,18 @@ class EndpointServer:
 
             return handle
 
-        async def complete(session: Session, request: Request) -> Any:
-            body = await _body(request)
-            asked = parse(body, session.chat.broker.sampling, session.strict)
-            retried = request.headers.get("x-stainless-retry-count", "0") != "0"
-            completion = await _answered(session.loop, session.respond(asked, retried), request)
-            headers = {"x-flowrl-overridden": ", ".join(asked.overridden)} if asked.overridden else None
-            data = completion_data(asked, completion, session.chat.broker.tokenizer.shown)
-            if asked.stream:
-                return responses.Response(streamed(asked, data), 200, headers, "text/event-stream")
-            return responses.Response(json.dumps(data), 200, headers, "application/json")
+        def completing(api: type[ChatCompletion | ModelResponse]) -> Any:
+            async def complete(session: Session, request: Request) -> Any:
+                asked = api.parse(await _body(request), session)
+                answer, retried = api(asked), request.headers.get("x-stainless-retry-count", "0") != "0"
+                headers = {"x-flowrl-overridden": ", ".join(asked.overridden)} if asked.overridden else {}
+                if asked.stream:
+                    return await streamed(session, asked, retried, answer, request, headers)
+                completion = await _answered(session.loop, session.respond(asked, retried), request)
+                session.store(answer.id, asked, completion)
+                return responses.Response(json.dumps(answer.data(completion)), 200, headers, "application/json")
+
+            return handler(complete)
 
         async def models(session: Session, request: Request) -> Any:
             listed = [{"id": "policy", "object": "model", "created": 0, "owned_by": "flowrl"}]
@@ -99,12 +102,16 @@ class EndpointServer:
 
         async def unknown(session: Session, request: Request) -> Any:
             raise RequestError(
-                404, "unknown_url", f"There is no {request.url.path}. Use {self.url}/chat/completions.", None
+                404,
+                "unknown_url",
+                f"There is no {request.url.path}. Use {self.url}/chat/completions or /responses.",
+                None,
             )
 
         return applications.Starlette(
             routes=[
-                routing.Route("/v1/chat/completions", handler(complete), methods=["POST"]),
+                routing.Route("/v1/chat/completions", completing(ChatCompletion), methods=["POST"]),
+                routing.Route("/v1/responses", completing(ModelResponse), methods=["POST"]),
                 routing.Route("/v1/models", handler(models), methods=["GET"]),
                 routing.Route("/v1/score", handler(score), methods=["POST"]),
                 routing.Route("/{path:path}", handler(unknown), methods=["GET", "POST"]),
@@ -136,79 +143,29 @@ async def _body(request: Request) -> Any:
 
 async def _answered(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], request: Request) -> Any:
     """What a coroutine returns in the loop of the episode; it is canceled if the client disconnects."""
-    over = RequestError(401, "invalid_api_key", "The episode of this key is over. Start no further requests.")
-    try:
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
-    except RuntimeError:  # that loop is closed
-        work.close()
-        raise over from None
+    answer = submitted(loop, work)
     gone = asyncio.ensure_future(request.receive())  # after the body, only that the client has disconnected
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            raise RequestError(499, "client_closed_request", "The client has disconnected.")
-        if answer.cancelled():
-            raise over
-        return answer.result()
+        return result_of(answer)
     finally:
         gone.cancel()
-
-
-def completion_data(request: CompletionRequest, completion: Completion, shown: Callable[[list[int]], str]) -> Any:
-    """An object of the type ``chat.completion``."""
-    response, tokens = completion.response, len(completion.response.ids)
-    logprobs = None
-    if request.logprobs:
-        content = [
-            {"token": (text := shown([i])), "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for i, logprob in zip(response.ids, response.log_probs, strict=True)
-        ]
-        logprobs = {"content": content, "refusal": None}
-    choice = {
-        "index": 0,
-        "message": completion.message,
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-    }
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": completion.prompt_tokens + tokens,
-        },
-    }
-
-
-def streamed(request: CompletionRequest, data: dict[str, Any]) -> str:
-    """The events of a completion: the message in one chunk, its end, the usage if requested, and ``[DONE]``."""
-    shared = {**data, "object": "chat.completion.chunk"}
-    usage = shared.pop("usage")
-    (choice,) = data["choices"]
-    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    said = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
-    ended = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-    chunks: list[Any] = [{**shared, "choices": [said]}, {**shared, "choices": [ended]}]
-    if request.usage:
-        chunks.append({**shared, "choices": [], "usage": usage})
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 _servers: list[EndpointServer] = []
 _lock = threading.Lock()
 
 
-def endpoint_server() -> EndpointServer:
-    """The server of this process; started on the first call."""
+def endpoint_server(port: int = 0) -> EndpointServer:
+    """The server of this process; started on the first call, at a port of the loopback, where 0 is a free one.
+
+    Raises:
+        DefinitionError: starlette or uvicorn is not installed.
+        OSError: the port is in use.
+    """
     with _lock:
         if not _servers:
-            _servers.append(EndpointServer())
+            _servers.append(EndpointServer(port))
         return _servers[0]
 
 

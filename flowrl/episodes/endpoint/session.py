@@ -8,56 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.data.text.transcript import Transcript
+from flowrl.data.text.answers import with_thought
+from flowrl.data.text.transcript import Message, Transcript
 from flowrl.episodes.chat import Chat, EpisodeOver, Limit
-from flowrl.episodes.endpoint.messages import CompletionRequest, RequestError, chained, form, template_message
-from flowrl.episodes.environment import InvalidToolCall, Row
-from flowrl.episodes.parsers.call_format import CallFormat, Tools
+from flowrl.episodes.endpoint.answers import AnswerReader
+from flowrl.episodes.endpoint.flights import Completion, Context, Flight, Listener, Recorded, Stored
+from flowrl.episodes.endpoint.messages import RequestError, chained, form, with_thoughts
+from flowrl.episodes.endpoint.requests import CompletionRequest
+from flowrl.episodes.environment import Row
+from flowrl.episodes.parsers.call_format import CallFormat
 from flowrl.errors import FlowrlError
 from flowrl.protocols.protocols import Response
 
 MAX_WAITING = 256
 """Maximum requests of an episode that wait for others of it."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the policy reads for a request.
-
-    Args:
-        segment: the number of the segment that it continues; None begins one.
-    """
-
-    transcript: Transcript
-    segment: int | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer, as the client gets it."""
-
-    message: Mapping[str, Any]
-    finish_reason: str
-    response: Response
-    prompt_tokens: int
-
-
-class Flight:
-    """A request that is computed, and its answer; retries share it.
-
-    Args:
-        waiters: connections that wait for the answer.
-        recorded: whether the answer was returned, so that it is part of the episode.
-    """
-
-    def __init__(self, request: CompletionRequest, work: asyncio.Task[tuple[Context, Completion]]) -> None:
-        self.request, self.work = request, work
-        self.waiters = 0
-        self.recorded = False
 
 
 class Session:
@@ -76,23 +43,27 @@ class Session:
         """The limit that a request has met."""
         self.refused: RequestError | None = None
         """The last error that a client got."""
+        self.stored: dict[str, Stored] = {}
+        """By the id of a response."""
         chat.counts |= dict.fromkeys(("overridden", "retries", "abandoned", "refused"), 0)
         # a single sequence grows by one answer after another
         self._room = asyncio.Semaphore(concurrency if chat.limits.rewrites == "segment" else 1)
-        self._waiting = 0
+        self._waiting: set[Flight] = set()
         self._turn = 0
         self._busy: set[str] = set()  # names of requests in flight
         self._names: set[str] = set()
         self._flights: list[Flight] = []
         self._latest: dict[str, Flight] = {}  # by identity
-        self._recorded: dict[str, tuple[int, int]] = {}  # by digest, the segment and the number of its answer
+        self._recorded: dict[str, list[Recorded]] = {}  # by the digest of a conversation without its thoughts
         self._closed = False
 
-    async def respond(self, request: CompletionRequest, retried: bool) -> Completion:
-        """The answer to a request. An answer that no connection waits for is kept for a retry of its request.
+    async def respond(self, request: CompletionRequest, retried: bool, listener: Listener | None = None) -> Completion:
+        """The answer to a request. An answer that no connection waits for is kept for a retry of its request, and one
+        that a client reads while it is sampled ends with the connection.
 
         Args:
             retried: whether the client says that it repeats a request.
+            listener: called in this loop with what is sampled, if the engine gives that.
 
         Raises:
             RequestError: the request is refused, or the episode is over.
@@ -105,20 +76,36 @@ class Session:
             flight = self._joined(request, retried) or self._start(request)
             flight.waiters += 1
             try:
+                if listener is not None:
+                    flight.listen(listener)
                 context, completion = await asyncio.shield(flight.work)
             finally:
                 flight.waiters -= 1
+                if listener is not None and not flight.waiters and not flight.work.done():
+                    flight.left = flight.work.cancel()
             self._record(flight, context, completion)
         except RequestError as error:
             self.refused = error
             raise
         except EpisodeOver as over:
-            raise self._ended(over.why) from None
+            self.refused = self._ended(over.why)
+            raise self.refused from None
         except FlowrlError as error:
             self.refused = RequestError(400, error.code, error.message, "messages")
             self.chat.counts["refused"] += 1
             raise self.refused from error
         return completion
+
+    def store(self, id: str, request: CompletionRequest, completion: Completion) -> None:
+        """Let a later request continue this answer by its id, unless its own request asks for the opposite."""
+        if request.stored is not None:
+            names = {**request.names, **{call: name for call, name, _ in completion.calls}}
+            self.stored[id] = Stored([*request.messages[request.stored :], completion.message], names)
+
+    @property
+    def ended_by(self) -> Limit | None:
+        """The limit of the episode that a request after its first answer has met."""
+        return self.over if self.chat.answers else None
 
     async def close(self) -> None:
         """End all requests; later ones are refused. Answers that were not returned are dropped."""
@@ -128,7 +115,9 @@ class Session:
         await asyncio.gather(*(flight.work for flight in self._flights), return_exceptions=True)
         for name in self._names - {self._row.row_id}:
             self.chat.broker.drop(name)
-        self.chat.counts["abandoned"] = sum(not one.recorded and _has_answer(one.work) for one in self._flights)
+        self.chat.counts["abandoned"] = sum(
+            one.left or (not one.recorded and _has_answer(one.work)) for one in self._flights
+        )
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last answer; raises `RequestError` if that is not possible."""
@@ -140,7 +129,7 @@ class Session:
     def _joined(self, request: CompletionRequest, retried: bool) -> Flight | None:
         """The flight that a request repeats: one that no connection waits for any more, or one that it retries."""
         flight = self._latest.get(request.identity)
-        if flight is None or not (retried or (not flight.waiters and not flight.recorded)):
+        if flight is None or flight.left or not (retried or (not flight.waiters and not flight.recorded)):
             return None
         if flight.work.done() and not _has_answer(flight.work):
             return None
@@ -148,20 +137,22 @@ class Session:
         return flight
 
     def _start(self, request: CompletionRequest) -> Flight:
-        if self._waiting >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             raise RequestError(
                 429, "rate_limit_exceeded", f"{MAX_WAITING} requests of this episode wait already. Send fewer at once."
             )
-        self._waiting += 1
-        flight = Flight(request, asyncio.ensure_future(self._work(request)))
+        flight = Flight(request)
+        self._waiting.add(flight)
+        flight.work = asyncio.ensure_future(self._work(flight))
+        flight.work.add_done_callback(lambda _: self._waiting.discard(flight))
         self._flights.append(flight)
         self._latest[request.identity] = flight
         return flight
 
-    async def _work(self, request: CompletionRequest) -> tuple[Context, Completion]:
+    async def _work(self, flight: Flight) -> tuple[Context, Completion]:
         async with self._room:
-            self._waiting -= 1
-            chat, in_flight = self.chat, len(self._busy)
+            self._waiting.discard(flight)
+            chat, request, in_flight = self.chat, flight.request, len(self._busy)
             if len(chat.rewards) + in_flight >= chat.limits.turns:
                 raise EpisodeOver("turns")
             if chat.exceeds_context(request.messages):
@@ -169,15 +160,35 @@ class Session:
             context = self._context(request, in_flight)
             if len(context.transcript.ids) >= chat.limits.context:
                 raise EpisodeOver("context")
-            turn, name = self._turn, self._name()
-            self._turn += 1
-            self._busy.add(name)
-            try:
-                ids = list(context.transcript.ids)
-                response = await chat.sample(name, ids, turn, request.max_tokens, request.stop)
-            finally:
-                self._busy.discard(name)
-            return context, self._completion(request, response, turn, len(ids))
+            return context, await self._sampled(flight, list(context.transcript.ids))
+
+    async def _sampled(self, flight: Flight, ids: list[int]) -> Completion:
+        """What the policy answers after these tokens."""
+        chat, request = self.chat, flight.request
+        turn, name = self._turn, self._name()
+        self._turn += 1
+        self._busy.add(name)
+        reader = AnswerReader(chat.broker.tokenizer, ids, self._calls, request.tools, request.stop)
+        follower = asyncio.ensure_future(self._follow(flight, name, reader)) if flight.is_streamed else None
+        try:
+            response = await chat.sample(name, ids, turn, request.max_tokens, request.stop)
+        except asyncio.CancelledError:
+            chat.broker.drop(name)
+            raise
+        finally:
+            self._busy.discard(name)
+            if follower is not None and not follower.cancel():
+                follower.result()  # raises its error
+        return self._completion(request, response, turn, len(ids), reader)
+
+    async def _follow(self, flight: Flight, name: str, reader: AnswerReader) -> None:
+        """Tell the listeners what is sampled, after each step of the engine."""
+        start = 0
+        while (ids := self.chat.broker.sampled_so_far(name, start)) is not None:
+            if ids:
+                start += len(ids)
+                flight.tell(reader.partial(ids))
+            await asyncio.sleep(0)
 
     def _name(self) -> str:
         """The row's id, by which the engine retains the KV of earlier answers, or another one while that is in use."""
@@ -189,8 +200,7 @@ class Session:
 
     def _context(self, request: CompletionRequest, in_flight: int) -> Context:
         """The recorded tokens that a request continues, with its further messages; or its messages as a prompt."""
-        chat, found = self.chat, self._recorded.get(request.prefix)
-        tokenizer = chat.broker.tokenizer
+        chat, tokenizer = self.chat, self.chat.broker.tokenizer
         if request.tools and not tokenizer.template_reads("tools"):
             raise RequestError(
                 400,
@@ -198,8 +208,9 @@ class Session:
                 "The chat template does not read tools. Describe them in a message.",
                 "tools",
             )
-        if found is not None:
-            transcript = chat.segments[found[0]].until(found[1])
+        arguments = {**chat.template_kwargs, **({"tools": list(request.tools)} if request.tools else {})}
+        if (found := self._continued(request, arguments)) is not None:
+            transcript = chat.segments[found.segment].until(found.answer)
             further = request.messages[request.after :]
             try:
                 transcript.reply(further)
@@ -209,12 +220,37 @@ class Session:
                 chat.allow_segment(len(chat.segments) + in_flight)
                 return Context(transcript.rewritten(further))
             else:
-                if not self._is_last(Context(transcript, found[0])) or in_flight:
+                if not self._is_last(Context(transcript, found.segment)) or in_flight:
                     chat.allow_segment(len(chat.segments) + in_flight)
-                return Context(transcript, found[0])
+                return Context(transcript, found.segment)
         chat.allow_segment(len(chat.segments) + in_flight)
-        arguments = {**chat.template_kwargs, **({"tools": list(request.tools)} if request.tools else {})}
-        return Context(Transcript(tokenizer, request.messages, chat.check, arguments))
+        messages = [with_thought(tokenizer, message) for message in request.messages]
+        return Context(Transcript(tokenizer, messages, chat.check, arguments))
+
+    def _continued(self, request: CompletionRequest, arguments: Mapping[str, Any]) -> Recorded | None:
+        """The recorded answer that a request continues. The client may have dropped thoughts that the chat template
+        drops here, too."""
+        recorded = self._recorded.get(request.prefix, ())
+        given = request.thoughts
+        for one in reversed(recorded):
+            if one.thoughts == given:
+                return one
+        for one in reversed(recorded):
+            dropped = all(now in ("", before) for now, before in zip(given, one.thoughts, strict=True))
+            if dropped and self._reads_same(request.messages, one.thoughts, arguments):
+                return one
+        return None
+
+    def _reads_same(self, messages: Sequence[Message], thoughts: Sequence[str], arguments: Mapping[str, Any]) -> bool:
+        """Whether the policy would read the same if the messages of the assistant had these thoughts; white space
+        counts as in the check of the chat template."""
+        tokenizer, strict = self.chat.broker.tokenizer, self.chat.check == "strict"
+        texts = (
+            tokenizer.rendered([with_thought(tokenizer, one) for one in each], arguments, True)
+            for each in (messages, with_thoughts(messages, thoughts))
+        )
+        one, other = (text if strict else "".join(text.split()) for text in texts)
+        return one == other
 
     def _is_last(self, context: Context) -> bool:
         """Whether the tokens continue the last segment of the episode from its end."""
@@ -223,31 +259,32 @@ class Session:
             return False
         return len(segments[-1].answers) == len(context.transcript.answers)
 
-    def _completion(self, request: CompletionRequest, response: Response, turn: int, prompt: int) -> Completion:
-        text = self.chat.broker.tokenizer.decode(response.ids, self.chat.broker.sampling.stop_token_ids)
-        ends = [text.index(stop) for stop in request.stop if stop in text]
-        text = text[: min(ends)] if ends else text
-        reason = "length" if response.ended == "length" else "stop"
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        try:
-            tools = Tools(request.tools, self.chat.broker.tokenizer)
-            calls = self._calls.calls(text, response.ids, tools) if request.tools else ()
-        except InvalidToolCall:  # the client reads it as text
-            self.chat.tool_errors += 1
-            calls = ()
-        if calls:
-            self.chat.tool_calls += len(calls)
-            message["content"] = _before_calls(text)
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{turn}_{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for number, call in enumerate(calls)
-            ]
-            reason = "tool_calls" if reason == "stop" else reason
-        return Completion(message, reason, response, prompt)
+    def _completion(
+        self, request: CompletionRequest, response: Response, turn: int, prompt: int, reader: AnswerReader
+    ) -> Completion:
+        tokenizer, ids = self.chat.broker.tokenizer, response.ids
+        ends = ids[-1] in tokenizer.ends or ids[-1] in self.chat.broker.sampling.stop_token_ids
+        reading = reader.complete(ids[:-1] if ends else ids)
+        self.chat.tool_errors += reading.invalid
+        self.chat.tool_calls += len(reading.calls)
+        calls = [
+            (f"call_{turn}_{number}", call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for number, call in enumerate(reading.calls)
+        ]
+        reason = "length" if response.ended == "length" else "tool_calls" if calls else "stop"
+        pairs = zip(ids, response.log_probs, strict=True)
+        return Completion(
+            reading=reading,
+            content=reading.content if reading.content or not calls else None,
+            calls=calls,
+            finish_reason=reason,
+            response=response,
+            prompt_tokens=prompt,
+            log_probs=[_log_prob(tokenizer.shown([token]), value) for token, value in pairs]
+            if request.logprobs
+            else None,
+            thought_tokens=len(tokenizer.response_ids(reading.thought)) if reading.thought else 0,
+        )
 
     def _record(self, flight: Flight, context: Context, completion: Completion) -> None:
         """Make an answer that is returned part of the episode."""
@@ -264,18 +301,25 @@ class Session:
             chat.segments.append(transcript)
         chat.record(transcript, completion.response)
         flight.recorded = True
-        digest = chained(flight.request.conversation, form(template_message(completion.message, {})))
-        self._recorded[digest] = (len(chat.segments) - 1, len(transcript.answers) - 1)
+        request, thought = flight.request, completion.reading.thought
+        digest = chained(request.conversation, form(completion.message))
+        recorded = Recorded(len(chat.segments) - 1, len(transcript.answers) - 1, (*request.thoughts, thought))
+        self._recorded.setdefault(digest, []).append(recorded)
 
     def _ended(self, why: Limit) -> RequestError:
         """The error of a request beyond a limit of the episode."""
         self.over = self.over or why
-        limit = {"turns": self.chat.limits.turns, "context": self.chat.limits.context}.get(
-            why, self.chat.limits.segments
-        )
-        code = "context_length_exceeded" if why == "context" else f"max_{why}_exceeded"
+        limits = self.chat.limits
+        if why == "context":
+            return RequestError(
+                400,
+                "context_length_exceeded",
+                f"The request leaves no room for an answer within the context of {limits.context} tokens. Send less.",
+                "messages",
+            )
+        most = limits.turns if why == "turns" else limits.segments
         return RequestError(
-            400, code, f"The episode has used up its limit of {why}, {limit}. End the program, or continue with less."
+            400, f"max_{why}_exceeded", f"The episode has used up its limit of {most} {why}. End the program."
         )
 
 
@@ -283,7 +327,6 @@ def _has_answer(work: asyncio.Task[Any]) -> bool:
     return work.done() and not work.cancelled() and work.exception() is None
 
 
-def _before_calls(text: str) -> str | None:
-    """The text before the first call; None if there is none, or the calls are written in a format of their own."""
-    before, mark, _ = text.partition("<tool_call>")
-    return before if mark and before.strip() else None
+def _log_prob(token: str, value: float) -> dict[str, Any]:
+    """A token as chat completions have it."""
+    return {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}

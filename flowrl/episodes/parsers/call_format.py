@@ -49,12 +49,16 @@ class CallFormat:
         special: whether special tokens of the tokenizer mark the calls. Answers omit them, so `parse` gets the text
             with its special tokens.
         several: whether an answer may have more than one call.
+        begins: with which texts calls begin; none if that is not known.
+        refuse_missing: raises `FlowrlError` if `parse` needs what is not installed.
     """
 
     parse: Parse
     write: Callable[[Sequence[ToolCall]], str]
     special: bool = False
     several: bool = True
+    begins: tuple[str, ...] = ()
+    refuse_missing: Callable[[], object] = lambda: None
 
     def calls(self, text: str, ids: Sequence[int], tools: Tools) -> Sequence[ToolCall]:
         """The calls in an answer: in its text, or if special tokens mark them, in the text of its tokens.
@@ -65,8 +69,16 @@ class CallFormat:
         if not self.special or tools.tokenizer is None:
             return self.parse(text, tools)
         ended = ids[-1] in tools.tokenizer.ends
-        marked = tools.tokenizer.control_tokens.sampled(ids[:-1] if ended else ids)
-        return [ToolCall(*map(unquoted, call)) for call in self.parse(marked, tools)]
+        return self.parsed(tools.tokenizer.control_tokens.sampled(ids[:-1] if ended else ids), tools)
+
+    def parsed(self, text: str, tools: Tools) -> Sequence[ToolCall]:
+        """The calls in a text; if special tokens mark them, one in which spelled control tokens are quoted.
+
+        Raises:
+            InvalidToolCall: one is malformed.
+        """
+        calls = self.parse(text, tools)
+        return [ToolCall(*map(unquoted, call)) for call in calls] if self.special else calls
 
 
 def call_of(written: object, arguments: Sequence[str] = ("arguments",)) -> ToolCall:

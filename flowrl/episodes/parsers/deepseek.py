@@ -32,4 +32,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return _SECTION[0] + "\n".join(written) + _SECTION[1]
 
 
-DEEPSEEK = CallFormat(parse, write, special=True)
+DEEPSEEK = CallFormat(parse, write, special=True, begins=(_SECTION[0], _BEGIN))

@@ -50,4 +50,4 @@ def _written(call: ToolCall) -> str:
     return f"<tool_call>{call.name}\n{''.join(pairs)}</tool_call>"
 
 
-GLM = CallFormat(parse, write)
+GLM = CallFormat(parse, write, begins=("<tool_call>",))

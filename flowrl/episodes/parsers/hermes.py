@@ -26,4 +26,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return "\n".join(f"<tool_call>\n{json.dumps(call._asdict())}\n</tool_call>" for call in calls)
 
 
-HERMES = CallFormat(parse, write)
+HERMES = CallFormat(parse, write, begins=("<tool_call>",))

@@ -32,4 +32,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return f"{_SECTION[0]}{''.join(written)}{_SECTION[1]}"
 
 
-KIMI = CallFormat(parse, write, special=True)
+KIMI = CallFormat(parse, write, special=True, begins=(_SECTION[0], _BEGIN))

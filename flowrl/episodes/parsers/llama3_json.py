@@ -38,4 +38,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
 
 
-LLAMA3_JSON = CallFormat(parse, write, special=True)
+LLAMA3_JSON = CallFormat(parse, write, special=True, begins=(_TAG, "{"))

@@ -41,4 +41,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return f"{_MARK} {json.dumps([call._asdict() for call in calls])}"
 
 
-MISTRAL = CallFormat(parse, write, special=True)
+MISTRAL = CallFormat(parse, write, special=True, begins=(_MARK,))

@@ -37,4 +37,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return json.dumps(calls[0]._asdict())
 
 
-PLAIN_JSON = CallFormat(parse, write, several=False)
+PLAIN_JSON = CallFormat(parse, write, several=False, begins=("{",))

@@ -55,4 +55,4 @@ def _written(call: ToolCall) -> str:
     return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
 
 
-QWEN3_CODER = CallFormat(parse, write)
+QWEN3_CODER = CallFormat(parse, write, begins=("<tool_call>",))

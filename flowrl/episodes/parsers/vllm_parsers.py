@@ -22,15 +22,16 @@ PREFIX = "vllm:"
 def of_vllm(name: str) -> CallFormat:
     """The format of a parser in vLLM's registry, which is read at the first call.
 
-    Its `parse` raises `DefinitionError` if vLLM is not installed or has no parser of this name.
+    Its `parse` and `refuse_missing` raise `DefinitionError` if vLLM is not installed or has no parser of this name.
     """
-    return CallFormat(partial(_parse, name), write, special=True, several=False)
+    missing = partial(_manager, name)
+    return CallFormat(partial(_parse, name), write, special=True, several=False, refuse_missing=missing)
 
 
-def _parse(name: str, text: str, tools: Tools) -> Sequence[ToolCall]:
+def _manager(name: str) -> Any:
+    """vLLM's registry, if it has a parser of this name."""
     package("vllm", "vllm")
     manager: Any = importlib.import_module("vllm.tool_parsers").ToolParserManager
-    protocol: Any = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
     known = manager.list_registered()
     if name not in known:
         raise DefinitionError(
@@ -39,6 +40,12 @@ def _parse(name: str, text: str, tools: Tools) -> Sequence[ToolCall]:
             parser=PREFIX + name,
             known=tuple(known),
         )
+    return manager
+
+
+def _parse(name: str, text: str, tools: Tools) -> Sequence[ToolCall]:
+    manager = _manager(name)
+    protocol: Any = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
     assert tools.tokenizer is not None
     schemas = [protocol.ChatCompletionToolsParam.model_validate(schema) for schema in tools.schemas]
     request = protocol.ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], tools=schemas)

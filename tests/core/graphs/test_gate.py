@@ -346,3 +346,11 @@ def test_a_mini_batch_downstream_of_a_filter_is_refused_before_launch() -> None:
     assert "the number of rows that pass filter is not known" in finding.message
     assert not FILTERED.check(prompts=8)
     assert isinstance(FILTERED["update_actor"].operator, UpdateActor)
+
+
+def test_a_limit_of_skips_without_skips_is_refused() -> None:
+    with raises("gate.skips-nothing", found=3):
+        Filter(Spread(), max_skips=3)
+    with raises("gate.skips-nothing", found=3):
+        Collect(Spread(), groups=2, max_skips=3)
+    assert Filter(Spread(), on_underfill="skip", max_skips=3).max_skips == 3

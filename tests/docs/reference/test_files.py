@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from flowrl import PromptData, Recording, Validation
+from flowrl.episodes import Endpoint
+from flowrl.episodes.endpoint.program import KEPT
 from flowrl.files.graph_io import KEYS as OF_GRAPH
+from flowrl.operators import Interact
 from flowrl.run.alarms import Above
 from flowrl.run.recording.summaries import SCHEMA
 from flowrl.run.settings.run_file import KEYS as OF_TRAINING
 from flowrl.run.settings.run_file import SETTINGS
 from tests import ROOT
+from tests.episodes.endpoint.test_endpoint import ASK
 from tests.support.jobs import job_of
 from tests.support.rewards import asks_for_digits
 from tests.support.runs import lines, train
@@ -71,6 +76,22 @@ def test_every_column_of_rows_and_texts_is_named(folder: Path) -> None:
         shown, of = re.findall("`([^`]+)`", names), kinds.split(", ")
         for name, kind in zip(shown, of * (len(shown) if len(of) == 1 else 1), strict=True):
             assert name == "reward/<key>" or str(SCHEMA[name]) == kind, name
+
+
+def test_every_key_of_an_episode_is_named_and_its_program_is_bounded(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """A program that writes more than a run keeps of it."""
+    code = f"{ASK}\nimport sys\nprint({2 * KEPT} * 'x', file=sys.stderr)\nprint('hello')\nprint(1.0)"
+    interact = Interact(Endpoint([sys.executable, "-c", code]), max_new_tokens=2, context=100)
+    job = job_of("grpo", tiny, None, n=2).edit(replace={"generate": interact}, drop=["reward"])
+    folder = train(job, prompts_file, tmp_path / "run", steps=1, prompts=1).folder
+    texts = pq.read_table(next((folder / "texts").iterdir())).to_pylist()
+    episodes = [json.loads(row["episode"]) for row in texts]
+    assert episodes[0].keys() | episodes[0]["program"].keys() <= named("texts/")
+    for episode in episodes:
+        assert episode["program"] == {"status": 0, "stdout": "hello\n1.0\n", "stderr": f"{KEPT * 'x'}\n"[-KEPT:]}
+    assert f"{KEPT:,} characters" in SECTIONS["texts/"]
 
 
 def test_columns_are_in_a_folder_for_each_axis(folder: Path) -> None:

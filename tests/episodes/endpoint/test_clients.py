@@ -41,6 +41,17 @@ class Recorded:
         self._requests[request.name] = request
         self._engine.submit(request)
 
+    def step(self) -> list[str]:
+        ended: list[str] = self._engine.step()
+        return ended
+
+    def drop(self, name: str) -> None:
+        self._engine.drop(name)
+
+    def sampled_so_far(self, name: str, start: int) -> list[int]:
+        ids: list[int] = self._engine.sampled_so_far(name, start)
+        return ids
+
     def take(self, name: str) -> Response:
         response: Response = self._engine.take(name)
         self.sampled.append((self._requests[name], response))
@@ -78,6 +89,32 @@ def of_openai() -> Callable[..., Any]:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
             await client.chat.completions.create(model="m", messages=messages, max_tokens=2)
+        return 1.0
+
+    return agent
+
+
+def of_responses() -> Callable[..., Any]:
+    """The responses API: stateless, by a stored response, and as events."""
+    openai = pytest.importorskip("openai", reason="needs pip install openai")
+
+    async def agent(url: str, key: str, row: Row) -> float:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            items: list[Any] = [{"role": "user", "content": row.messages[0]["content"]}]
+            made = await client.responses.create(model="m", input=items, store=False)
+            items += [*made.output, {"role": "user", "content": "0?"}]
+            second = await client.responses.create(model="m", input=items)
+            assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
+            fields = {"model": "m", "input": "1?", "previous_response_id": second.id}
+            async with client.responses.stream(**fields) as stream:
+                events = [event async for event in stream]
+            third = events[-1].response  # completed, or incomplete if its length has ended it
+            assert third.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            stream = await client.responses.create(
+                model="m", input="2?", previous_response_id=third.id, max_output_tokens=2, stream=True
+            )
+            last = [event async for event in stream][-1]
+            assert last.type in ("response.completed", "response.incomplete")
         return 1.0
 
     return agent
@@ -142,7 +179,7 @@ def assert_trained_is_sampled(batch: EpisodeBatch, engine: Recorded) -> None:
         assert int(batch.response_mask[i].sum()) == sum(len(answer.ids) for _, answer in expected)
 
 
-@pytest.mark.parametrize("client", [of_httpx, of_openai, of_langchain, of_litellm, of_smolagents])
+@pytest.mark.parametrize("client", [of_httpx, of_openai, of_responses, of_langchain, of_litellm, of_smolagents])
 def test_what_is_trained_is_what_was_sampled(client: Callable[[], Any], engine: Any, tiny: str) -> None:
     recorded, metrics = Recorded(engine), Metrics()
     operator = Interact(

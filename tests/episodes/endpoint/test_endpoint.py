@@ -12,11 +12,14 @@ import pytest
 
 import flowrl
 from flowrl.episodes import Endpoint, Row
-from flowrl.errors import ParameterError
+from flowrl.errors import DataError, DefinitionError, ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
-from tests.episodes.scripted import played, row, say
+from flowrl.protocols.protocols import Request
+from tests.episodes import scripted
+from tests.episodes.scripted import Scripted, played, row, say
 from tests.support.errors import raises
+from tests.support.templates import tokenizer_of
 
 ASK = """
 import json, os, sys, urllib.request
@@ -39,6 +42,11 @@ def answer(messages):
 messages = row["messages"]
 messages.append(answer(messages))
 """
+
+
+def look(at: str) -> str:
+    """Look."""
+    return at
 
 
 def program(code: str) -> tuple[str, ...]:
@@ -100,6 +108,34 @@ def test_a_program_that_fails_beyond_a_limit_ends_its_episode() -> None:
     assert (one.ended, one.fault) == ("turns", None)
 
 
+def test_a_first_request_beyond_the_context_is_a_fault_of_the_program() -> None:
+    """The program wrote the prompt, not the row."""
+    code = ASK.partition("messages = row")[0] + 'ask([{"role": "user", "content": 300 * "word "}])'
+    (one,), engine = played(Endpoint([sys.executable, "-c", code]), say, context=100)
+    assert one.fault is not None and one.fault.facts["refused"] == "context_length_exceeded"
+    assert (one.ended, engine.requests) == ("failed", [])
+
+
+def test_a_prompt_that_the_engine_refuses_is_an_error_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Scripted):
+        def submit(self, request: Request) -> None:
+            if len(request.ids) > 100:
+                raise DataError("The model has 100 positions.", code="engine.prompt-too-long")
+            super().submit(request)
+
+    monkeypatch.setattr(scripted, "Scripted", Refusing)
+    code = """
+try:
+    ask([{"role": "user", "content": 60 * "word "}])
+except urllib.error.HTTPError as error:
+    assert (error.code, json.load(error)["error"]["code"]) == (400, "engine.prompt-too-long")
+print(1.0)
+"""
+    episodes, _ = played(Endpoint(program(code)), say, count=2, rewrites="segment")
+    for one in episodes:
+        assert (one.ended, one.fault, one.chat.counts["refused"]) == ("done", None, 1)
+
+
 def test_a_program_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""
@@ -111,6 +147,7 @@ time.sleep(600)
 """
     (one,), _ = played(Endpoint(program(code)), say, seconds=3.0)
     assert one.fault is not None and one.fault.code == "episode.timeout"
+    assert one.chat.program is not None and one.chat.program["status"] is None
     for pid in map(int, pids.read_text().split()):
         assert not _runs(pid)
 
@@ -189,3 +226,23 @@ def test_interact_accepts_an_endpoint() -> None:
     with raises("episode.invalid-environment", name="Endpoint"):
         Interact(endpoint, parser="kimi")
     assert Interact(Endpoint(["python", "agent.py"], parser="kimi")).parser == "hermes"
+
+
+referred = Endpoint(["python", "agent.py"])
+misspelled = Endpoint(["python", "agent.py"], parser="vllm:typo")
+
+
+@pytest.mark.parametrize("wrong", [{"tools": [look]}, {"parser": "kimi"}])
+def test_a_reference_to_an_endpoint_is_refused_as_the_endpoint_is(wrong: Any) -> None:
+    interact = Interact(f"{__name__}:referred", **wrong)
+    with raises("episode.invalid-environment", name="Endpoint"):
+        interact.rehearse(lambda role: tokenizer_of("qwen2.5"))
+    Interact(f"{__name__}:referred").rehearse(lambda role: tokenizer_of("qwen2.5"))
+
+
+@pytest.mark.parametrize("endpoint", [misspelled, f"{__name__}:misspelled"])
+def test_a_missing_parser_of_vllm_is_refused_before_the_run(endpoint: Any) -> None:
+    """Without vLLM for that, with it for the name."""
+    with pytest.raises(DefinitionError) as caught:
+        Interact(endpoint).rehearse(lambda role: tokenizer_of("qwen2.5"))
+    assert caught.value.code in ("package.not-installed", "tool.unknown-parser")

@@ -1,4 +1,4 @@
-"""Tests of `messages.py`: which conversations are the same, and which requests are refused by name."""
+"""Tests of `messages.py`, `requests.py` and `chat_completions.py`: the same conversations, and refusals by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.episodes.endpoint.messages import CompletionRequest, RequestError, parse
+from flowrl.episodes.endpoint.chat_completions import parse
+from flowrl.episodes.endpoint.messages import RequestError
+from flowrl.episodes.endpoint.requests import CompletionRequest
 from tests.episodes.scripted import SAMPLING
 
 

@@ -46,10 +46,11 @@ def test_a_stream_has_the_same_answer(usage: bool) -> None:
 
     (one,), _ = played(agent, say)
     assert one.fault is None
-    first, last = chunks[:2]
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "row-0 says 0"}
+    first, text, last = chunks[:3]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text["choices"][0]["delta"] == {"content": "row-0 says 0"}
     assert first["object"] == "chat.completion.chunk" and last["choices"][0]["finish_reason"] == "stop"
-    assert len(chunks) == 2 + usage and (not usage or chunks[2]["usage"]["completion_tokens"] == 13)
+    assert len(chunks) == 3 + usage and (not usage or chunks[3]["usage"]["completion_tokens"] == 13)
 
 
 def test_log_probs_are_those_of_the_sampled_tokens() -> None:

@@ -1,0 +1,1 @@
+"""``flowrl serve``: a policy behind the endpoint that programs play episodes with."""
