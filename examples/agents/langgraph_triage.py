@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # for the modules in these folders
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules in this folder
+sys.path.insert(1, str(Path(__file__).parents[1]))  # and in the one above
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
@@ -29,7 +30,8 @@ SEED = int(os.environ.get("SEED", "0"))
 WORDS = (
     *SERVICES,
     *CAUSES.values(),
-    *('{"service": "', '", "incident_type": "', '"}', '<tool_call>\n{"name": "get_metrics", "arguments": {"service": "'),
+    *('{"service": "', '", "incident_type": "', '"}'),
+    '<tool_call>\n{"name": "get_metrics", "arguments": {"service": "',
     *("Incident: ", " errors=", "cpu=", "mem=", "disk=", "net="),
 )
 
@@ -58,7 +60,7 @@ def investigate(url: str, key: str, row: Row) -> float:
 
 
 def demonstration(numbers: random.Random) -> Conversation:
-    """A weak responder: requests metrics half of the time, half of these of any service, else answers CPU saturation."""
+    """A weak responder: requests metrics half of the time, often of another service, else answers CPU saturation."""
     one = incident(numbers)
     messages, cause = [{"role": "user", "content": one.seen}], CAUSES["cpu"]
     if numbers.random() < 0.5:

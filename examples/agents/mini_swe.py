@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm would fetch prices when it is imported
-os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")  # the endpoint refuses for good
-os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # for the modules in these folders
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm would fetch prices when it is imported
+os.environ["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = "1"  # the endpoint refuses for good
+os.environ["MSWEA_SILENT_STARTUP"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules in this folder
+sys.path.insert(1, str(Path(__file__).parents[1]))  # and in the one above
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel

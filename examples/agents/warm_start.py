@@ -1,4 +1,4 @@
-"""The warm start of the agents' models: supervised fine-tuning on conversations with tool calls, as a graph of flowrl."""
+"""The warm start of the agents' models: supervised fine-tuning on conversations with tool calls, with flowrl."""
 
 from __future__ import annotations
 
