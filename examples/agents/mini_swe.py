@@ -111,7 +111,7 @@ def training() -> Training:
     """The graph with its backends, data and number of steps."""
     model = FOLDER / "sft/actor"
     if not model.exists():
-        model = imitate(FOLDER, WORDS, ["bash"], demonstration, SEED, epochs=4)
+        model = imitate(FOLDER, WORDS, ["bash"], demonstration, SEED, epochs=8)
     train, _ = write_rows(FOLDER, task)
     job = graph.bind(
         actor=TorchTrainer(model, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)), rollout=TorchRollout()

@@ -171,10 +171,10 @@ class Chat:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation that the policy reads."""
+        """The conversation that the policy reads; a copy, which later answers do not extend."""
         if self._rewritten is not None:
-            return self._rewritten
-        return self._row.messages if self.transcript is None else self.transcript.messages
+            return [*self._rewritten]
+        return [*(self._row.messages if self.transcript is None else self.transcript.messages)]
 
     @property
     def answers(self) -> Sequence[SampledSpan]:
