@@ -16,7 +16,7 @@ from flowrl import DemoData, Training
 from flowrl.backends import AdamW, TorchTrainer
 from flowrl.demo import make_model, word_tokenizer
 from flowrl.graphs import sft
-from flowrl.schedules import Constant
+from flowrl.schedules import Cosine
 
 TEMPLATE = """\
 {%- if tools %}{{ '<|tool|>' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '<|end|>' }}{% endif %}
@@ -68,7 +68,7 @@ def imitate(
     rows = [json.dumps({"messages": demonstration(numbers), "tools": schemas}) for _ in range(2048)]
     (folder / "demonstrations.jsonl").write_text("\n".join(rows))
     run = Training(
-        sft().bind(actor=TorchTrainer(base, AdamW(lr=4e-3, betas=(0.9, 0.95)), Constant(1.0, warmup=20))),
+        sft().bind(actor=TorchTrainer(base, AdamW(lr=4e-3, betas=(0.9, 0.95)), Cosine(1.0, 0.0, warmup=0.1))),
         DemoData(folder / "demonstrations.jsonl"),
         epochs=epochs,
         prompts=64,

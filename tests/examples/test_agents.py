@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ AGENTS = ROOT / "examples" / "agents"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the run, and the environment of the agents' packages: no requests to the internet, no files at home."""
+    """A folder for the run, and variables of the agents: no requests to the internet, no files at home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("STEPS", "3")
