@@ -153,6 +153,8 @@ class Request:
         key: the source of this request's random numbers alone: ``key.response(row_id, turn)``.
         retain_cache: keep the KV of this request and its response, since a later request of this name may continue
             from them. A hint: the engine may evict it and recompute.
+        cache_key: the name by which KV is retained and found, and dropped, if it is not that of the request: concurrent
+            requests of an episode share one.
     """
 
     name: str
@@ -160,6 +162,7 @@ class Request:
     sampling: Sampling
     key: Key
     retain_cache: bool = False
+    cache_key: str | None = None
 
 
 class Response(NamedTuple):

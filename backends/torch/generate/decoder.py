@@ -312,11 +312,11 @@ class Decoder:
         self._tidy()
 
     def _recall(self, row: Row) -> Any:
-        """The retained KV of the request's name with the longest prefix of its context; one that it continues is no
-        longer retained."""
-        ids = row.context
+        """The retained KV of the request's name, or its `cache_key`, with the longest prefix of its context; one that it
+        continues is no longer retained."""
+        ids, name = row.context, row.request.cache_key or row.request.name
         found = max(
-            (one for one in self._retained if one.name == row.request.name),
+            (one for one in self._retained if one.name == name),
             key=lambda one: common([one.ids, ids]),
             default=None,
         )
@@ -395,7 +395,8 @@ class Decoder:
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
             if row.request.retain_cache:
                 tokens = [*row.request.ids, *ids]
-                self._retained.append(Retained(row.request.name, tokens, self._memory.retain(i, tokens)))
+                name = row.request.cache_key or row.request.name
+                self._retained.append(Retained(name, tokens, self._memory.retain(i, tokens)))
                 if len(self._retained) > self._max_rows:
                     del self._retained[0]
         self._leave(over)
