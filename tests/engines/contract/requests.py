@@ -122,9 +122,9 @@ class Counts(Environment):
 async def speaks(url: str, key: str, row: Row) -> float:
     client = Client(url, key, row)
     async with client.http:
-        await client.ask()
+        first = await client.ask()
         await client.ask("Sure?", max_tokens=5)
-    return 1.0
+    return len(first["content"]) / 8
 
 
 async def forks(url: str, key: str, row: Row) -> float:
