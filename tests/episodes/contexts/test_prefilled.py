@@ -22,6 +22,7 @@ from tests.operators.engines.test_interact import prompts_of
 from tests.support.models import tiny_folder
 
 ROUNDS, BRANCHES = 3, 3
+ROOT = "the root of all branches " * 4
 
 
 def user(content: str) -> dict[str, str]:
@@ -30,8 +31,8 @@ def user(content: str) -> dict[str, str]:
 
 async def in_turn(chat: Chat, row: Row) -> None:
     """Three branches from the first answer, each of which continues after all others."""
-    await chat.answer()
-    branches = [[*chat.messages, user(f"the branch of number {i}")] for i in range(BRANCHES)]
+    await chat.answer([user(ROOT)])
+    branches = [[*chat.messages, user(f"{i} is the number of the branch")] for i in range(BRANCHES)]
     for _ in range(ROUNDS):
         for i, branch in enumerate(branches):
             chat.rewrite(branch)
@@ -42,9 +43,10 @@ async def in_turn(chat: Chat, row: Row) -> None:
 async def at_once(url: str, key: str, row: Row) -> None:
     """The same, with concurrent requests."""
     client = Client(url, key, row)
+    client.messages = [user(ROOT)]
     async with client.http:
         await client.ask()
-        branches = [[*client.messages, user(f"the branch of number {i}")] for i in range(BRANCHES)]
+        branches = [[*client.messages, user(f"{i} is the number of the branch")] for i in range(BRANCHES)]
         for _ in range(ROUNDS):
             answers = await asyncio.gather(*map(client.post, branches))
             messages = [answer.json()["choices"][0]["message"] for answer in answers]
@@ -72,5 +74,7 @@ def test_a_prefix_of_several_segments_is_prefilled_once(environment: Any, tmp_pa
         prompts_of(engine.tokenizer, 1), key=Key.of(3), metrics=metrics
     )
     assert len(recorded.sampled) == 1 + ROUNDS * BRANCHES
-    assert engine.context_tokens - engine.cached_tokens == needed(recorded.sampled)
+    repeated = engine.context_tokens - engine.cached_tokens - needed(recorded.sampled)
+    # branches that begin together each compute the mark of the user's turn, which is no part of the answer before it
+    assert 0 <= repeated <= (2 * (BRANCHES - 1) if isinstance(environment, Endpoint) else 0)
     assert engine.context_tokens > 3 * needed(recorded.sampled)
