@@ -151,7 +151,7 @@ class Request:
         ids: the context: the prompt, and in later turns also earlier responses and replies.
         sampling: how tokens are sampled, and where the response ends.
         key: the source of this request's random numbers alone: ``key.response(row_id, turn)``.
-        retain_cache: keep the KV for a later request of this name or `cache_key`; the engine may evict it and recompute.
+        retain_cache: keep the KV for a later request of this name or `cache_key`; the engine may evict and recompute.
         cache_key: shared by concurrent requests of an episode, which have several names; by default the name.
     """
 
