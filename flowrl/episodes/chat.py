@@ -181,10 +181,10 @@ class Chat:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation that the policy reads."""
+        """The conversation that the policy reads; a copy, which later answers do not extend."""
         if self._rewritten is not None:
-            return self._rewritten
-        return self._row.messages if self.transcript is None else self.transcript.messages
+            return [*self._rewritten]
+        return [*(self._row.messages if self.transcript is None else self.transcript.messages)]
 
     @property
     def answers(self) -> Sequence[SampledSpan]:
@@ -257,7 +257,8 @@ class Chat:
         broker, sampling = self.broker, self.broker.sampling
         room = min(self.limits.context - len(ids), sampling.max_new_tokens if most is None else most)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), stop=(*sampling.stop, *stop))
-        request = Request(name, list(ids), sampling, broker.key.response(self._row.row_id, turn), retain_cache=True)
+        row_id = self._row.row_id
+        request = Request(name, list(ids), sampling, broker.key.response(row_id, turn), True, cache_key=row_id)
         if not self._requests:
             self._clock.reschedule(None)  # the policy has no time limit
             broker.environments.end()

@@ -151,8 +151,8 @@ class Request:
         ids: the context: the prompt, and in later turns also earlier responses and replies.
         sampling: how tokens are sampled, and where the response ends.
         key: the source of this request's random numbers alone: ``key.response(row_id, turn)``.
-        retain_cache: keep the KV of this request and its response, since a later request of this name may continue
-            from them. A hint: the engine may evict it and recompute.
+        retain_cache: keep the KV for a later request of this name or `cache_key`; the engine may evict and recompute.
+        cache_key: shared by concurrent requests of an episode, which have several names; by default the name.
     """
 
     name: str
@@ -160,6 +160,7 @@ class Request:
     sampling: Sampling
     key: Key
     retain_cache: bool = False
+    cache_key: str | None = None
 
 
 class Response(NamedTuple):

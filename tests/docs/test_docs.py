@@ -29,6 +29,9 @@ from tests.support.hub import fill
 from tests.support.hub import hub as hub  # a fixture
 from tests.support.kernel import exact
 
+INSTALLED = {"gymnasium": "'flowrl[gymnasium]'", "langchain_openai": "langchain-openai langgraph"}
+"""What provides a package that a page imports and flowrl does not depend on."""
+
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
@@ -60,9 +63,9 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
         try:
             exec(code, namespace)
         except ModuleNotFoundError as error:
-            if error.name != "gymnasium":
+            if error.name not in INSTALLED:
                 raise
-            pytest.skip(f"{page.name}:{lines_before + 1} needs pip install 'flowrl[gymnasium]'")
+            pytest.skip(f"{page.name}:{lines_before + 1} needs pip install {INSTALLED[error.name]}")
     return namespace
 
 

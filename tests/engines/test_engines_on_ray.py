@@ -23,7 +23,7 @@ from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.core.graphs.plan import Plan
 from flowrl.distributed.faults.faults import HostDiedError
-from flowrl.episodes import Answer, Environment, Reply
+from flowrl.episodes import Answer, Endpoint, Environment, Reply
 from flowrl.errors import NodeError
 from flowrl.operators import Interact, RolloutCorrection
 from flowrl.protocols.protocols import Sampling
@@ -31,6 +31,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.engines.contract.answers import CONTEXT, by_torch
+from tests.engines.contract.requests import speaks
 from tests.engines.sglang.process_leaks import eventually, leaks_of_sglang
 from tests.engines.vllm.vllm_slot import VLLMSlot
 from tests.on_ray.process_leaks import ends, family, leaves_nothing, process_ids
@@ -203,21 +204,35 @@ class Counts(Environment):
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "lag"),
+    ("kind", "place", "lag", "environment"),
     [
         pytest.param(
             "vllm",
             Split(1, 1, deadline=DEADLINE),
             1,
+            Endpoint(speaks),
             marks=[pytest.mark.engines("vllm", "ray"), pytest.mark.nightly],
         ),
-        pytest.param("sglang", Colocate(gpus=1, deadline=DEADLINE), 0, marks=pytest.mark.engines("sglang", "ray")),
+        pytest.param(
+            "sglang",
+            Colocate(gpus=1, deadline=DEADLINE),
+            0,
+            Counts,
+            marks=[pytest.mark.engines("sglang", "ray"), pytest.mark.nightly],
+        ),
+        pytest.param(
+            "sglang",
+            Colocate(gpus=1, deadline=DEADLINE),
+            0,
+            Endpoint(speaks),
+            marks=pytest.mark.engines("sglang", "ray"),
+        ),
     ],
 )
 def test_episodes_run_while_sharing_slots_with_the_actor_and_with_lag(
-    kind: str, place: Place, lag: int, folder: str, prompts_file: str, tmp_path: Path, cluster: str
+    kind: str, place: Place, lag: int, environment: Any, folder: str, prompts_file: str, tmp_path: Path, cluster: str
 ) -> None:
-    episodes = Interact(Counts, max_turns=2, context=150, max_new_tokens=8)
+    episodes = Interact(environment, max_turns=2, context=150, max_new_tokens=8)
     inserted = {"correction": After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))}
     job = job_with(folder, ROLLOUTS[kind](folder)).edit(replace={"generate": episodes}, drop=["reward"])
     job = replace(job.edit(lag=lag, insert=inserted if lag else {}), place=place)

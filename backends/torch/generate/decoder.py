@@ -268,7 +268,7 @@ class Decoder:
         if joining := self._admitted():
             for row in joining:
                 row.set_version(len(row.sampled[0]), version)
-            contexts = [Context(row.context, self._recall(row)) for row in joining]
+            contexts = self._recalled(joining)
             self.context_tokens += sum(len(context.ids) for context in contexts)
             logits.append(self._memory.join(contexts))
             self._sampled.join(joining)
@@ -318,20 +318,19 @@ class Decoder:
         self._retained.clear()
         self._tidy()
 
-    def _recall(self, row: Row) -> Any:
-        """The retained KV of the request's name with the longest prefix of its context; one that it continues is no
-        longer retained."""
-        ids = row.context
-        found = max(
-            (one for one in self._retained if one.name == row.request.name),
-            key=lambda one: common([one.ids, ids]),
-            default=None,
-        )
-        if found is None:
-            return None
-        if ids[: len(found.ids)] == found.ids:
-            self._retained = [one for one in self._retained if one is not found]
-        return found.kv
+    def _recalled(self, rows: Sequence[Row]) -> list[Context]:
+        """The contexts of rows, each with the retained KV of its request's name, or `cache_key`, that has the longest
+        prefix of it; one that a row continues is no longer retained."""
+        contexts, continued = list[Context](), set[int]()
+        for row in rows:
+            ids, name = row.context, row.request.cache_key or row.request.name
+            of_name = (one for one in self._retained if one.name == name)
+            found = max(of_name, key=lambda one: common([one.ids, ids]), default=None)
+            if found is not None and ids[: len(found.ids)] == found.ids:
+                continued.add(id(found))
+            contexts.append(Context(ids, None if found is None else found.kv))
+        self._retained = [one for one in self._retained if id(one) not in continued]
+        return contexts
 
     def _admitted(self) -> list[Row]:
         """The requests that join now. They need their own forward pass, so a few wait for others, but not for long."""
@@ -402,7 +401,8 @@ class Decoder:
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
             if row.request.retain_cache:
                 tokens = [*row.request.ids, *ids]
-                self._retained.append(Retained(row.request.name, tokens, self._memory.retain(i, tokens)))
+                name = row.request.cache_key or row.request.name
+                self._retained.append(Retained(name, tokens, self._memory.retain(i, tokens)))
                 if len(self._retained) > self._max_rows:
                     del self._retained[0]
         self._leave(over)

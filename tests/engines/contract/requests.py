@@ -6,6 +6,7 @@ The file provides the fixtures `engine` (with the weights of `trainer`), `traine
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, Str
 from tests.engines.contract.answers import GREEDY, KEY, assert_log_probs_of, logits_of, names, ragged, rows
 from tests.engines.contract.sources import Altered
 from tests.episodes.endpoint.clients import Client
+from tests.episodes.endpoint.test_clients import Recorded, assert_trained_is_sampled
 from tests.operators.engines.test_interact import prompts_of
 from tests.support.errors import raises
 from tests.support.models import EOS, VOCAB
@@ -120,8 +122,35 @@ class Counts(Environment):
 async def speaks(url: str, key: str, row: Row) -> float:
     client = Client(url, key, row)
     async with client.http:
-        await client.ask()
+        first = await client.ask()
         await client.ask("Sure?", max_tokens=5)
+    return len(first["content"]) / 8
+
+
+async def forks(url: str, key: str, row: Row) -> float:
+    """Two concurrent branches from the first answer, one of which continues; then a compressed conversation."""
+    client = Client(url, key, row)
+    async with client.http:
+        await client.ask()
+        branches = [[*client.messages, {"role": "user", "content": f"branch {i}"}] for i in range(2)]
+        left, _ = await asyncio.gather(*(client.post(messages) for messages in branches))
+        client.messages = [*branches[0], left.json()["choices"][0]["message"]]
+        await client.ask("and then?")
+        client.messages = [{"role": "user", "content": "In short: go."}]
+        await client.ask()
+    return 1.0
+
+
+async def compresses(chat: Chat, row: Row) -> float:
+    """A branch from the first answer, then a compressed conversation of two turns."""
+    await chat.answer()
+    start = chat.messages[:2]
+    await chat.answer("left?")
+    chat.rewrite([*start, {"role": "user", "content": "right?"}])
+    await chat.answer()
+    chat.rewrite([{"role": "user", "content": "In short: go."}])
+    await chat.answer()
+    await chat.answer("and then?")
     return 1.0
 
 
@@ -275,3 +304,20 @@ class RequestTests:
             assert batch.responses[i][sampled].tolist() == [token for _, turn in turns for token in turn.ids]
             log_probs = torch.tensor([log_prob for _, turn in turns for log_prob in turn.log_probs])
             assert torch.equal(batch.rollout_log_probs[i][sampled], log_probs)
+
+    @pytest.mark.parametrize("environment", [compresses, Endpoint(forks)], ids=["agent", "endpoint"])
+    def test_segments_have_exact_tokens_and_log_probs(
+        self, engine: Any, trainer: TorchTrainerEngine, environment: Any
+    ) -> None:
+        """A trainer reads each segment by itself, and finds the log-probs that the engine reported."""
+        engine.sync(Altered(trainer, version=3))
+        recorded, metrics = Recorded(engine), Metrics()
+        settings: dict[str, Any] = {"max_turns": 5, "context": 200, "max_new_tokens": 8, "rewrites": "segment"}
+        batch = Interact(environment, **settings, rollout=recorded)(
+            prompts_of(engine.tokenizer, 6), key=KEY, metrics=metrics
+        )
+        assert 3 <= metrics.compute()["episodes/segments"] <= 4  # by which branch ends first
+        assert (batch.turns == 5).all()
+        assert_trained_is_sampled(batch, recorded)
+        assert (batch.policy_version == 3).all()
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4

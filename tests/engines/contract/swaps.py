@@ -18,10 +18,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.metrics import Metrics
+from flowrl.episodes import Endpoint
+from flowrl.operators import Interact
 from flowrl.protocols.protocols import Request, Response
 from tests.engines.contract.answers import KEY, logits_of, names, ragged, rows
-from tests.engines.contract.requests import FREE, LONG, alone, finished, tokens
+from tests.engines.contract.requests import FREE, LONG, alone, finished, speaks, tokens
 from tests.engines.contract.sources import Altered, SendsOtherWeights
+from tests.episodes.endpoint.test_clients import Recorded, assert_trained_is_sampled
+from tests.operators.engines.test_interact import prompts_of
 from tests.support.errors import raises
 
 MANY = 40
@@ -129,6 +134,26 @@ class SwapTests:
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
     ) -> None:
         assert_tokens_of_their_versions(engine, trainer, other, caches)
+
+    def test_an_episode_at_an_endpoint_has_tokens_of_several_versions(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        """Weights change as soon as the first answer is there; what is trained is what was sampled, by its version."""
+
+        class Swaps(Recorded):
+            def take(self, name: str) -> Response:
+                if not self.sampled:
+                    engine.swap(Altered(other, version=5), "recompute")
+                return super().take(name)
+
+        recorded = Swaps(engine)
+        interact = Interact(Endpoint(speaks), max_turns=2, context=200, max_new_tokens=40, rollout=recorded)
+        batch = interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
+        assert_trained_is_sampled(batch, recorded)
+        mask, versions = batch.response_mask, batch.token_version
+        assert set(versions[mask].tolist()) == {0, 5} and (versions[batch.turn_ids == 1] == 5).all()
+        expected = torch.where(versions == 5, other.log_probs(batch), trainer.log_probs(batch))
+        assert (batch.rollout_log_probs - expected)[mask].abs().max() < 1e-4
 
     def test_swapping_in_equal_weights_changes_no_token(
         self, engine: Any, trainer: TorchTrainerEngine, caches: Any

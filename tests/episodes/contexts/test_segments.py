@@ -93,7 +93,7 @@ def test_an_agent_compresses_its_context() -> None:
 
 async def branches(chat: Chat, row: Row) -> float:
     await chat.answer()
-    start = chat.messages[:2]
+    start = chat.messages  # which later answers do not extend
     await chat.answer("left?")
     chat.rewrite(start)
     await chat.answer("right?")

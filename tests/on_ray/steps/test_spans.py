@@ -15,12 +15,13 @@ import torch
 from flowrl import After, Lag
 from flowrl.backends import AdamW, TorchRollout
 from flowrl.distributed.place import Split
+from flowrl.episodes import Endpoint
 from flowrl.operators import Collect, Interact, RolloutCorrection, Spread
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.timeline import Span
 from flowrl.run.training.job import Job
 from tests.on_ray.faults.test_faults import process_of
-from tests.on_ray.parity.test_episodes import Longer
+from tests.on_ray.parity.test_episodes import Longer, speaks
 from tests.on_ray.process_leaks import ends, leaves_nothing, process_ids
 from tests.on_ray.steps.test_lag import overlap
 from tests.run.engine.collecting import PROMPTS, TARGET, N, half, stream_of
@@ -107,10 +108,13 @@ def of_several_versions(step: int, result: StepResult, node: str, folder: Path) 
     return int((versions.amax(1) > columns["policy_version"]).sum())
 
 
-def test_each_token_of_an_episode_was_sampled_by_its_recorded_version(tiny: str, data: str, tmp_path: Path) -> None:
-    """Over three turns with replies of environments; whether weights change during one depends on timing."""
+@pytest.mark.parametrize("environment", [Longer, Endpoint(speaks)], ids=["environment", "endpoint"])
+def test_each_token_of_an_episode_was_sampled_by_its_recorded_version(
+    environment: Any, tiny: str, data: str, tmp_path: Path
+) -> None:
+    """Over three turns with replies; whether weights change during one depends on timing."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
-    episodes = Interact(Longer, max_turns=3, context=250, max_new_tokens=40)
+    episodes = Interact(environment, max_turns=3, context=250, max_new_tokens=40)
     job = job_of("grpo", tiny, optimizer=AdamW(lr=2e-4), n=2).edit(
         replace={"generate": episodes},
         drop=["reward"],

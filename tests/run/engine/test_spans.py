@@ -12,11 +12,13 @@ import torch
 from flowrl import Colocate, Lag, Metrics, PromptData, Split
 from flowrl.backends import TorchRollout
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.episodes import Endpoint
 from flowrl.operators import Generate, Interact, RolloutCorrection
 from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
 from tests.backends.torch.generate.rollouts import KEY
 from tests.backends.torch.generate.test_swap import actors, engine_of
+from tests.engines.contract.requests import speaks
 from tests.operators.engines.test_interact import Echo, prompts_of, rewrites
 from tests.run.engine.test_lag import job_with_lag, log_probs
 from tests.run.training.interrupted import assert_same, cut_off, run
@@ -72,7 +74,7 @@ class TestRefused:
         assert "gains nothing with Colocate" in replace(spanned(tiny), place=Colocate(gpus=1)).plan()
 
 
-@pytest.mark.parametrize("environment", [None, Echo, rewrites])
+@pytest.mark.parametrize("environment", [None, Echo, rewrites, Endpoint(speaks)])
 def test_each_token_is_corrected_for_the_version_that_sampled_it(
     environment: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
