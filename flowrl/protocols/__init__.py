@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         MiniBatch,
         Objective,
         OfDistribution,
-        RemoteWeights,
         ReplicatedMiniBatch,
         Request,
         Response,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         Synced,
         Trainer,
     )
+    from flowrl.protocols.remote import RemoteWeights
     from flowrl.protocols.scorers import LogitScorer, NormScorer, RewardScorer, RewardTrainer, TextRewardScorer, Top
 
 __all__ = [
@@ -95,7 +95,7 @@ __getattr__ = lazy(
         "NormScorer": "scorers",
         "Objective": "protocols",
         "OfDistribution": "protocols",
-        "RemoteWeights": "protocols",
+        "RemoteWeights": "remote",
         "Request": "protocols",
         "Response": "protocols",
         "RewardScorer": "scorers",

@@ -4,8 +4,8 @@ The digest of a tensor is xxh3-128 over its name, dtype, shape and bytes; that o
 digests of its tensors, sorted by name. So tensors can be hashed in any order, and a mismatch names the tensors. A sync
 hashes each tensor once per side: as it leaves the trainer, and where it ends.
 
-xxh3 is a hash of CPUs. On other devices the bytes are hashed there, by `hash64`, and only its 64 bits go into xxh3. Such
-a digest names its algorithm, so that a receiver on any device can compute it too.
+xxh3 is a hash of CPUs. On other devices the bytes are hashed there, by `hash64`, and only its 64 bits go into xxh3.
+Such a digest names its algorithm, so that a receiver on any device can compute it too.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ DEVICE_BLOCK = 1 << 22
 
 
 def hash64(tensor: Tensor, block: int | None = None) -> int:
-    """The hash of a tensor's bytes, from 0 to 2^64 - 1; the same for any `block`, in words, that is computed at once."""
+    """The hash of a tensor's bytes, from 0 to 2^64 - 1; the same for any `block`: the words that are hashed at once."""
     words = _words(tensor)
     block = block or (CPU_BLOCK if words.device.type == "cpu" else DEVICE_BLOCK)
     keys = torch.arange(1, min(block, len(words)) + 1, device=words.device) * _signed(_GOLDEN)

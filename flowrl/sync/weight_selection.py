@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ FLOAT32_PARTS = frozenset(
 costs only bytes."""
 
 
+class Since(NamedTuple):
+    """That only the changes since an engine's last sync are sent; see `flowrl.sync.shadow.Shadow`.
+
+    Args:
+        engine: the role of the engine.
+        base: its last sync; None sends all weights.
+        sync: a new name for this one.
+    """
+
+    engine: str
+    base: str | None
+    sync: str
+
+
 @dataclass(frozen=True)
 class WeightSelection:
     """What an engine requests from a trainer in another process.
@@ -29,11 +43,13 @@ class WeightSelection:
         part: the trainer's method that returns the tensors.
         rounds_to: the engine's compute dtype; None leaves matrices unchanged.
         probe: what the trainer scores before it sends them; None without a probe.
+        since: None sends all of them.
     """
 
     part: Literal["weights", "adapter_weights"] = "weights"
     rounds_to: torch.dtype | None = None
     probe: Probe | None = None
+    since: Since | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
