@@ -42,14 +42,18 @@ class Shadow:
             place = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return place.copy_(tensor.detach())
 
+    def common(self, theirs: str | None) -> str | None:
+        """The sync whose weights both sides have; None if `theirs`, the last one of the other side, is another one."""
+        return theirs if theirs == self.sync else None
+
     def outgoing(
         self, weights: Iterable[tuple[str, Tensor]], sync: str, base: str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """What a sync sends for the receiver to have `weights`: the changes of each, or all of it if that is not larger.
+        """What a sync sends for the receiver to have `weights`: of each tensor the changes, or all of it if these are
+        not smaller.
 
-        `base` is the last sync that the receiver has, which must be that of this shadow; None sends all weights.
+        `base` is the `common` sync of both sides; None sends all weights.
         """
-        assert base is None or base == self.sync
         self.sync = None
         sent = []
         for name, tensor in weights:

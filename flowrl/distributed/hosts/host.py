@@ -272,7 +272,7 @@ class Host:
             weights = rounded(tensors, selection.dtype)
             if since is not None:
                 shadow = self._sent.setdefault(since.engine, Shadow())
-                base = since.base if since.base == shadow.sync else None
+                base = shadow.common(since.base)
                 origin = replace(origin, sync=since.sync, base=base)
                 weights = shadow.outgoing(weights, since.sync, base)
             yield origin, weights
