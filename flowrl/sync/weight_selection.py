@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -63,6 +63,12 @@ def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) ->
     for name, tensor in weights:
         rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
         yield name, tensor.detach().to(dtype) if rounds and FLOAT32_PARTS.isdisjoint(name.split(".")) else tensor
+
+
+def sent_bytes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None) -> int:
+    """The bytes of float32 weights of these shapes, `rounded` for an engine."""
+    weights = ((name, torch.empty(*shape, device="meta")) for name, shape in shapes.items())
+    return sum(tensor.nbytes for _, tensor in rounded(weights, dtype))
 
 
 def dtype_mismatch(sent: torch.dtype, held: torch.dtype) -> str | None:
