@@ -53,7 +53,7 @@ def test_gaps_at_the_limits_of_a_code(longest: int, width: int) -> None:
     new[places] = 1
     codes = sum(gap // longest + 1 for gap in (0, longest - 1, longest, longest + 1, 2 * longest - 1, 2 * longest))
     changes = Changes.between(torch.zeros_like(new), new)
-    assert changes._place_bytes(width) == width * (codes + 3 + 1)
+    assert changes._place_bytes[width] == width * (codes + 3 + 1)
     found, _ = Changes.unpack(changes.pack(DIGEST), new)
     assert found.places.tolist() == places
 
