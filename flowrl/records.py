@@ -232,8 +232,8 @@ FROZEN = -2
 class Receipt(NamedTuple):
     """Weights arrived at an engine; `version` is `FROZEN` if they are those of its folder for good.
 
-    `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` were
-    moved (0 for an alias), in `seconds`, by `transport`.
+    `digest` is xxh3-128 over the digests of the tensors as received (Hugging Face names, sorted; tied weights once),
+    see `flowrl.sync.digest`; `bytes` were moved (0 for an alias), in `seconds`, by `transport`.
     """
 
     version: int

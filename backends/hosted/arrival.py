@@ -14,7 +14,7 @@ from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.passthrough import stored_names
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, Trainer
-from flowrl.sync.digest import combine, named_weights, tensor_digest
+from flowrl.sync.digest import Algorithm, algorithm_for, algorithm_of, combine, has_digest, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
 from flowrl.sync.weight_selection import dtype_mismatch, rounded
 
@@ -74,7 +74,7 @@ def _hashed(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator[
                 version=source.version,
             )
         sent.add(name)
-        yield Weight(name, tensor, tensor_digest(name, tensor))
+        yield Weight(name, tensor, tensor_digest(name, tensor, algorithm_for(tensor)))
 
 
 class IncomingWeights:
@@ -108,6 +108,10 @@ class IncomingWeights:
         `check`."""
         return self._check_each(weights_for(self._adapter_of, self._source, False, self._dtype))
 
+    def algorithm(self, name: str) -> Algorithm:
+        """How the process that receives a tensor must hash it; known once `to_send` returned it."""
+        return algorithm_of(self._digests[name])
+
     def check(self, digests: Mapping[str, str], process: str) -> None:
         """Raise `SyncError` if the digests of the tensors that `process` received are not those of the ones sent."""
         wrong = [name for name in sorted({*self._digests, *digests}) if self._digests.get(name) != digests.get(name)]
@@ -132,7 +136,7 @@ class IncomingWeights:
         for name, tensor, digest in weights:
             place = due.get(name)
             if place is None or place.shape != tensor.shape:
-                if tensor_digest(name, tensor) != digest:
+                if not has_digest(name, tensor, digest):
                     raise SyncError(
                         f"The weights of version {self.version} are damaged: {name} is not what was sent. Call "
                         f"engine.sync(trainer) again.",

@@ -213,16 +213,19 @@ class SGLangEngine(HostedRollout):
         if self._spec.lora is None:
             for weights in in_buckets(arrival.to_send(), BUCKET_BYTES):
                 bucket = dict(weights)
+                algorithms = {name: arrival.algorithm(name) for name in bucket}
                 if can_share(bucket.values()):
                     transport = "cuda ipc"
-                    self._ask("open", export_handles(bucket))
+                    self._ask("open", export_handles(bucket), algorithms=algorithms)
                 else:
-                    self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
+                    body = save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()})
+                    self._ask("take", body, algorithms=algorithms)
             received = self._ask("end", version=version, caches=caches)["digests"]
         else:
             adapter = {name: tensor.cpu().contiguous() for name, tensor in arrival.to_send()}
             config = adapter_config(adapter, self._spec.lora)
-            received = self._ask("adapt", save(adapter), config=config, version=version)["digests"]
+            how = {name: arrival.algorithm(name) for name in adapter}
+            received = self._ask("adapt", save(adapter), config=config, version=version, algorithms=how)["digests"]
         arrival.check(received, "SGLang's process")
         return transport
 

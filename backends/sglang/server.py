@@ -20,7 +20,7 @@ from torch import Tensor
 from flowrl.backends.sglang.requests import RequestPool, ResponseRequest
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.protocols.protocols import Caches
-from flowrl.sync.digest import tensor_digest
+from flowrl.sync.digest import Algorithm, tensor_digest
 from flowrl.sync.ipc import open_handles
 
 
@@ -89,16 +89,16 @@ class Server:
         _require(self.engine.begin_weight_update())
         return {"without_token": self.requests.without_token if caches == "reuse" else []}
 
-    def take(self, body: bytes) -> None:
+    def take(self, body: bytes, algorithms: dict[str, Algorithm]) -> None:
         """Load some weights from safetensors."""
-        self._update(load(body))
+        self._update(load(body), algorithms)
 
-    def open(self, body: bytes) -> None:
+    def open(self, body: bytes, algorithms: dict[str, Algorithm]) -> None:
         """Load some weights from CUDA IPC handles; copied, since SGLang cannot export handles of foreign memory."""
-        self._update({name: tensor.clone() for name, tensor in open_handles(body).items()})
+        self._update({name: tensor.clone() for name, tensor in open_handles(body).items()}, algorithms)
 
-    def _update(self, tensors: dict[str, Tensor]) -> None:
-        self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+    def _update(self, tensors: dict[str, Tensor], algorithms: dict[str, Algorithm]) -> None:
+        self.digests |= {name: tensor_digest(name, tensor, algorithms[name]) for name, tensor in tensors.items()}
         _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
 
     def end(self, body: bytes, version: str, caches: Caches | None = None) -> dict[str, Any]:
@@ -115,11 +115,13 @@ class Server:
             self._wait(self.engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
         return {"digests": self.digests}
 
-    def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
+    def adapt(
+        self, body: bytes, config: dict[str, Any], version: str, algorithms: dict[str, Algorithm]
+    ) -> dict[str, Any]:
         """Replace the adapter by one from safetensors."""
         self._wait(self.requests.drain())
         tensors = load(body)
-        self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+        self.digests = {name: tensor_digest(name, tensor, algorithms[name]) for name, tensor in tensors.items()}
         while self.adapter:
             unloaded = self.engine.unload_lora_adapter(self.adapter.pop())
             _require((unloaded.success, unloaded.error_message))

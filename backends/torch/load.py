@@ -25,6 +25,7 @@ from flowrl.hub.models import folder_of, metadata
 from flowrl.hub.models import model as download_model
 from flowrl.hub.repositories import Commits, is_commit, is_repository, refuse_revision, resolve
 from flowrl.protocols.backend import Backend
+from flowrl.sync.weight_selection import sent_bytes
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -64,6 +65,18 @@ class FolderBackend(Backend):
     def commit(self) -> str | None:
         """``org/name@commit`` of a repository that is resolved."""
         return f"{self.model}@{self.revision}" if is_commit(self.revision) and self._repository else None
+
+    @property
+    def synced_bytes(self) -> int | None:
+        """The bytes of the folder's weights in the engine's dtype; None for a repository without files on this
+        machine."""
+        folder = self.starts_from
+        if folder is None or is_repository(folder):
+            return None
+        with ExitStack() as files:
+            shapes = {name: part.get_shape() for name, part in stored_tensors(folder, files).items()}
+        named = getattr(self, "dtype", None) or "float32"
+        return sent_bytes(shapes, torch.bfloat16 if named == "auto" else getattr(torch, named))
 
     @property
     def _repository(self) -> str | None:

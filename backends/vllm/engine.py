@@ -265,7 +265,7 @@ class VLLMEngine(HostedRollout):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
             return "copy"
-        transport, received = self._sender.send(arrival.to_send())
+        transport, received = self._sender.send(arrival.to_send(), arrival.algorithm)
         for digests in received:
             arrival.check(digests, "a worker of vLLM")
         return str(transport)

@@ -8,7 +8,7 @@ what it receives, and loads its shard of each tensor.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
-from flowrl.sync.digest import tensor_digest
+from flowrl.sync.digest import Algorithm, tensor_digest
 from flowrl.sync.group import TransferGroup, connect
 from flowrl.sync.ipc import can_share, export_handles, open_handles
 
@@ -46,11 +46,13 @@ class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Some tensors: their handles, or the names, dtypes and shapes of the next broadcasts, in order."""
+    """Some tensors: their handles, or the names, dtypes and shapes of the next broadcasts, in order; and how to hash
+    each."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    algorithms: list[Algorithm]
     handles: bytes
 
 
@@ -91,7 +93,8 @@ class Receiver(WeightTransferEngine[Rendezvous, Bucket]):  # type: ignore[misc]
         assert self._group is not None, "it is not connected"
         shared = open_handles(update_info.handles) if update_info.handles else None
         fault: Exception | None = None
-        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
+        heads = zip(update_info.names, update_info.dtypes, update_info.shapes, update_info.algorithms, strict=True)
+        for name, dtype, shape, algorithm in heads:
             if shared is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._group.broadcast(tensor)
@@ -99,7 +102,7 @@ class Receiver(WeightTransferEngine[Rendezvous, Bucket]):  # type: ignore[misc]
                 tensor = shared[name]
             if fault is None:
                 try:
-                    self.digests[name] = tensor_digest(name, tensor)
+                    self.digests[name] = tensor_digest(name, tensor, algorithm)
                     self.model.load_weights([(name, tensor)])
                 except Exception as error:
                     fault = error
@@ -187,8 +190,11 @@ class Sender:
             self._group = _group(store, 0, size)
             joined.result()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, list[dict[str, str]]]:
-        """Send weights to every worker; returns the transport, and each worker's digests of what it received."""
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], algorithm: Callable[[str], Algorithm]
+    ) -> tuple[str, list[dict[str, str]]]:
+        """Send weights to every worker; returns the transport, and each worker's digests of what it received, by the
+        `algorithm` of each name."""
         self._llm.start_weight_update()
         transport = "gloo"
         with ThreadPoolExecutor(1) as pool:
@@ -200,6 +206,7 @@ class Sender:
                     list(bucket),
                     [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
                     [list(tensor.shape) for tensor in bucket.values()],
+                    [algorithm(name) for name in bucket],
                     export_handles(bucket) if shared else b"",
                 )
                 received = pool.submit(self._llm.update_weights, {"update_info": asdict(info)})

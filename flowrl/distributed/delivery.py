@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,7 +17,7 @@ from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
-from flowrl.sync.weight_selection import WeightSelection
+from flowrl.sync.weight_selection import Since, WeightSelection
 
 _PATIENT = 0.8  # share of the deadline: a side that waits for the other times out before the driver does
 
@@ -24,14 +26,17 @@ class Delivery:
     """Transfers a trainer's weights to the hosts of an engine.
 
     Both sides run at the same time; their rendezvous is a store of the driver. If one fails before, the driver closes
-    the store, and the others fail too.
+    the store, and the others fail too. With `changed`, only the changes since the engine's last sync are sent.
     """
 
-    def __init__(self, hosts: Hosts, trainer: str, engine: str, what: str, swapping: bool = False) -> None:
+    def __init__(
+        self, hosts: Hosts, trainer: str, engine: str, what: str, swapping: bool = False, changed: bool = False
+    ) -> None:
         self._hosts, self._role, self._what, self._swapping = hosts, trainer, what, swapping
+        self._changed = changed
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
-        self._engine = engine
+        self.engine = engine
         locations = hosts.locations
         self.transport, self._by = choose(
             [locations[host] for host in self._senders], [locations[host] for host in self._receivers]
@@ -83,11 +88,15 @@ class Delivery:
 
     def _ask(self) -> WeightSelection:
         """The weights that the engine needs, from its first rank."""
-        what = f"{self._what}, selecting weights for {self._engine},"
+        what = f"{self._what}, selecting weights for {self.engine},"
         first = self._receivers[:1]
-        found = self._hosts.ask(first, what, "weight_selection", self._engine, swapping=self._swapping)
+        found = self._hosts.ask(first, what, "weight_selection", self.engine, swapping=self._swapping)
         selection: WeightSelection = found[0]
-        return selection
+        if not self._changed or selection.part == "adapter_weights":
+            return selection
+        last = {*self._hosts.ask(self._receivers, what, "last_sync", self.engine, swapping=self._swapping)}
+        base = last.pop() if len(last) == 1 else None
+        return replace(selection, since=Since(self.engine, base, secrets.token_hex(8)))
 
     def start(self) -> dict[Any, ProcessSpec]:
         """Start the senders of a stream; returns them by the references of their results."""

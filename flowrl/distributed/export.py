@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flowrl.sync.buckets import in_buckets
 from flowrl.sync.digest import combine, tensor_digest
-from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, received
+from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight
+from flowrl.sync.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Export:
     buckets: tuple[Any, ...]
 
     transport: ClassVar[str] = "object store"
+    changes: ClassVar[None] = None
 
     @property
     def digest(self) -> str:
@@ -62,9 +64,9 @@ class Export:
             references.append(ray.put(entries))
         return Export(origin, digests, nbytes, tuple(references))
 
-    def open(self, rank: int) -> AbstractContextManager[ReceivedWeights]:
-        """The weights for a rank of the engine, within the block."""
-        return nullcontext(received(self.origin, self))
+    def open(self, rank: int, shadow: Shadow | None = None) -> AbstractContextManager[ReceivedWeights]:
+        """The weights for a rank of the engine, within the block; `shadow` is its copy of the last ones."""
+        return nullcontext((shadow or Shadow()).incoming(self.origin, self))
 
     def weights(self) -> Iterator[Weight]:
         """The received weights; see `flowrl.sync.received.Shipment`."""

@@ -173,6 +173,7 @@ class RayRunner:
                     rows,
                     now,
                     sources,
+                    delivery.engine if delivery else "",
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows
@@ -230,7 +231,8 @@ class RayRunner:
         """The weight transfer of an instance, if it is a sync."""
         if not transfers(task.node):
             return None
-        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task))
+        changed = getattr(task.node.operator, "changed", False)
+        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task), changed)
 
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None if all run on all rows."""

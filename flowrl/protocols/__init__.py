@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         MiniBatch,
         Objective,
         OfDistribution,
-        RemoteWeights,
         ReplicatedMiniBatch,
         Request,
         Response,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         Synced,
         Trainer,
     )
+    from flowrl.protocols.remote import RemoteWeights
     from flowrl.protocols.scorers import LogitScorer, NormScorer, RewardScorer, RewardTrainer, TextRewardScorer, Top
 
 __all__ = [
@@ -98,7 +98,7 @@ __getattr__ = lazy(
         "Objective": "protocols",
         "OfDistribution": "protocols",
         "PartialResponses": "partial_responses",
-        "RemoteWeights": "protocols",
+        "RemoteWeights": "remote",
         "Request": "protocols",
         "Response": "protocols",
         "RewardScorer": "scorers",

@@ -72,6 +72,12 @@ class Backend(Spec):
         return "weights"
 
     @property
+    def synced_bytes(self) -> int | None:
+        """The bytes of all weights that a trainer sends to the engine in a sync; None if they are not known before it
+        is built."""
+        return None
+
+    @property
     def reads_segments(self) -> bool:
         """Whether a model reads each segment of a row by itself: a token attends to none before the last position 0 of
         its row; see `flowrl.data.segments`."""

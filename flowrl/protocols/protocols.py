@@ -376,16 +376,6 @@ class Adapted(Protocol):
 
 
 @runtime_checkable
-class RemoteWeights(Protocol):
-    """A proxy of a trainer in another process, which provides its weights."""
-
-    @property
-    def transport(self) -> str:
-        """The transport, such as ``"gloo"``."""
-        ...
-
-
-@runtime_checkable
 class Sleeper(Protocol):
     """An engine that can release its device while others compute on it."""
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
-    from flowrl.sync.digest import weights_digest
+    from flowrl.sync.digest import tensor_digest, weights_digest
     from flowrl.sync.group import connect
     from flowrl.sync.probe import Probe, Scores, refuse_old_weights, refuse_other_weights
     from flowrl.sync.received import Manifest, Origin, ReceivedWeights
     from flowrl.sync.route import Location, choose
+    from flowrl.sync.shadow import Shadow
     from flowrl.sync.stream import Stream
 
 __all__ = [
@@ -21,11 +22,13 @@ __all__ = [
     "Probe",
     "ReceivedWeights",
     "Scores",
+    "Shadow",
     "Stream",
     "choose",
     "connect",
     "refuse_old_weights",
     "refuse_other_weights",
+    "tensor_digest",
     "weights_digest",
 ]
 
@@ -38,11 +41,13 @@ __getattr__ = lazy(
         "ReceivedWeights": "received",
         "Scores": "probe",
         "Location": "route",
+        "Shadow": "shadow",
         "Stream": "stream",
         "choose": "route",
         "connect": "group",
         "refuse_old_weights": "probe",
         "refuse_other_weights": "probe",
+        "tensor_digest": "digest",
         "weights_digest": "digest",
     },
 )

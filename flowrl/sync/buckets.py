@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from flowrl.sync.digest import tensor_digest
+from flowrl.sync.digest import algorithm_for, tensor_digest
 
 BUCKET_BYTES = 256 << 20
 """The default maximum bytes of a bucket (a larger tensor gets its own bucket)."""
@@ -65,7 +65,7 @@ def packed(
             place = _view(memory, used, tensor.dtype, tensor.shape)
             place.copy_(tensor.detach())
             dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, dtype, list(tensor.shape), tensor_digest(name, place)))
+            entries.append((name, dtype, list(tensor.shape), tensor_digest(name, place, algorithm_for(place))))
             used, nbytes = used + _room(tensor), nbytes + tensor.nbytes
             del place
         yield entries, nbytes, memory[:used]

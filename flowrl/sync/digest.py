@@ -3,19 +3,27 @@
 The digest of a tensor is xxh3-128 over its name, dtype, shape and bytes; that of a set of weights is xxh3-128 over the
 digests of its tensors, sorted by name. So tensors can be hashed in any order, and a mismatch names the tensors. A sync
 hashes each tensor once per side: as it leaves the trainer, and where it ends.
+
+xxh3 is a hash of CPUs. On other devices the bytes are hashed there, by `hash64`, and only its 64 bits go into xxh3.
+Such a digest names its algorithm, so that a receiver on any device can compute it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import xxhash
 from torch import Tensor
 
+from flowrl.sync.hash64 import hash64
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Algorithm = Literal["xxh3", "hash64"]
+"""How the bytes of a tensor are hashed."""
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -30,12 +38,31 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from sorted(revert_weight_conversion(model, state).items())
 
 
-def tensor_digest(name: str, tensor: Tensor) -> str:
-    """xxh3-128 of one named tensor, as 32 hex digits."""
+def algorithm_for(tensor: Tensor) -> Algorithm:
+    """The algorithm that hashes a tensor where it is: xxh3 on a CPU, and hash64 on other devices."""
+    return "xxh3" if tensor.device.type == "cpu" else "hash64"
+
+
+def algorithm_of(digest: str) -> Algorithm:
+    """The algorithm of a digest."""
+    return "hash64" if digest.startswith("hash64:") else "xxh3"
+
+
+def tensor_digest(name: str, tensor: Tensor, algorithm: Algorithm = "xxh3") -> str:
+    """xxh3-128 of one named tensor, as 32 hex digits; of its `hash64` in place of its bytes, as ``hash64:`` and 32
+    digits."""
     digest = xxhash.xxh3_128(f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode())
+    if algorithm == "hash64":
+        digest.update(hash64(tensor).to_bytes(8, "little"))
+        return f"hash64:{digest.hexdigest()}"
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # bytes, since NumPy has no bfloat16
     digest.update(content.numpy().data)
     return digest.hexdigest()
+
+
+def has_digest(name: str, tensor: Tensor, digest: str) -> bool:
+    """Whether a named tensor has a digest, by the algorithm of the digest."""
+    return tensor_digest(name, tensor, algorithm_of(digest)) == digest
 
 
 def combine(digests: Mapping[str, str]) -> str:

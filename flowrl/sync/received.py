@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import SyncError
+from flowrl.protocols.remote import SentChanges
 from flowrl.records import Receipt, Sequences
-from flowrl.sync.digest import combine, tensor_digest
+from flowrl.sync.digest import combine, has_digest
 from flowrl.sync.probe import Probe
 
 
@@ -24,6 +25,9 @@ class Origin:
         probe: what the trainer scored before it sent them; None without a probe.
         scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
         compute_dtype: its compute dtype, such as ``"float32"``.
+        sync: identifies a sync after which the receiver keeps a copy of the weights, so that the next one may send
+            the changes; None if it keeps none. See `flowrl.sync.shadow.Shadow`.
+        base: the sync whose weights the changes belong to; None if all weights are sent.
     """
 
     role: str
@@ -32,6 +36,8 @@ class Origin:
     probe: Probe | None = None
     scores: tuple[float, ...] = ()
     compute_dtype: str = "float32"
+    sync: str | None = None
+    base: str | None = None
 
     @staticmethod
     def of(message: Mapping[str, Any]) -> Origin:
@@ -50,6 +56,15 @@ class Origin:
             role=self.role,
             version=self.version,
             reason=what,
+        )
+
+    def incomplete(self) -> SyncError:
+        """The error of weights that were not read to the end."""
+        return SyncError(
+            f"{self} were not read to the end. The engine must iterate over all of them.",
+            code="sync.damaged",
+            role=self.role,
+            version=self.version,
         )
 
 
@@ -72,6 +87,11 @@ class Shipment(Protocol):
     @property
     def digest(self) -> str:
         """The digest of all of them as they were sent, which the receipt must carry."""
+        ...
+
+    @property
+    def changes(self) -> SentChanges | None:
+        """What was sent, once all arrived; None if the sync sends all weights every time."""
         ...
 
     def weights(self) -> Iterator[Weight]:
@@ -97,7 +117,7 @@ class ReceivedWeights:
     def checked(self) -> Iterator[Weight]:
         """The weights, each hashed as it arrives."""
         for weight in self.unchecked():
-            if tensor_digest(weight.name, weight.tensor) != weight.digest:
+            if not has_digest(*weight):
                 raise self._origin.damaged(f"{weight.name} is not what was sent")
             yield weight
 
@@ -109,6 +129,11 @@ class ReceivedWeights:
     def transport(self) -> str:
         """Their transport."""
         return self._shipment.transport
+
+    @property
+    def changes(self) -> SentChanges | None:
+        """What was sent, once all arrived; None if the sync sends all weights every time."""
+        return self._shipment.changes
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from flowrl.errors import SyncError
 from flowrl.sync.buckets import packed, unpacked
 from flowrl.sync.carriers import Carrier, GlooCarrier, IpcCarrier, NCCLCarrier
 from flowrl.sync.group import TransferGroup, connect
-from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, received
+from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight
+from flowrl.sync.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class Ticket:
     timeout: float
 
     @contextmanager
-    def open(self, rank: int) -> Iterator[ReceivedWeights]:
-        """The weights for a rank of the engine, which receives them in the block while `send` runs elsewhere."""
+    def open(self, rank: int, shadow: Shadow | None = None) -> Iterator[ReceivedWeights]:
+        """The weights for a rank of the engine, which receives them in the block while `send` runs elsewhere; `shadow`
+        is its copy of the last ones."""
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
             origin = Origin.of(group.receive_message())
-            yield received(origin, Stream(self.transport, group, carrier, origin))
+            yield (shadow or Shadow()).incoming(origin, Stream(self.transport, group, carrier, origin))
 
     @contextmanager
     def join(self, sender: int, rank: int) -> Iterator[tuple[TransferGroup, Carrier]]:
@@ -95,6 +97,8 @@ def send(
 class Stream:
     """The weights as one receiver gets them; a `flowrl.sync.received.Shipment`."""
 
+    changes: ClassVar[None] = None
+
     def __init__(self, transport: str, group: TransferGroup, carrier: Carrier, origin: Origin) -> None:
         self.transport = transport
         self._group, self._carrier, self._origin = group, carrier, origin
@@ -104,12 +108,7 @@ class Stream:
     def digest(self) -> str:
         """The digest of all weights."""
         if self._digest is None:
-            raise SyncError(
-                f"{self._origin} were not read to the end. The engine must iterate over all of them.",
-                code="sync.damaged",
-                role=self._origin.role,
-                version=self._origin.version,
-            )
+            raise self._origin.incomplete()
         return self._digest
 
     def weights(self) -> Iterator[Weight]:

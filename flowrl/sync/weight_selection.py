@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ FLOAT32_PARTS = frozenset(
 costs only bytes."""
 
 
+class Since(NamedTuple):
+    """That only the changes since an engine's last sync are sent; see `flowrl.sync.shadow.Shadow`.
+
+    Args:
+        engine: the role of the engine.
+        base: its last sync; None sends all weights.
+        sync: a new name for this one.
+    """
+
+    engine: str
+    base: str | None
+    sync: str
+
+
 @dataclass(frozen=True)
 class WeightSelection:
     """What an engine requests from a trainer in another process.
@@ -29,11 +43,13 @@ class WeightSelection:
         part: the trainer's method that returns the tensors.
         rounds_to: the engine's compute dtype; None leaves matrices unchanged.
         probe: what the trainer scores before it sends them; None without a probe.
+        since: None sends all of them.
     """
 
     part: Literal["weights", "adapter_weights"] = "weights"
     rounds_to: torch.dtype | None = None
     probe: Probe | None = None
+    since: Since | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -47,6 +63,12 @@ def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) ->
     for name, tensor in weights:
         rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
         yield name, tensor.detach().to(dtype) if rounds and FLOAT32_PARTS.isdisjoint(name.split(".")) else tensor
+
+
+def sent_bytes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None) -> int:
+    """The bytes of float32 weights of these shapes, `rounded` for an engine."""
+    weights = ((name, torch.empty(*shape, device="meta")) for name, shape in shapes.items())
+    return sum(tensor.nbytes for _, tensor in rounded(weights, dtype))
 
 
 def dtype_mismatch(sent: torch.dtype, held: torch.dtype) -> str | None:

@@ -11,7 +11,8 @@ from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role, Writes
 from flowrl.data.metrics import Metrics
 from flowrl.errors import SyncError, type_of
-from flowrl.protocols.protocols import Caches, LiveWeightUpdate, RemoteWeights, Synced, Trainer
+from flowrl.protocols.protocols import Caches, LiveWeightUpdate, Synced, Trainer
+from flowrl.protocols.remote import RemoteWeights
 from flowrl.records import Receipt, Updated
 
 
@@ -19,7 +20,13 @@ class Sync(Operator):
     """Transfer the updated weights to the rollout engine, whose receipt proves that they arrived.
 
     All rows that the engine generates afterwards have the receipt's version. A run also syncs once before its first
-    step. Reports ``sync/bytes``, ``sync/version`` and ``sync/by/<transport>``.
+    step. Reports ``sync/bytes``, ``sync/version`` and ``sync/by/<transport>``; and ``sync/changed``, if only changes
+    were sent.
+
+    Args:
+        changed: send only the values that changed since the engine's last sync, if trainer and engine are in other
+            processes and that takes fewer bytes. Both keep a copy of the weights in CPU memory; see
+            `flowrl.sync.shadow`.
 
     Raises:
         SyncError: the engine's receipt is for other weights than the trainer's.
@@ -27,6 +34,7 @@ class Sync(Operator):
 
     granularity: ClassVar[Granularity] = "batch"
     _caches: ClassVar[Caches | None] = None
+    changed: bool = False
     actor: Reads[Trainer] = Role("actor")
     rollout: Writes[Synced] = Role("rollout")
 
@@ -70,9 +78,14 @@ class Sync(Operator):
                 expected=updated.version,
                 found=self.rollout_version(),
             )
-        # Between processes, report the transport between them rather than the engine's own.
-        transport = self.actor.transport if isinstance(self.actor, RemoteWeights) else receipt.transport
-        metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
+        # Between processes, report the transport and bytes between them rather than the engine's own.
+        if isinstance(self.actor, RemoteWeights):
+            receipt = receipt._replace(transport=self.actor.transport)
+            if (sent := self.actor.changes) is not None:
+                receipt = receipt._replace(bytes=sent.nbytes)
+                if sent.share is not None:
+                    metrics.max("sync/changed", sent.share)
+        metrics.max(f"sync/by/{receipt.transport.replace(' ', '_')}", 1)
         metrics.sum("sync/bytes", receipt.bytes)
         metrics.max("sync/version", receipt.version)
         return receipt

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.protocols.protocols import Adapted, RemoteWeights, Trainer
+from flowrl.protocols.protocols import Adapted, Trainer
+from flowrl.protocols.remote import RemoteWeights
 from flowrl.records import Receipt
 from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier

@@ -48,7 +48,7 @@ from flowrl.protocols.protocols import (
 )
 from flowrl.records import Receipt
 from flowrl.spec import non_default
-from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
+from flowrl.sync.digest import combine, has_digest, named_weights, same_bits, weights_digest
 from flowrl.sync.weight_selection import dtype_mismatch
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -274,7 +274,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
             place = weights.get(name)
             if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
                 unchanged.add(name)
-            elif tensor_digest(name, tensor) != digest:
+            elif not has_digest(name, tensor, digest):
                 faults.append(f"{name} {_DAMAGED}")
                 continue
             if place is None:
@@ -290,7 +290,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
             self._load(received)
             for name, tensor in self._synced_weights().items():
                 by_digest = name in unchanged
-                same = tensor_digest(name, tensor) == sent[name] if by_digest else same_bits(tensor, received[name])
+                same = has_digest(name, tensor, sent[name]) if by_digest else same_bits(tensor, received[name])
                 if not same:
                     faults.append(f"{name} {_DAMAGED}")
         if faults:

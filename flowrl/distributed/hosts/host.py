@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,7 @@ from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
+from flowrl.sync.shadow import Shadow
 from flowrl.sync.stream import Ticket, send
 from flowrl.sync.weight_selection import WeightSelection, rounded
 
@@ -59,6 +60,7 @@ class HostTask:
         rows: which rows to run on; None for all.
         now: injected into the operator, with the shard of these rows if several ranks split the batch.
         sources: by role of a trainer in another process, the source of its weights.
+        receiver: the role of the engine that receives them.
     """
 
     operator: Operator
@@ -71,6 +73,7 @@ class HostTask:
     rows: Array | None
     now: Now
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
+    receiver: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class Host:
         self.engines: dict[str, Any] = {}
         self._built: EngineBuilder | None = None
         self._store: Any = None
+        self._sent: dict[str, Shadow] = {}  # by the role of an engine that receives only changes
+        self._held: dict[str, Shadow] = {}  # by the role of such an engine in this process
 
     def load_modules(self, backends: Sequence[Backend]) -> Location:
         """Import the modules of these backends; returns where Ray placed this process."""
@@ -217,6 +222,10 @@ class Host:
         dtype = torch.float32 if isinstance(engine, Follower) else compute_dtype(engine)
         return WeightSelection(backend.receives, dtype, engine.probe if backend.probes else None)
 
+    def last_sync(self, role: str) -> str | None:
+        """The last sync of which this process has a copy of an engine's weights; None without one."""
+        return self._held[role].sync if role in self._held else None
+
     def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""
         assert self.plan is not None
@@ -241,9 +250,9 @@ class Host:
 
     @contextmanager
     def _outgoing(self, role: str, selection: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """A trainer's weights and their origin. Gathering is collective, so all of them are iterated even if the block
-        raises."""
-        engine = self.engines[role]
+        """A trainer's weights, or their changes, and their origin. Gathering is collective, so all of them are iterated
+        even if the block raises."""
+        engine, since = self.engines[role], selection.since
         adapter_of = None
         if selection.part == "adapter_weights":
             if not isinstance(engine, Adapted):
@@ -260,7 +269,13 @@ class Host:
         tensors = getattr(engine, selection.part)()
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
-            yield origin, rounded(tensors, selection.dtype)
+            weights = rounded(tensors, selection.dtype)
+            if since is not None:
+                shadow = self._sent.setdefault(since.engine, Shadow())
+                base = shadow.common(since.base)
+                origin = replace(origin, sync=since.sync, base=base)
+                weights = shadow.outgoing(weights, since.sync, base)
+            yield origin, weights
         finally:
             for _ in tensors:
                 pass
@@ -293,7 +308,9 @@ class Host:
         fetched = time.time()
         with ExitStack() as stack:
             rank = 0 if self.plan is None else self.plan.rank
-            sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
+            held = self._held.setdefault(task.receiver, Shadow()) if task.sources else Shadow()
+            stack.enter_context(held.loading())
+            sources = {role: stack.enter_context(sent.open(rank, held)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
             with session.active():

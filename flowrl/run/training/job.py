@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +32,7 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
-from flowrl.run.placement.place import Place, lay_out
+from flowrl.run.placement.place import Place, ProcessSpec, lay_out
 from flowrl.run.training.prompt_lengths import folder_of
 from flowrl.spec import written
 
@@ -280,7 +280,7 @@ class Job(Generic[GraphT]):
         lines += [line for line in Plan(self.graph).twice() if line not in plan.twice()]  # one of two may be fused
         notes = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
-            return "\n".join([*lines, "everything runs in one process", *notes])
+            return "\n".join([*lines, "everything runs in one process", *self._copies(plan, ()), *notes])
         lines += [f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
@@ -292,7 +292,23 @@ class Job(Generic[GraphT]):
         ]
         if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
-        return "\n".join([*lines, *notes])
+        return "\n".join([*lines, *self._copies(plan, hosts), *notes])
+
+    def _copies(self, plan: Plan, hosts: Sequence[ProcessSpec]) -> Iterator[str]:
+        """As text: the copies of weights that syncs of changes keep."""
+        for node in plan.syncs:
+            trainer, engine = node.reads[0], node.writes[0]
+            backend = self.graph.bindings[engine]
+            if not getattr(node.operator, "changed", False) or backend.receives == "adapter_weights":
+                continue
+            if not hosts or any({trainer, engine} <= {*host.roles} for host in hosts):
+                yield f"{node.name} copies all weights: {trainer} and {engine} are in one process"
+                continue
+            size = "" if (nbytes := backend.synced_bytes) is None else f", {nbytes / 2**30:.3g} GiB each"
+            yield (
+                f"{node.name} sends changes: rank 0 of {trainer} and each rank of {engine} keep a copy of the weights "
+                f"in CPU memory{size}"
+            )
 
     def build(self, seed: int = 0) -> dict[str, Any]:
         """Load the live engines in this process, by role."""

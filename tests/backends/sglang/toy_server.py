@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load
 
 from flowrl.backends.sglang.requests import ResponseRequest
-from flowrl.sync.digest import tensor_digest
+from flowrl.sync.digest import Algorithm, tensor_digest
 
 WORD = 20
 """The only token that it samples."""
@@ -46,8 +46,8 @@ class Toy:
         self.digests = {}
         return {"without_token": []}
 
-    def take(self, body: bytes) -> dict[str, Any]:
-        self.digests |= {name: tensor_digest(name, tensor) for name, tensor in load(body).items()}
+    def take(self, body: bytes, algorithms: dict[str, Algorithm]) -> dict[str, Any]:
+        self.digests |= {name: tensor_digest(name, tensor, algorithms[name]) for name, tensor in load(body).items()}
         return {}
 
     def end(self, body: bytes, version: str, caches: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,14 +20,17 @@ from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import LoRATrainerEngine, TorchTrainerEngine
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import assemble
+from flowrl.distributed import export
 from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Sleeper
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.received import Origin
 from tests.engines.contract.sources import Altered, Batch, SendsOtherWeights
 from tests.support.errors import raises
 from tests.support.hashes import hashes
 from tests.support.models import EOS, SPECIALS, VOCAB
+from tests.sync.test_shadow import Link
 
 CONTEXT = EngineBuilder({}, seed=0)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
@@ -334,6 +338,39 @@ class SyncTests:
         assert new == by_torch(other, folder, prompts, mask) != old
         engine.sync(trainer)
         assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == old
+
+    def test_changes_that_arrive_from_another_process_load_as_all_weights_do(
+        self, engine: Any, trainer: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two of its fused tensors change; the engine's own layout does not matter."""
+        monkeypatch.setattr(export, "ray", SimpleNamespace(put=lambda bucket: bucket, get=lambda bucket: bucket))
+        link, prompts, mask = Link(), *ragged(engine, [4, 9, 1])
+        layer = trainer.model.model.layers[1]
+        matrices = (layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight)
+        kept = [matrix.detach().clone() for matrix in matrices]
+
+        def arrive() -> tuple[int, float | None, Receipt]:
+            probe = engine.probe
+            origin = Origin("actor", trainer.version, probe=probe, scores=probe.score(trainer))
+            return link.sync(trainer, engine, origin)
+
+        full, *_ = arrive()
+        before = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        with torch.no_grad():
+            for matrix in matrices:
+                matrix.view(-1)[::9] *= -4
+        try:
+            nbytes, share, receipt = arrive()
+            assert nbytes < full / 8 and share is not None and 0 < share < 1 / 9
+            assert receipt.digest == weights_digest(trainer.weights())
+            after = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+            assert before != after == by_torch(trainer, folder, prompts, mask)
+        finally:
+            with torch.no_grad():
+                for matrix, values in zip(matrices, kept, strict=True):
+                    matrix.copy_(values)
+        arrive()
+        assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == before
 
     @pytest.mark.engines("peft")
     def test_a_full_sync_contains_the_merged_adapter(self, engine: Any, folder: str) -> None:

@@ -167,7 +167,8 @@ class TestSync(SyncTests):
         engine.generate(prompts, mask, names(4), GREEDY, KEY)
         process = process_of(engine)
         process.ask("begin")
-        process.ask("take", save({name: tensor.detach().contiguous() for name, tensor in other.weights()}))
+        weights = {name: tensor.detach().contiguous() for name, tensor in other.weights()}
+        process.ask("take", save(weights), algorithms=dict.fromkeys(weights, "xxh3"))
         # Before the end of an update, SGLang still has the prefix cache of older weights.
         stale = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
         process.ask("end", version="0")

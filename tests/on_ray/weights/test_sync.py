@@ -17,22 +17,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.backends import AdamW, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
 from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
 from flowrl.distributed.hosts.host import Report
 from flowrl.distributed.hosts.reports import refuse_unequal
-from flowrl.distributed.place import Colocate
+from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
+from flowrl.operators import Sync
 from flowrl.protocols.protocols import BuildContext
 from flowrl.records import Receipt
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
-from flowrl.sync.weight_selection import WeightSelection
+from flowrl.sync.weight_selection import Since, WeightSelection
 from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
@@ -145,6 +146,43 @@ def test_weights_for_an_engine_with_lower_precision_are_rounded_before_they_are_
         saved = load_file(Path(tiny) / "model.safetensors").values()
         [sent] = [span.bytes for span in executor.timeline.spans if span.name == "export actor"]
         assert sent == sum(tensor.nbytes // (2 if tensor.ndim > 1 else 1) for tensor in saved)
+
+
+@pytest.mark.parametrize("way", ["object store", "gloo"])
+def test_a_sync_of_changes_has_the_digests_of_full_ones(
+    way: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sharded ranks send to an engine in bfloat16. After a sync that did not arrive, all weights are sent."""
+    monkeypatch.setattr(delivery, "choose", lambda *locations: (way, (0,)))
+    monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
+    graph = job_of("grpo", tiny, n=2, optimizer=AdamW(lr=1e-6), trainer={"ranks": 2}).graph
+    graph = graph.edit(bind={"rollout": TorchRollout(tiny, dtype="bfloat16", device="cpu")})
+    changed = graph.edit(replace={"sync": Sync(changed=True)})
+    batch, digests = proto(prompt_batch([[11, 12], [13]])), list[str]()
+    with Job(graph, Split(2, 1)).open() as executor:
+        executor.sync()
+        for step in range(3):
+            receipt = executor.step(batch, step).values["sync"]["receipt"]
+            digests.append(receipt.digest)
+        full = receipt.bytes
+    with leaves_nothing() as processes, Job(changed, Split(2, 1)).open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        for step in range(3):
+            result = executor.step(batch, step)
+            receipt, share = result.values["sync"]["receipt"], result.metrics.compute()["sync/changed"]
+            assert (receipt.digest, receipt.transport, receipt.version) == (digests[step], way, step + 1)
+            assert receipt.bytes == result.metrics.compute()["sync/bytes"] <= 0.2 * full
+            assert 0 < share < 0.1
+        [engine] = executor.runner.hosts.ranks("rollout")
+        [base] = executor.runner.hosts.ask([engine], "test", "last_sync", "rollout")
+        assert base is not None
+        sender = executor.runner.hosts.ranks("actor")
+        selection = WeightSelection(rounds_to=torch.bfloat16, since=Since("rollout", base, "lost"))
+        executor.runner.hosts.ask(sender, "test", "export", "actor", selection, BUCKET)  # and nothing arrives
+        receipt = executor.step(batch, 3).values["sync"]["receipt"]
+        assert (receipt.bytes, receipt.version) == (full, 4)
+        assert executor.step(batch, 4).values["sync"]["receipt"].bytes <= 0.2 * full
 
 
 def test_an_engine_in_the_trainers_process_shares_its_weights(tiny: str) -> None:
