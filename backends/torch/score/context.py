@@ -8,14 +8,22 @@ tokens, so that the gradients of the weights add up over processes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flowrl.backends.torch.score.rows import ShiftedRows
+from flowrl.backends.torch.probes import LENGTH, Inputs, known, probe_inputs, relative_error
+from flowrl.backends.torch.score.rows import ShiftedRows, TokenInputs, packed
+from flowrl.errors import BindError
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The kinds of layers whose heads attend separately."""
 
 
 class Part(NamedTuple):
@@ -161,3 +169,64 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         return slope, None
+
+
+def refuse_uncut(lm: PreTrainedModel, folder: str, backend: str) -> None:
+    """Raise `BindError` if not all layers of a model (`skeleton`) mix tokens only by fused attention, head by head."""
+    if why := _why_uncut(lm):
+        _refuse(lm, folder, backend, why)
+
+
+def _why_uncut(lm: PreTrainedModel) -> str | None:
+    config = lm.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)}
+    if others := set(getattr(config, "layer_types", None) or ()) - _ATTENTION:
+        return f"it has layers of {', '.join(sorted(others))}"
+    if lm._is_stateful:
+        return "it has recurrent layers"
+    if lm.config._attn_implementation != "sdpa":
+        return f"its attention is {lm.config._attn_implementation!r}, and only fused attention (sdpa) is cut by heads"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "fused attention does not cap logits (attn_logit_softcapping)"
+    if longest := kinds & {"dynamic", "longrope"}:
+        return f"its rotary frequencies ({', '.join(longest)}) depend on the longest row of each process"
+    return None
+
+
+def refuse_other_outputs(
+    probe: Inputs, model: PreTrainedModel, context: Ulysses, unpacked: str | None, folder: str, bound: float
+) -> None:
+    """Raise `BindError` if rows that are cut have other outputs than whole ones; `unpacked` is why rows cannot be
+    packed. A collective of the processes of `context`."""
+    why = unpacked or _fault(probe, model, context, bound)
+    if why is not None:
+        _refuse(model, folder, "A mesh", why)
+
+
+def _fault(probe: Inputs, model: PreTrainedModel, context: Ulysses, bound: float) -> str | None:
+    probe = probe_inputs(model, probe["input_ids"].device, rows=3)
+    lengths = torch.tensor([LENGTH - 3, LENGTH, LENGTH - 5], device=probe["input_ids"].device)
+    mask = probe["position_ids"] < lengths[:, None]
+    moved = packed(TokenInputs(probe["input_ids"], mask, probe["position_ids"], mask))
+    lines, places = moved.find(*mask.nonzero(as_tuple=True))
+    part = context.part(moved, lines, places)
+    try:
+        whole = model(**known(model, moved.inputs), **moved.within)[0][lines, places]
+        own = model(**known(model, part.rows.inputs), **part.within)[0][part.lines, part.places]
+        found = context.whole(own, part.own, len(whole))
+    except Exception as error:
+        return f"over parts of rows it raises {type(error).__name__}: {error}"
+    if not (distance := relative_error(found, whole)) <= bound:
+        return f"its outputs for parts of rows differ by {distance:.2g} from those of whole rows"
+    return None
+
+
+def _refuse(lm: nn.Module, folder: str, backend: str, why: str) -> None:
+    raise BindError(
+        f"{backend} with context= cannot cut the rows of {type(lm).__name__} in {folder!r}, because {why}. Leave "
+        f"context out, and lower max_tokens if rows do not fit in memory.",
+        code="mesh.no-context",
+        path=folder,
+        architecture=type(lm).__name__,
+    )

@@ -30,7 +30,7 @@ from flowrl.backends.torch.probes import (
     tolerance,
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
-from flowrl.backends.torch.score.context import Context
+from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
 from flowrl.backends.torch.score.head import head_digest
 from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
@@ -103,6 +103,8 @@ class TorchModel:
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         self.unpacked = self._why_unpacked(attention, folder, bound)
         """Why rows are padded to the longest of their micro-batch; None if they are packed."""
+        if isinstance(self.context, Ulysses):
+            self.probe(refuse_other_outputs, self.module, self.context, self.unpacked, folder, bound)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
@@ -162,8 +164,9 @@ class TorchModel:
         return why
 
     def budget(self, max_tokens: int | None) -> Budget:
-        """The size of micro-batches for a spec's `max_tokens`."""
-        return Budget.of(max_tokens, self.device, self.unpacked is None)
+        """The size of micro-batches for a spec's `max_tokens`, which each of the processes that share rows computes."""
+        budget = Budget.of(max_tokens, self.device, self.unpacked is None)
+        return budget._replace(positions=budget.positions * self.context.size)
 
     @property
     def vocabulary(self) -> int:
