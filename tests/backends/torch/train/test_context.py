@@ -69,7 +69,7 @@ def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("memory", "bfloat16")])
 def test_processes_that_share_rows_compute_what_one_does(found: Any, case: str) -> None:
-    """Scores before training are equal to the bit, on every process in the order of the rows; gradients, weights after
+    """Scores of dense models are equal to the bit, on every process in the order of the rows; gradients, weights after
     several mini-batches and metrics up to rounding."""
     truth, mesh, ranks = found
     expected = truth[case]
