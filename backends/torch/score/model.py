@@ -39,6 +39,7 @@ from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
+from flowrl.sync.weight_selection import rounded
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -183,19 +184,19 @@ class TorchModel:
         """The width of `states`; it is not ``hidden_size`` in models whose body projects its output."""
         return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+    def weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once, `rounded` to `dtype`; see
+        `gathered_weights`.
 
-        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. If a model
-        stores several weights fused (experts), ranks gather all weights at once, because only gathered ones can be
-        split.
+        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. Weights that
+        a model stores in another form (experts) are converted a layer at a time.
         """
         if not self.mesh.sharded and self.adapter is None:
-            yield from named_weights(self.module)
+            yield from rounded(named_weights(self.module), dtype)
         else:
             from flowrl.backends.torch.train.shards import gathered_weights
 
-            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
 
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""

@@ -28,6 +28,7 @@ from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
+_ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -141,22 +142,24 @@ class Sharded(Mesh):
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
         # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
-        gathered = torch.empty(self.size, sum(counts), device=self.device)
-        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
-        pieces = iter(gathered.split(counts, dim=1))
+        sizes = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() * shard.itemsize for shard in shards]
+        rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        gathered = torch.empty(self.size, sum(rooms), dtype=torch.uint8, device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, rooms), group=self.group)
+        pieces = iter(zip(gathered.split(rooms, dim=1), sizes, strict=True))
         for name, tensor in bucket:
             if isinstance(tensor, DTensor):
-                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+                piece, size = next(pieces)
+                yield name, piece[:, :size].view(tensor.dtype).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
             else:
                 yield name, tensor
 
-    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """This rank's parts of `shards`, concatenated on the device."""
-        packed = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(shards, packed.split(counts), strict=True):
+    def _packed(self, shards: list[DTensor], rooms: list[int]) -> Tensor:
+        """This rank's parts of `shards`, concatenated on the device, in `rooms` of bytes."""
+        packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
+        for shard, piece in zip(shards, packed.split(rooms), strict=True):
             local = shard.to_local().flatten()
-            piece[: local.numel()].copy_(local)
+            piece[: local.nbytes].view(local.dtype).copy_(local)
         return packed
 
 
