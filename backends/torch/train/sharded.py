@@ -10,6 +10,7 @@ sets (``init_process_group(timeout=...)``); then build the engines again on all 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -19,10 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Caller, Gathered, Mesh
 from flowrl.errors import BindError, RankError
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
@@ -64,18 +72,32 @@ class Sharded(Mesh):
         """The device of the shards."""
         return torch.device("cpu") if self.offload else self.device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Shard `module` in place; the result calls functions while its weights are gathered.
 
-        Weights of a block are gathered while the block's forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned, directly or in a tuple.
+        Weights of `blocks` and `layers` are gathered while the forward of each runs (of a layer also in a call of its
+        `caller`), all others while the function runs. A backward pass gathers them again; it must start from tensors
+        that the function returned, directly or in a tuple.
         """
         root = _Root(module)
+        for layer in layers:
+            self._shard(layer, MixedPrecisionPolicy())
         for block in blocks:
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
             self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
         self._shard(root, MixedPrecisionPolicy())
         return Gathered(root, root.call)
+
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions while the weights of one of the `layers` of `gathered` are gathered."""
+        if not isinstance(layer, FSDPModule):
+            return super().caller(layer)
+        own: Any = layer
+        own.call = operator.call
+        register_fsdp_forward_method(layer, "call")
+        return cast(Caller, own.call)
 
     def rows(self, total: int) -> tuple[int, int]:
         """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""

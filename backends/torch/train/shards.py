@@ -9,6 +9,7 @@ loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import groupby
@@ -60,7 +61,7 @@ def load_sharded(
             adapter.fill(seed)
         loaded = _loaded(lm, with_head)
         blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-        call = mesh.gathered(loaded, blocks)
+        call = mesh.gathered(loaded, blocks, _ends(lm, loaded))
         if sources is not None:
             _allocate(call.root, mesh.storage)
             with loading(folder):
@@ -73,6 +74,20 @@ def load_sharded(
 
 def _loaded(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
     return lm if with_head else cast(PreTrainedModel, lm.base_model)
+
+
+def _ends(lm: PreTrainedModel, loaded: PreTrainedModel) -> list[nn.Module]:
+    """The embedding and the head, if they share no weights: they are the largest layers outside blocks, and each
+    computes only once in a pass."""
+    uses = Counter(id(parameter) for _, parameter in lm.named_parameters(remove_duplicate=False))
+    inside = {id(module) for module in loaded.modules()}
+    return [
+        layer
+        for layer in (lm.get_input_embeddings(), lm.get_output_embeddings())
+        if isinstance(layer, nn.Embedding | nn.Linear)
+        and id(layer) in inside
+        and all(uses[id(parameter)] == 1 for parameter in layer.parameters())
+    ]
 
 
 def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
