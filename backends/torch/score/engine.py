@@ -346,6 +346,10 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         """
         return self._scorer.weights(bucket_bytes)
 
+    def rounded_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, `rounded` to `dtype`; sharded ones are rounded before they are gathered."""
+        return self._scorer.weights(BUCKET_BYTES, dtype)
+
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
 

@@ -9,6 +9,7 @@ that the update sees.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +31,6 @@ from flowrl.backends.torch.probes import (
     tolerance,
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
-from flowrl.backends.torch.score.head import head_digest
 from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
@@ -39,6 +39,7 @@ from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
+from flowrl.sync.weight_selection import rounded
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -107,7 +108,8 @@ class TorchModel:
         self.after_head = self.probe(after_head, lm) if with_head else None
         """The function after the head; None without a head, or if it is unknown."""
         layer = lm.get_output_embeddings() if with_head else None
-        if self.after_head is not None and type(layer) is nn.Linear:
+        self._call_head = operator.call if layer is None else mesh.caller(layer)
+        if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
             self._head = LMHead(layer, self.after_head)
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
@@ -183,19 +185,19 @@ class TorchModel:
         """The width of `states`; it is not ``hidden_size`` in models whose body projects its output."""
         return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+    def weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once, `rounded` to `dtype`; see
+        `gathered_weights`.
 
-        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. If a model
-        stores several weights fused (experts), ranks gather all weights at once, because only gathered ones can be
-        split.
+        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. Weights that
+        a model stores in another form (experts) are converted a layer at a time.
         """
         if not self.mesh.sharded and self.adapter is None:
-            yield from named_weights(self.module)
+            yield from rounded(named_weights(self.module), dtype)
         else:
             from flowrl.backends.torch.train.shards import gathered_weights
 
-            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
 
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
@@ -251,8 +253,11 @@ class TorchModel:
 
     def head(self) -> tuple[int, str] | None:
         """The width and the digest of the head's weights; None if it is not a linear layer. A collective."""
-        digest = self.gathered.call(head_digest, self.module)
-        return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
+        layer = self.module.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return None
+        digest = weights_digest(self.mesh.full(layer.named_parameters(), BUCKET_BYTES))
+        return layer.weight.shape[1], digest
 
     def _states(self, batch: Tokens, run: nn.Module, output: str, routed: bool = False) -> tuple[Tensor, Tensor | None]:
         """The states before the tokens under the mask, and `route_sums` if `routed`."""
@@ -326,7 +331,7 @@ class TorchModel:
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
             states, sums = self._states(batch, self._run, self._output, self._routed)
-            scored = score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            scored = self._call_head(score, self._head, chunk, states, targets, batch.temperature[rows], *picked)
             return scored if sums is None else (*scored, sums)
 
     @property

@@ -59,9 +59,15 @@ class ProcessMesh:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Access to `module` with its weights gathered."""
         return Gathered(module, operator.call)
+
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions with the weights of a layer gathered, in a call of `gathered`."""
+        return operator.call
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""

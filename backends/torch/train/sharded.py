@@ -10,6 +10,7 @@ sets (``init_process_group(timeout=...)``); then build the engines again on all 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -19,16 +20,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
+from flowrl.backends.torch.train.mesh import Caller, Gathered, ProcessMesh
 from flowrl.errors import BindError, RankError
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
+_ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -65,18 +74,32 @@ class Sharded(ProcessMesh):
         """The device of the shards."""
         return torch.device("cpu") if self.offload else self.device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Shard `module` in place; the result calls functions while its weights are gathered.
 
-        Weights of a block are gathered while the block's forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned, directly or in a tuple.
+        Weights of `blocks` and `layers` are gathered while the forward of each runs (of a layer also in a call of its
+        `caller`), all others while the function runs. A backward pass gathers them again; it must start from tensors
+        that the function returned, directly or in a tuple.
         """
         root = _Root(module)
+        for layer in layers:
+            self._shard(layer, MixedPrecisionPolicy())
         for block in blocks:
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
             self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
         self._shard(root, MixedPrecisionPolicy())
         return Gathered(root, root.call)
+
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions while the weights of one of the `layers` of `gathered` are gathered."""
+        if not isinstance(layer, FSDPModule):
+            return super().caller(layer)
+        own: Any = layer
+        own.call = operator.call
+        register_fsdp_forward_method(layer, "call")
+        return cast(Caller, own.call)
 
     def rows(self, total: int) -> tuple[int, int]:
         """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""
@@ -144,22 +167,24 @@ class Sharded(ProcessMesh):
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
         # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
-        gathered = torch.empty(self.size, sum(counts), device=self.device)
-        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
-        pieces = iter(gathered.split(counts, dim=1))
+        sizes = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() * shard.itemsize for shard in shards]
+        rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        gathered = torch.empty(self.size, sum(rooms), dtype=torch.uint8, device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, rooms), group=self.group)
+        pieces = iter(zip(gathered.split(rooms, dim=1), sizes, strict=True))
         for name, tensor in bucket:
             if isinstance(tensor, DTensor):
-                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+                piece, size = next(pieces)
+                yield name, piece[:, :size].view(tensor.dtype).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
             else:
                 yield name, tensor
 
-    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """This rank's parts of `shards`, concatenated on the device."""
-        packed = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(shards, packed.split(counts), strict=True):
+    def _packed(self, shards: list[DTensor], rooms: list[int]) -> Tensor:
+        """This rank's parts of `shards`, concatenated on the device, in `rooms` of bytes."""
+        packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
+        for shard, piece in zip(shards, packed.split(rooms), strict=True):
             local = shard.to_local().flatten()
-            piece[: local.numel()].copy_(local)
+            piece[: local.nbytes].view(local.dtype).copy_(local)
         return packed
 
 
