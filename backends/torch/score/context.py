@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flowrl.backends.torch.probes import LENGTH, Inputs, known, probe_inputs, relative_error
 from flowrl.backends.torch.score.rows import ShiftedRows, TokenInputs, packed
+from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -50,6 +51,11 @@ class Context:
 
     size = 1
 
+    @staticmethod
+    def of(mesh: ProcessMesh) -> Context:
+        """The context of this process."""
+        return Context() if mesh.neighbors is None else Ulysses(mesh.spec.context, mesh.position.part, mesh.neighbors)
+
     def part(self, moved: ShiftedRows, lines: Tensor, places: Tensor) -> Part:
         """The part of this process, if the tokens at these lines and places are scored."""
         return Part(moved, slice(None), lines, places, moved.attention_mask, moved.within)
@@ -64,11 +70,11 @@ class Context:
 
 
 class Ulysses(Context):
-    """The processes of `group` share each row; the number of heads must be a multiple of theirs."""
+    """The `size` processes of `group` share each row, and this one computes the part `place`; the number of heads must
+    be a multiple of `size`."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.size, self._place = group.size(), group.rank()
+    def __init__(self, size: int, place: int, group: ProcessGroup) -> None:
+        self.size, self._place, self._group = size, place, group
 
     def part(self, moved: ShiftedRows, lines: Tensor, places: Tensor) -> Part:
         """Equal consecutive parts of packed rows, the last ones padded. Rows with holes in their masks are not packed:

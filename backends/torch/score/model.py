@@ -9,6 +9,7 @@ that the update sees.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,15 +32,15 @@ from flowrl.backends.torch.probes import (
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
 from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
-from flowrl.backends.torch.score.head import head_digest
 from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
+from flowrl.sync.weight_selection import rounded
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -71,7 +72,7 @@ class TorchModel:
         self,
         folder: str,
         dtype: Dtype,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         attention: Attention | None,
         gradient_checkpointing: bool,
         with_head: bool = True,
@@ -79,7 +80,7 @@ class TorchModel:
         seed: int = 0,
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
-        self.context = Context()
+        self.context = Context.of(mesh)
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
@@ -111,7 +112,8 @@ class TorchModel:
         self.after_head = self.probe(after_head, lm) if with_head else None
         """The function after the head; None without a head, or if it is unknown."""
         layer = lm.get_output_embeddings() if with_head else None
-        if self.after_head is not None and type(layer) is nn.Linear:
+        self._call_head = operator.call if layer is None else mesh.caller(layer)
+        if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
             self._head = LMHead(layer, self.after_head)
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
@@ -145,7 +147,7 @@ class TorchModel:
         if adapter.lora.adapter_path is not None:
             with self.mesh.all_or_none(f"loading {adapter.lora.adapter_path!r}"):
                 weights = read_adapter(adapter, folder)
-            if self.mesh.rank == 0:
+            if self.mesh.position.leads:
                 warn_of_other_base(adapter.lora, folder)
             read_rows(adapter.parameters(), weights, self.mesh)
 
@@ -159,7 +161,7 @@ class TorchModel:
         from flowrl.backends.torch.score.packed import why_not_packed
 
         why = self.probe(why_not_packed, self.module, bound)
-        if why is not None and attention != "eager" and self.mesh.rank == 0:
+        if why is not None and attention != "eager" and self.mesh.position.leads:
             logger.warning("%s in %r computes padding, because %s.", type(self.module).__name__, folder, why)
         return why
 
@@ -188,19 +190,19 @@ class TorchModel:
         """The width of `states`; it is not ``hidden_size`` in models whose body projects its output."""
         return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+    def weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once, `rounded` to `dtype`; see
+        `gathered_weights`.
 
-        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. If a model
-        stores several weights fused (experts), ranks gather all weights at once, because only gathered ones can be
-        split.
+        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. Weights that
+        a model stores in another form (experts) are converted a layer at a time.
         """
         if not self.mesh.sharded and self.adapter is None:
-            yield from named_weights(self.module)
+            yield from rounded(named_weights(self.module), dtype)
         else:
             from flowrl.backends.torch.train.shards import gathered_weights
 
-            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
 
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
@@ -230,7 +232,7 @@ class TorchModel:
         from flowrl.backends.torch.adapter_folder import export_adapter
 
         assert self.adapter is not None
-        first = self.mesh.rank == 0
+        first = self.mesh.position.leads
         weights = {name: tensor.cpu() for name, tensor in self.adapter_weights(bucket_bytes) if first}
         with self.mesh.all_or_none("save_pretrained"):
             if first:
@@ -260,8 +262,11 @@ class TorchModel:
 
     def head(self) -> tuple[int, str] | None:
         """The width and the digest of the head's weights; None if it is not a linear layer. A collective."""
-        digest = self.gathered.call(head_digest, self.module)
-        return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
+        layer = self.module.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return None
+        digest = weights_digest(self.mesh.full(layer.named_parameters(), BUCKET_BYTES))
+        return layer.weight.shape[1], digest
 
     def _states(
         self, batch: Tokens, run: nn.Module, output: str, routed: bool = False
@@ -341,7 +346,7 @@ class TorchModel:
             targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
-            found = score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            found = self._call_head(score, self._head, chunk, states, targets, batch.temperature[rows], *picked)
             scored = tuple(self.context.whole(x, own, count) for x in found)
             return scored if sums is None else (*scored, sums)
 

@@ -10,6 +10,7 @@ sets (``init_process_group(timeout=...)``); then build the engines again on all 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -19,20 +20,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Caller, Gathered, ProcessMesh
 from flowrl.errors import BindError, RankError
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
+_ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Sharded(Mesh):
+class Sharded(ProcessMesh):
     """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
 
     Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are already global.
@@ -50,11 +60,15 @@ class Sharded(Mesh):
 
     sharded = True
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
+    def __init__(self, spec: Mesh, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
         super().__init__(device)
+        self.spec, self.position = spec, spec.position(mesh.get_rank())
         self.mesh, self.offload = mesh, offload
         self.group = mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.size = mesh.size()
+        if spec.context > 1:
+            patience = self.group._get_backend(device).options._timeout  # torch's default otherwise
+            self.neighbors, _ = dist.new_subgroups_by_enumeration(spec.together("context"), patience)
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self._bfloat16 = bfloat16
 
@@ -63,23 +77,38 @@ class Sharded(Mesh):
         """The device of the shards."""
         return torch.device("cpu") if self.offload else self.device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Shard `module` in place; the result calls functions while its weights are gathered.
 
-        Weights of a block are gathered while the block's forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned, directly or in a tuple.
+        Weights of `blocks` and `layers` are gathered while the forward of each runs (of a layer also in a call of its
+        `caller`), all others while the function runs. A backward pass gathers them again; it must start from tensors
+        that the function returned, directly or in a tuple.
         """
         root = _Root(module)
+        for layer in layers:
+            self._shard(layer, MixedPrecisionPolicy())
         for block in blocks:
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
             self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
         self._shard(root, MixedPrecisionPolicy())
         return Gathered(root, root.call)
 
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions while the weights of one of the `layers` of `gathered` are gathered."""
+        if not isinstance(layer, FSDPModule):
+            return super().caller(layer)
+        own: Any = layer
+        own.call = operator.call
+        register_fsdp_forward_method(layer, "call")
+        return cast(Caller, own.call)
+
     def rows(self, total: int) -> tuple[int, int]:
         """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""
         each = -(-total // self.size)
-        return min(self.rank * each, total), min((self.rank + 1) * each, total)
+        first = self.position.fsdp * each
+        return min(first, total), min(first + each, total)
 
     def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
@@ -95,29 +124,31 @@ class Sharded(Mesh):
         return int(most)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in its place; a collective."""
+        """The sum of `tensor` over all parts of the rows, in its place; a collective."""
+        if not self.position.reports:  # another process has the same rows
+            tensor.zero_()
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """All ranks complete the block, or all raise: `RankError` if only another rank raised. A collective."""
-        failed = torch.zeros(self.size, device=self.device)
+        rank, failed = self.position.rank, torch.zeros(self.spec.ranks, device=self.device)
         try:
             yield
         except Exception:
-            failed[self.rank] = 1
+            failed[rank] = 1
             dist.all_reduce(failed, group=self.group)
             raise
         dist.all_reduce(failed, group=self.group)
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
             raise RankError(
-                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything "
+                f"{what} failed on rank {ranks} of {self.spec.ranks}, so rank {rank} stopped too, before anything "
                 f"changed. Fix the error of rank {ranks}.",
                 code="trainer.rank-failed",
                 call=what,
-                rank=self.rank,
+                rank=rank,
                 failed=ranks,
             )
 
@@ -141,22 +172,24 @@ class Sharded(Mesh):
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
         # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
-        gathered = torch.empty(self.size, sum(counts), device=self.device)
-        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
-        pieces = iter(gathered.split(counts, dim=1))
+        sizes = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() * shard.itemsize for shard in shards]
+        rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        gathered = torch.empty(self.size, sum(rooms), dtype=torch.uint8, device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, rooms), group=self.group)
+        pieces = iter(zip(gathered.split(rooms, dim=1), sizes, strict=True))
         for name, tensor in bucket:
             if isinstance(tensor, DTensor):
-                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+                piece, size = next(pieces)
+                yield name, piece[:, :size].view(tensor.dtype).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
             else:
                 yield name, tensor
 
-    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """This rank's parts of `shards`, concatenated on the device."""
-        packed = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(shards, packed.split(counts), strict=True):
+    def _packed(self, shards: list[DTensor], rooms: list[int]) -> Tensor:
+        """This rank's parts of `shards`, concatenated on the device, in `rooms` of bytes."""
+        packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
+        for shard, piece in zip(shards, packed.split(rooms), strict=True):
             local = shard.to_local().flatten()
-            piece[: local.numel()].copy_(local)
+            piece[: local.nbytes].view(local.dtype).copy_(local)
         return packed
 
 
@@ -177,12 +210,13 @@ class _Root(nn.Module):
         return cast(T, output)
 
 
-def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-    """The mesh of an engine that is sharded over `ranks` processes, each on its device `place`.
+def shard_over(context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
+    """An engine's mesh with the axes `spec`, each process on its device `place`.
 
     With more than one rank, the caller has initialized `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
     GPUs, one device per rank) with the ranks of this engine as its default group.
     """
+    ranks = spec.ranks
     if context.world_size == 1 and ranks > 1:
         raise BindError(
             f"A backend with ranks={ranks} needs {ranks} processes, but is built in a single one. Bind a place, "
@@ -205,4 +239,6 @@ def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16:
             rank=context.rank,
             found=found,
         )
-    return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)
+    return Sharded(
+        spec, DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload
+    )

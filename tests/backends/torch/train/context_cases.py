@@ -32,10 +32,12 @@ from tests.backends.torch.train.fsdp_cases import LiveBytes, last_gradient, valu
 from tests.support.models import EOS, PAD, VOCAB, Ragged, char_tokenizer, ragged
 from tests.support.rows.cut_rows import cut
 
+ONE = Mesh()
 ROWS = 7
 ALL = range(ROWS)
 MINIS = ([4, 2, 0], [1, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
 PPO = TokenObjective(PPOClip(dual_clip=3.0), kl=KLLoss("k3", 0.05), entropy=0.01)
+ADAMW = AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)
 OVER_ROWS = {
     "sequences": TokenObjective(GSPO(), kl=KLLoss("k3", 0.05)),
     "pairs": TokenObjective(DPO(0.5), "seq-mean-token-mean", entropy=0.01),
@@ -78,7 +80,7 @@ class Ranks:
     """A `BuildContext`: a rank of a mesh, and the folder of models and columns."""
 
     folder: Path
-    mesh: Mesh = Mesh()
+    mesh: Mesh = ONE
     rank: int = 0
     seed: int = 0
 
@@ -105,7 +107,7 @@ class Ranks:
         names = ("pull", "uid", "absent")
         return record({n: x for n, x in (columns | scores).items() if n not in names})
 
-    def minis(self, batch: Any, loss: TokenObjective, *parts: Sequence[int], whole: dict[str, Any] | None = None) -> Any:
+    def minis(self, batch: Any, loss: TokenObjective, *parts: Sequence[int], whole: Any = None) -> Any:
         """Mini-batches of these rows, with the token weights of `loss`."""
         at = self.position
         shard = Shard(at.data_rank, self.mesh.data_ranks, None, None) if self.mesh.data_ranks > 1 else None
@@ -147,13 +149,12 @@ def segments(ranks: Ranks) -> dict[str, Any]:
 
 def training(ranks: Ranks) -> dict[str, Any]:
     """Eight mini-batches of AdamW; a checkpoint in between, from which the second half is the same to the bit."""
-    settings: dict[str, Any] = {"optimizer": AdamW(lr=0.002, eps=1e-5, weight_decay=0.1), "grad_clip": 1.0}
-    engine, batch = ranks.trainer(**settings), ranks.batch()
+    engine, batch = ranks.trainer(optimizer=ADAMW, grad_clip=1.0), ranks.batch()
     metrics = [engine.update(batch, ranks.minis(batch, PPO, *MINIS), PPO)]
     engine.save_checkpoint(folder := str(ranks.folder / f"checkpoint-{ranks.mesh.fsdp}-{ranks.mesh.context}"))
     metrics.append(engine.update(batch, ranks.minis(batch, PPO, *MINIS), PPO))
     after = weights(engine)
-    other = ranks.trainer(**settings)
+    other = ranks.trainer(optimizer=ADAMW, grad_clip=1.0)
     other.load_checkpoint(folder)
     other.update(batch, ranks.minis(batch, PPO, *MINIS), PPO)
     same = all(torch.equal(x, after[name]) for name, x in weights(other).items())

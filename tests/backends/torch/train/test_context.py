@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrl.backends import Mesh
 from flowrl.data.metrics import Metrics
 from tests import ROOT
-from tests.backends.torch.train.context_cases import CASES, Ranks, make_inputs
+from tests.backends.torch.train.context_cases import ADAMW, CASES, MINIS, PPO, Ranks, make_inputs
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
 
@@ -95,14 +95,15 @@ def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any
 
 def test_rows_may_be_as_many_times_longer_at_the_same_peak(found: Any) -> None:
     """Counted are live bytes of a forward and backward pass, against ranks that share only weights."""
-    _, mesh, ranks = found
-    for rank in ranks:
+    for rank in found[2]:
         for checkpointing, (without, longer) in rank["memory"]["peaks"].items():
             assert longer < 1.05 * without, checkpointing
 
 
 def test_one_process_resumes_from_a_checkpoint_of_processes_that_share_rows(found: Any, alone: Any) -> None:
-    _, mesh, _ = found
-    engine = Ranks(alone[0]).trainer()
-    engine.load_checkpoint(str(alone[0] / f"checkpoint-{mesh.fsdp}-{mesh.context}"))
-    assert engine.version == 1
+    (_, mesh, ranks), (folder, _) = found, alone
+    there = Ranks(folder)
+    engine, batch = there.trainer(optimizer=ADAMW, grad_clip=1.0), there.batch()
+    engine.load_checkpoint(str(folder / f"checkpoint-{mesh.fsdp}-{mesh.context}"))
+    engine.update(batch, there.minis(batch, PPO, *MINIS), PPO)
+    assert relative_error(dict(engine.weights()), ranks[0]["training"]["close"]) < 1e-6
