@@ -1,6 +1,6 @@
 """Rows that several processes share: which tokens each computes and scores, and which architectures can be cut.
 
-`test_shared_rows.py` compares log-probs, gradients and trainings of several processes with those of one.
+`train/test_context.py` compares log-probs, gradients and trainings of several processes with those of one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowrl.backends import Mesh, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.backends.torch.load import skeleton
 from flowrl.backends.torch.score.context import Context, Ulysses, refuse_uncut
 from flowrl.backends.torch.score.rows import TokenInputs, packed
+from tests.backends.torch.train.trainers import CONTEXT
 from tests.support.architectures import SETTINGS, architecture
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
@@ -126,3 +128,14 @@ def test_other_architectures_are_refused_by_name(kind: str, tmp_path: Path) -> N
     with raises("mesh.no-context", path=folder, architecture=type(lm).__name__) as error:
         refuse_uncut(lm, folder, "TorchTrainer")
     assert UNCUT[kind] in str(error.value)
+
+
+@pytest.mark.parametrize("backend", [TorchTrainer, TorchScorer, TorchCritic])
+def test_backends_refuse_an_architecture_before_it_loads(backend: Any, tmp_path: Path) -> None:
+    folder, mesh = architecture(tmp_path, "jamba"), Mesh(fsdp=2, context=2)
+    (tmp_path / "jamba" / "model.safetensors").unlink()
+    for refuse in (backend(folder, mesh=mesh).refuse_missing, lambda: backend(folder, mesh=mesh).build(CONTEXT)):
+        with raises("mesh.no-context", path=folder):
+            refuse()
+    with raises("mesh.no-context", path=(plain := tiny_folder(tmp_path))):
+        backend(plain, mesh=mesh, attention="eager").refuse_missing()

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowrl.backends import SGD, AdamW, LoRA, Mesh, TorchCritic, TorchRewardTrainer, TorchScorer, TorchTrainer
 from flowrl.backends.torch.score.rows import last_of
@@ -28,7 +30,7 @@ from flowrl.operators import DPO, GSPO, BradleyTerry, KLCov, KLLoss, PPOClip, Va
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.mesh import Position
-from tests.backends.torch.train.fsdp_cases import LiveBytes, last_gradient, values_of, weights
+from tests.backends.torch.train.fsdp_cases import LiveBytes, error_of, last_gradient, values_of, weights
 from tests.support.models import EOS, PAD, VOCAB, Ragged, char_tokenizer, ragged
 from tests.support.rows.cut_rows import cut
 
@@ -124,9 +126,11 @@ def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
     mask[0, 3] = False
     hole = batch._replace(attention_mask=mask)
     top = engine.top_log_probs(batch, 3)
-    exact = {"log_probs": engine.log_probs(batch), "one": engine.log_probs(_rows(batch, [3])), "top": top.log_probs}
-    exact |= {"ids": top.ids, "norms": engine.logit_norms(batch), "states": engine.last_states(batch).states}
-    close = {"short": engine.log_probs(_rows(short, [0])), "hole": engine.log_probs(hole)}
+    exact = {"log_probs": engine.log_probs(batch), "top": top.log_probs, "ids": top.ids}
+    exact |= {"norms": engine.logit_norms(batch), "states": engine.last_states(batch).states}
+    # A product with few tokens may be computed by another kernel.
+    close = {"short": engine.log_probs(_rows(short, [0])), "one": engine.log_probs(_rows(batch, [3]))}
+    close["hole"] = engine.log_probs(hole)
     if kind == "mixtral":  # an expert computes other numbers of tokens at a time
         return {"close": exact | close}
     return {"exact": exact, "close": close}
@@ -144,7 +148,7 @@ def segments(ranks: Ranks) -> dict[str, Any]:
     engine = ranks.trainer(tokens=24)
     found = engine.log_probs(batch)
     metrics = engine.update(batch, ranks.minis(batch, PPO, ALL), PPO)
-    return {"exact": {"log_probs": found}, "close": last_gradient(engine), "metrics": [metrics]}
+    return {"close": last_gradient(engine), "after": {"log_probs": found}, "metrics": [metrics]}
 
 
 def training(ranks: Ranks) -> dict[str, Any]:
@@ -211,17 +215,31 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     peaks: dict[Any, list[int]] = {}
     for checkpointing in (False, True):
         for mesh in (Mesh(fsdp=ranks.mesh.fsdp), ranks.mesh):
-            tokens = 256 * mesh.context
+            tokens = 512 * mesh.context
             settings = {"logprob_chunk": 64, "gradient_checkpointing": checkpointing}
             scorer = replace(ranks, mesh=mesh).trainer(tokens=tokens, **settings)._scorer
             ids, every = torch.randint(6, VOCAB, (1, tokens)), torch.ones(1, tokens, dtype=torch.bool)
             columns = ids, every, torch.arange(tokens)[None], every[:, 1:], torch.ones(1)
             row = record(dict(zip((*TOKENS, "temperature"), columns, strict=True)))
-            scorer.log_probs(row, 64, "value")[0].sum().backward()  # allocates gradients
-            with Peak() as live:
-                scorer.log_probs(row, 64, "value")[0].sum().backward()
-            peaks.setdefault(checkpointing, []).append(live.peak)
+            passes = []
+            for _ in range(3):  # the first allocates gradients, and gloo's threads free sent tensors a moment later
+                with Peak() as live:
+                    scorer.log_probs(row, 64, "value")[0].sum().backward()
+                passes.append(live.peak)
+            peaks.setdefault(checkpointing, []).append(min(passes[1:]))
     return {"peaks": peaks}
+
+
+def refused(ranks: Ranks) -> dict[str, Any]:
+    """A model whose rotary frequencies depend on the largest position of its input."""
+    rotate = LlamaRotaryEmbedding.forward
+
+    def stretched(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        return rotate(self, x, position_ids * (1 + position_ids.max() / 4))
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRotaryEmbedding, "forward", stretched)
+        return {"error": error_of(lambda: ranks.build(TorchScorer))}
 
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -256,6 +274,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "adapter": adapter,
     "bfloat16": lambda ranks: gradient(ranks, dtype="bfloat16", gradient_checkpointing=True),
     "memory": memory,
+    "refused": refused,
 }
 
 

@@ -23,6 +23,7 @@ from tests.backends.torch.train.context_cases import ADAMW, CASES, MINIS, PPO, R
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
 
+OTHERS = ("bfloat16", "memory", "refused")
 MESHES = [
     Mesh(fsdp=2, context=2),
     pytest.param(Mesh(fsdp=4, context=2), marks=pytest.mark.nightly),
@@ -67,7 +68,7 @@ def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("memory", "bfloat16")])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in OTHERS])
 def test_processes_that_share_rows_compute_what_one_does(found: Any, case: str) -> None:
     """Scores of dense models are equal to the bit, on every process in the order of the rows; gradients, weights after
     several mini-batches and metrics up to rounding."""
@@ -94,10 +95,19 @@ def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any
 
 
 def test_rows_may_be_as_many_times_longer_at_the_same_peak(found: Any) -> None:
-    """Counted are live bytes of a forward and backward pass, against ranks that share only weights."""
+    """Counted are live bytes of a forward and backward pass, against ranks that share only weights. Columns of a row, such
+    as ids and log-probs, are not cut; beside 64 hidden numbers a token they are some percent."""
     for rank in found[2]:
-        for checkpointing, (without, longer) in rank["memory"]["peaks"].items():
-            assert longer < 1.05 * without, checkpointing
+        for without, longer in rank["memory"]["peaks"].values():
+            assert longer < 1.1 * without
+
+
+def test_a_model_that_computes_something_else_in_parts_is_refused_on_all_ranks(found: Any) -> None:
+    truth, _, ranks = found
+    assert truth["refused"]["error"] == "no error"
+    for rank in ranks:
+        assert "its outputs for parts of rows differ by" in rank["refused"]["error"]
+        assert rank["refused"]["error"].endswith("[mesh.no-context]")
 
 
 def test_one_process_resumes_from_a_checkpoint_of_processes_that_share_rows(found: Any, alone: Any) -> None:
