@@ -95,8 +95,8 @@ def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any
 
 
 def test_rows_may_be_as_many_times_longer_at_the_same_peak(found: Any) -> None:
-    """Counted are live bytes of a forward and backward pass, against ranks that share only weights. Columns of a row, such
-    as ids and log-probs, are not cut; beside 64 hidden numbers a token they are some percent."""
+    """Counted are live bytes of a forward and backward pass, against ranks that share only weights. Columns of a row,
+    such as ids and log-probs, are not cut; beside 64 hidden numbers a token they are some percent."""
     for rank in found[2]:
         for without, longer in rank["memory"]["peaks"].values():
             assert longer < 1.1 * without
