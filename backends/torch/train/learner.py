@@ -108,8 +108,9 @@ class TrainedSpec(MeshBackend):
             it computes the same, else plain.
         gradient_checkpointing: recompute each layer in the backward pass, to save memory.
         max_tokens: positions that a micro-batch may compute, of prompts, responses, and padding if the model needs it;
-            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
-            ones are faster, and 16384 elsewhere.
+            micro-batches are formed by length, and gradients do not depend on them. Processes that share rows
+            (``Mesh(context=...)``) each compute as many. None is 2048 on a CPU, where small ones are faster, and 16384
+            elsewhere.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.

@@ -43,6 +43,8 @@ class ProcessMesh:
     """What this process is."""
     sharded = False
     group: ProcessGroup | None = None
+    neighbors: ProcessGroup | None = None
+    """The processes that share each row, if there are several."""
 
     max_over_ranks: Callable[[int], int] = int
     """The largest count of any rank."""

@@ -80,6 +80,8 @@ class Sharded(ProcessMesh):
             self._fsdp, self._weights = groups[1], self._subgroup("weights")
             self._data = mesh["fsdp"] if spec.replicate == 1 else mesh["replicate", "fsdp"]
             self.tensor = mesh["tensor"] if spec.tensor > 1 else None
+        if spec.context > 1:
+            self.neighbors = self._subgroup("context")
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self._bfloat16 = bfloat16
 
