@@ -84,7 +84,6 @@ class MeshBackend(FolderBackend):
         """
         if self.model is not None:
             self._refuse_unfit(self.model)
-        self.geometry.refuse_unbuilt(type(self).__name__, ("replicate", "tensor"))
         spec: Any = self  # device, dtype and offload are fields of the subclasses
         place = device_of(self, spec.device)
         if self.geometry.ranks == 1 and not spec.offload:

@@ -114,7 +114,7 @@ class TorchModel:
         layer = lm.get_output_embeddings() if with_head else None
         self._call_head = operator.call if layer is None else mesh.caller(layer)
         if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
-            self._head = LMHead(layer, self.after_head)
+            self._head = LMHead(layer, self.after_head, getattr(layer, "vocabulary_part", None))
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
         self.adapter_of: str | None = None

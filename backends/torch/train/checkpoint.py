@@ -2,7 +2,8 @@
 
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
 ``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. For a sharded tensor it contains the rank's rows,
-so the parts in order are the full tensor; an unsharded tensor is in the first. Nothing is pickled, so a foreign
+so the parts in order are the full tensor; an unsharded tensor is in the first. If a mesh has several axes, each file
+also says which boxes of each tensor it contains, so any other mesh reads it. Nothing is pickled, so a foreign
 checkpoint cannot run code.
 """
 
@@ -13,13 +14,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flowrl.backends.torch.train.boxes import Box, boxes, cut_of
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.errors import DataError
 
@@ -52,12 +54,11 @@ def save(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{key}.{name}"] = value
-    own = {
-        name: _local(tensor) for name, tensor in tensors.items() if mesh.position.leads or isinstance(tensor, DTensor)
-    }
+    own = {name: tensor for name, tensor in tensors.items() if mesh.writes(tensor)}
+    held = {} if mesh.spec.ranks == mesh.spec.fsdp else {name: _held(tensor, mesh) for name, tensor in own.items()}
     part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        _write(part, own)
+        _write(part, {name: _local(tensor) for name, tensor in own.items()}, held)
 
 
 def load(
@@ -111,11 +112,25 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
+def _boxes(tensor: Tensor, mesh: ProcessMesh) -> list[Box]:
+    """The parts of a tensor that this process has."""
+    if isinstance(tensor, DTensor):
+        return boxes(tensor.shape, cut_of(tensor), cast("Sharded", mesh).place)
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    return [Box(whole, whole)]
+
+
+def _held(tensor: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
+    """As JSON: the shape of a tensor, and the boxes that this process has: their sides here and in the whole tensor."""
+    sides = [[[[side.start, side.stop] for side in of] for of in box] for box in _boxes(tensor, mesh)]
+    return {"shape": list(tensor.shape), "boxes": sides}
+
+
+def _write(path: str, tensors: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
     """Write a safetensors file one tensor at a time: `safetensors.torch.save_file` needs all of them in CPU memory at
     once, three times the weights if they are on a GPU."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": {"boxes": json.dumps(held)}} if held else {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
@@ -128,8 +143,17 @@ def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
             file.write(tensor.detach().cpu().contiguous().view(-1).numpy().data)
 
 
-def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
-    """Lazy slices of each tensor of a checkpoint in the order of their rows, valid as long as `files` is open."""
+class _Piece(NamedTuple):
+    """A part of a tensor: a lazy slice of a file, the parts of it (None: its rows follow those of the piece before),
+    and the shape of the tensor (None: that of all rows)."""
+
+    source: Any
+    boxes: list[Box] | None
+    shape: tuple[int, ...] | None
+
+
+def _pieces(folder: str, files: ExitStack) -> dict[str, list[_Piece]]:
+    """The parts of each tensor of a checkpoint in the order of their rows, valid as long as `files` is open."""
     parts = sorted(filter(_PART.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else []
     if not parts:
         raise DataError(
@@ -147,39 +171,48 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
             found=parts,
             expected=count,
         )
-    pieces: dict[str, list[Any]] = {}
+    pieces: dict[str, list[_Piece]] = {}
     with _failures(folder, "read"):
         for part in parts:
             file = files.enter_context(safe_open(os.path.join(folder, part), framework="pt"))
+            held = json.loads((file.metadata() or {}).get("boxes", "{}"))
             for name in file.keys():  # noqa: SIM118
-                pieces.setdefault(name, []).append(file.get_slice(name))
+                found, shape = None, None
+                if name in held:
+                    sides = [[tuple(slice(*side) for side in of) for of in box] for box in held[name]["boxes"]]
+                    found, shape = [Box(*box) for box in sides], tuple(held[name]["shape"])
+                pieces.setdefault(name, []).append(_Piece(file.get_slice(name), found, shape))
     return pieces
 
 
-def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
-    """Dtype and shape of the tensor with these slices."""
-    shapes = [piece.get_shape() for piece in pieces]
-    kinds = {(piece.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
-    if len(kinds) > 1:
+def _described(pieces: Sequence[_Piece]) -> tuple[Any, ...]:
+    """Dtype and shape of the tensor with these parts."""
+    shapes = [piece.source.get_shape() for piece in pieces]
+    whole = {(piece.source.get_dtype(), piece.shape) for piece in pieces}
+    if len(whole) == 1 and pieces[0].shape is not None:
+        return (pieces[0].source.get_dtype(), *pieces[0].shape)
+    kinds = {(piece.source.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
+    if len(kinds) > 1 or any(piece.shape is not None for piece in pieces):
         return ("mixed",)
     dtype, axes, *rest = kinds.pop()
     return (dtype, *([sum(shape[0] for shape in shapes)] if axes else []), *rest)
 
 
-def _read(pieces: Sequence[Any], tensor: Tensor, mesh: ProcessMesh) -> None:
-    """Copy this rank's rows into `tensor`."""
+def _read(pieces: Sequence[_Piece], tensor: Tensor, mesh: ProcessMesh) -> None:
+    """Copy this rank's part into `tensor`."""
     if tensor.ndim == 0:
-        tensor.copy_(pieces[0][...])
+        tensor.copy_(pieces[0].source[...])
         return
-    sharded = isinstance(tensor, DTensor)
-    first, last = cast("Sharded", mesh).rows(tensor.shape[0]) if sharded else (0, tensor.shape[0])
     local, start = _local(tensor), 0
     for piece in pieces:
-        end = start + piece.get_shape()[0]
-        low, high = max(first, start), min(last, end)
-        if low < high:
-            local[low - first : high - first].copy_(piece[low - start : high - start])
-        start = end
+        sizes = piece.source.get_shape()
+        rows = tuple(slice(0, size) for size in sizes)
+        stored = piece.boxes or [Box(rows, (slice(start, start + sizes[0]), *rows[1:]))]
+        start += sizes[0]
+        for own in _boxes(tensor, mesh):
+            for box in stored:
+                if (common := own.common(box)) is not None:
+                    local[common[0]].copy_(piece.source[common[1]])
 
 
 @contextmanager

@@ -71,6 +71,14 @@ class ProcessMesh:
         """Calls functions with the weights of a layer gathered, in a call of `gathered`."""
         return operator.call
 
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this process writes its part of a tensor: one of those that have the same does."""
+        return self.position.leads
+
+    def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that torch's multi-tensor kernels take together."""
+        return [list(parameters)]
+
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""
         return iter(named)
