@@ -80,6 +80,9 @@ def test_processes_that_share_rows_compute_what_one_does(found: Any, case: str) 
         for group in ("close", "after"):
             if group in expected:
                 assert relative_error(rank[group], expected[group]) < 1e-6
+        if "own" in rank:
+            rows, part = rank["own"]
+            torch.testing.assert_close(part, expected["own"][1][: len(rows)], atol=1e-6, rtol=1e-6)
     counted = [one[case] for one, at in zip(ranks, mesh.positions, strict=True) if at.reports]
     for step, metrics in enumerate(expected.get("metrics", ())):
         merged = Metrics()
