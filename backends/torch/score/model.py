@@ -32,9 +32,10 @@ from flowrl.backends.torch.probes import (
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
 from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
-from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
+from flowrl.backends.torch.score.rows import Budget, SequenceInputs, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
+from flowrl.errors import BindError
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
@@ -117,10 +118,28 @@ class TorchModel:
             self._head = LMHead(layer, self.after_head, getattr(layer, "vocabulary_part", None))
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
+        if mesh.spec.tensor > 1:
+            self._refuse_not_split(folder)
         self.adapter_of: str | None = None
         """The adapter's base weights and scaling; see `Adapted`."""
         if self.adapter is not None:
             self._start_adapter(self.adapter, folder)
+
+    def _refuse_not_split(self, folder: str) -> None:
+        """Refuse a model whose layers do not compute in parts, forward and backward. Raises `BindError`."""
+        try:
+            self.score_states(SequenceInputs.idle(self.device), lambda states: states.float().sum(1)).sum().backward()
+        except Exception as error:
+            raise BindError(
+                f"{type(self.module).__name__} in {folder!r} is split by the tensor-parallel plan that transformers "
+                f"has for it, but then raises {type(error).__name__} ({error}). Use fsdp in place of tensor.",
+                code="mesh.no-plan",
+                axis="tensor",
+                architecture=self.module.config.model_type,
+                path=folder,
+            ) from error
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def watch_routers(self, folder: str) -> None:
         """Set `routes` in later passes; raises `BindError` as `routers_of`."""

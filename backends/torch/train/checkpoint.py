@@ -126,7 +126,7 @@ def _held(tensor: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "boxes": sides}
 
 
-def _write(path: str, tensors: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
+def _write(path: str, tensors: Mapping[str, Tensor], held: Mapping[str, Any] | None = None) -> None:
     """Write a safetensors file one tensor at a time: `safetensors.torch.save_file` needs all of them in CPU memory at
     once, three times the weights if they are on a GPU."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
