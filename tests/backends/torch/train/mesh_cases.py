@@ -159,6 +159,14 @@ def sync(ranks: Ranks) -> dict[str, Any]:
     return {"digests": digests, "folder": folder}
 
 
+def cached(ranks: Ranks) -> dict[str, Any]:
+    """Log-probs of some rows, and of all, from a cache that has those."""
+    folder, batch = str(ranks.folder / f"cache-{name_of(ranks.mesh)}"), ragged(ROWS)
+    some = batch._replace(**{n: x[[1, 2, 6]] for n, x in batch._asdict().items() if x is not None})
+    first = ranks.build(TorchScorer, cache=folder).log_probs(some)
+    return {"close": {"first": first, "all": ranks.build(TorchScorer, cache=folder).log_probs(batch)}}
+
+
 def turns(ranks: Ranks) -> dict[str, Any]:
     engine, batch = ranks.trainer(offload=ranks.mesh.ranks > 1), ranks.batch()
     before = engine.log_probs(batch)
@@ -190,6 +198,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "critic": shared.critic,
     "reward model": shared.reward_model,
     "adapter": adapter,
+    "cached": cached,
     "turns": turns,
     "sync": sync,
     "bfloat16": lambda ranks: shared.gradient(ranks, "qwen3", dtype="bfloat16", gradient_checkpointing=True),
