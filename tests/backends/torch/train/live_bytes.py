@@ -21,9 +21,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = {tensor.untyped_storage()._cdata for tensor in args if type(tensor) in (Tensor, Parameter)}
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        given = map(_local, args)
+        inputs = {tensor.untyped_storage()._cdata for tensor in given if type(tensor) in (Tensor, Parameter)}
+        for tensor in map(_local, out if isinstance(out, tuple | list) else [out]):
             if type(tensor) is Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live and storage._cdata not in inputs:
@@ -35,3 +35,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._live.pop(key)
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
