@@ -6,6 +6,7 @@ Only the head is read, once, in float32; it must equal the model's own head bit 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
