@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.backends import SGD, AdamW, LoRA, TorchTrainer
-from flowrl.backends.torch.device import mesh_of
-from flowrl.backends.torch.train import sharded, shards
+from flowrl.backends import SGD, AdamW, LoRA, TorchScorer, TorchTrainer
+from flowrl.backends.torch.train import saving, sharded, shards
+from flowrl.backends.torch.train.tensor_file import TensorFile
 from flowrl.sync.digest import tensor_digest, weights_digest
 from flowrl.sync.probe import Probe
 from tests.backends.torch.train.fsdp_cases import (
@@ -61,19 +61,25 @@ def syncing(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 def memory(ranks: Ranks) -> dict[str, Any]:
     """The peaks of live bytes while a deep model is loaded, and while it is gathered."""
-    shards._READ_BYTES, mesh = 8192, mesh_of(ranks, ranks.world_size, torch.device("cpu"), False, False)
+    shards._READ_BYTES, mesh = 8192, TorchScorer(ranks.model("deep"), ranks=ranks.world_size, device="cpu").join(ranks)
     with LiveBytes() as live:
         lm, _, _ = shards.load_sharded(mesh, ranks.model("deep"), True, None, None, 0)
         loading, kept = live.peak, live.now
     sizes = {name: tensor.nbytes for name, tensor in lm.named_parameters()}
     with LiveBytes() as live:
         digest = weights_digest(shards.gathered_weights(mesh, lm, BUCKET))
+    saving._FILE_BYTES, opened = 200_000, []
+    saving.TensorFile = lambda path, *args: opened.append(Path(path).name) or TensorFile(path, *args)
+    with LiveBytes() as saved:
+        saving.save_gathered(mesh, lm, str(ranks.folder / "deep-saved"), BUCKET)
     layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
     own = sum(p.to_local().nbytes for p in lm.parameters())
     return {
         "loading": loading,
         "kept": kept,
         "gathering": live.peak,
+        "saving": saved.peak,
+        "opened": opened,
         "layer": layer,
         "all": sum(sizes.values()),
         "shard": own,

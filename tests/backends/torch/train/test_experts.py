@@ -1,10 +1,11 @@
-"""Tests of `shards.py` with mixtures of experts: two real ranks over gloo against one process.
+"""Tests of `shards.py` and `saving.py` with mixtures of experts: two real ranks over gloo against one process.
 
 The ranks run once, through all of `expert_cases`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -126,6 +127,24 @@ def test_transformers_loads_a_folder_that_ranks_have_saved(found: Any, kind: str
     assert models[0].config.to_diff_dict() == models[1].config.to_diff_dict()
     ids = torch.arange(5, 25)[None] % VOCAB
     assert not torch.equal(*(model(ids).logits for model in models))
+
+
+def test_all_ranks_write_a_folder(found: Any) -> None:
+    """Each writes some of the files, with memory for a layer; transformers loads the folder."""
+    folder, _, ranks = found
+    one, two = (rank["memory"] for rank in ranks)
+    assert len(one["opened"]) > 2 and len(two["opened"]) > 2 and not {*one["opened"]} & {*two["opened"]}
+    for here in (one, two):
+        assert here["saving"] <= 3 * (BUCKET + here["layer"]) < here["all"]
+    index = json.loads((folder / "deep-saved" / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (folder / "deep-saved").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    truth = load_file(folder / "deep-0" / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in truth.values())
+    assert relative_error({name: x for tensors in files.values() for name, x in tensors.items()}, truth) == 0
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("deep-saved", "deep-0")]
+    ids = torch.arange(5, 25)[None] % VOCAB
+    assert torch.equal(*(model(ids).logits for model in models))
 
 
 def test_two_ranks_train_an_adapter_beside_experts_like_one_process(found: Any) -> None:
