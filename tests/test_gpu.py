@@ -301,7 +301,7 @@ def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) ->
     """Specs of one rank shard their weights too, with or without offloading."""
 
     def join(spec: Any, context: Any) -> Sharded:
-        return Sharded(Mesh(), group, torch.device(device), spec.dtype == "bfloat16", spec.offload)
+        return Sharded(Mesh(), group.get_group(), torch.device(device), spec.dtype == "bfloat16", spec.offload)
 
     monkeypatch.setattr(MeshBackend, "join", join)
 

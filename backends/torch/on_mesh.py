@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from flowrl.backends.torch.device import device_of
-from flowrl.backends.torch.load import FolderBackend, loading, refuse_no_model
+from flowrl.backends.torch.load import FolderBackend, loading, refuse_no_model, skeleton
+from flowrl.backends.torch.score.context import refuse_uncut
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.errors import BindError, ParameterError
 from flowrl.protocols.mesh import Mesh
@@ -36,7 +37,7 @@ class MeshBackend(FolderBackend):
                 ranks=self.ranks,
                 mesh=self.mesh,
             )
-        self.geometry.refuse_unbuilt(name, ("context", "expert"))
+        self.geometry.refuse_unbuilt(name, ("expert",))
 
     @property
     def geometry(self) -> Mesh:
@@ -69,6 +70,10 @@ class MeshBackend(FolderBackend):
                 path=folder,
             )
         mesh.refuse_unfit(type(self).__name__, folder, _sizes(config))
+        if mesh.context > 1:
+            with loading(folder):
+                lm = skeleton(folder, cast(Any, self).attention)
+            refuse_uncut(lm, folder, f"{type(self).__name__}(mesh={written(mesh)})")
 
     def join(self, context: BuildContext) -> ProcessMesh:
         """The mesh seen from this process, on its device.
@@ -79,7 +84,6 @@ class MeshBackend(FolderBackend):
         """
         if self.model is not None:
             self._refuse_unfit(self.model)
-        self.geometry.refuse_unbuilt(type(self).__name__, ("replicate", "tensor"))
         spec: Any = self  # device, dtype and offload are fields of the subclasses
         place = device_of(self, spec.device)
         if self.geometry.ranks == 1 and not spec.offload:

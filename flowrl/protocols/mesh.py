@@ -103,11 +103,18 @@ class Mesh(Spec):
         return next(one.rank for one in self.positions if one.sends)
 
     def together(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that exchange data in every layer: those of ``"tensor"``, or of ``"context"``."""
+        """The groups of ranks that differ only on an axis, such as ``"tensor"`` or ``"context"``, or that hold one copy
+        of the weights (``"weights"``)."""
+        same = {
+            "replicate": ("fsdp", "tensor"),
+            "fsdp": ("replicate", "tensor"),
+            "tensor": ("replicate", "fsdp"),
+            "context": ("data_rank", "tensor"),
+            "weights": ("replicate",),
+        }[axis]
         groups: dict[tuple[int, ...], list[int]] = {}
         for one in self.positions:
-            other = (one.replicate, one.fsdp) if axis == "tensor" else (one.data_rank, one.tensor)
-            groups.setdefault(other, []).append(one.rank)
+            groups.setdefault(tuple(getattr(one, name) for name in same), []).append(one.rank)
         return [tuple(group) for group in groups.values()]
 
     def refuse_unfit(self, backend: str, folder: str, sizes: Mapping[str, int]) -> None:

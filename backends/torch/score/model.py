@@ -31,6 +31,7 @@ from flowrl.backends.torch.probes import (
     tolerance,
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
+from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
 from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
@@ -79,6 +80,7 @@ class TorchModel:
         seed: int = 0,
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
+        self.context = Context.of(mesh)
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
@@ -102,6 +104,8 @@ class TorchModel:
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         self.unpacked = self._why_unpacked(attention, folder, bound)
         """Why rows are padded to the longest of their micro-batch; None if they are packed."""
+        if isinstance(self.context, Ulysses):
+            self.probe(refuse_other_outputs, self.module, self.context, self.unpacked, folder, bound)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
@@ -110,7 +114,7 @@ class TorchModel:
         layer = lm.get_output_embeddings() if with_head else None
         self._call_head = operator.call if layer is None else mesh.caller(layer)
         if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
-            self._head = LMHead(layer, self.after_head)
+            self._head = LMHead(layer, self.after_head, getattr(layer, "vocabulary_part", None))
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
         self.adapter_of: str | None = None
@@ -128,7 +132,7 @@ class TorchModel:
     def count_routes(self, batch: Tokens) -> Tensor:
         """How often the attended tokens of `batch` choose each expert, in all layers: float32 ``[expert]``."""
         with self.autocast():
-            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[1]
+            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[2]
         assert sums is not None
         return sums[1]
 
@@ -162,8 +166,9 @@ class TorchModel:
         return why
 
     def budget(self, max_tokens: int | None) -> Budget:
-        """The size of micro-batches for a spec's `max_tokens`."""
-        return Budget.of(max_tokens, self.device, self.unpacked is None)
+        """The size of micro-batches for a spec's `max_tokens`, which each of the processes that share rows computes."""
+        budget = Budget.of(max_tokens, self.device, self.unpacked is None)
+        return budget._replace(positions=budget.positions * self.context.size)
 
     @property
     def vocabulary(self) -> int:
@@ -233,20 +238,24 @@ class TorchModel:
             if first:
                 export_adapter(folder, self.adapter, weights, model)
 
-    def states(self, batch: Tokens) -> Tensor:
-        """The model's output before each response token under the mask: ``[tokens, width]``, row by row.
+    def score_states(self, batch: Tokens, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """`score` of the model's output before each response token under the mask: float32 ``[batch response]``, 0 off
+        the mask.
 
-        It is the last hidden state (or the logits, if they are not a linear head's) at sequence position
-        ``sequence - response - 1 + t`` for response token ``t``.
+        The output, ``[tokens width]``, is the last hidden state (or the logits, if they are not a linear head's) at
+        sequence position ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.autocast():
-            return self.gathered.call(self._states, batch, self._run, self._output)[0]
+            states, own, _ = self.gathered.call(self._states, batch, self._run, self._output)
+        mask = batch.response_mask
+        return scatter(self.context.whole(score(states), own, int(mask.sum())), mask)
 
     def last_states(self, batch: Tokens) -> Tensor:
         """The last hidden states before the head: float32 ``[batch response hidden]``, 0 off the mask; otherwise as
-        `states`."""
+        `score_states`."""
         with self.autocast():
-            found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state")[0].float()
+            states, own, _ = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state")
+        found = self.context.whole(states.float(), own, int(batch.response_mask.sum()))
         out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
         out[batch.response_mask] = found
         return out
@@ -259,26 +268,30 @@ class TorchModel:
         digest = weights_digest(self.mesh.full(layer.named_parameters(), BUCKET_BYTES))
         return layer.weight.shape[1], digest
 
-    def _states(self, batch: Tokens, run: nn.Module, output: str, routed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The states before the tokens under the mask, and `route_sums` if `routed`."""
+    def _states(
+        self, batch: Tokens, run: nn.Module, output: str, routed: bool = False
+    ) -> tuple[Tensor, Tensor | slice, Tensor | None]:
+        """The states before the tokens under the mask that this process scores, which of them it scores, and
+        `route_sums` if `routed`."""
         moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
-        lines, places = moved.find(rows, tokens + before)
-        width = moved.input_ids.shape[1]
+        part = self.context.part(moved, *moved.find(rows, tokens + before))
+        width = part.rows.input_ids.shape[1]
         # Logits only from the first position that is read.
-        inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
+        kept = width - int(part.places.min()) if len(part.places) else 1
+        inputs = part.rows.inputs | {"logits_to_keep": kept}
         run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models have position_ids (ALiBi) or logits_to_keep (a base model never does).
-        outputs = run(**known(run, inputs), **moved.within, **({"output_router_logits": True} if routed else {}))
+        outputs = run(**known(run, inputs), **part.within, **({"output_router_logits": True} if routed else {}))
         run.eval()
         states = cast(Tensor, getattr(outputs, output))
         sums = None
         if routed:
             from flowrl.backends.torch.score.routing import route_sums
 
-            sums = route_sums(outputs.router_logits, moved.attention_mask, self.experts_per_token)
-        return states[lines, places + (states.shape[1] - width)], sums
+            sums = self.context.total(route_sums(outputs.router_logits, part.counted, self.experts_per_token))
+        return states[part.lines, part.places + (states.shape[1] - width)], part.own, sums
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None
@@ -326,12 +339,15 @@ class TorchModel:
         """`score` of the tokens under the mask, ``[tokens ...]`` each, row by row; `columns` of `batch` are further
         arguments, per token or per row."""
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
-        targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
+        count = len(rows)
         with self.autocast():
+            states, own, sums = self._states(batch, self._run, self._output, self._routed)
+            rows, tokens = rows[own], tokens[own]
+            targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
-            states, sums = self._states(batch, self._run, self._output, self._routed)
-            scored = self._call_head(score, self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            found = self._call_head(score, self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            scored = tuple(self.context.whole(x, own, count) for x in found)
             return scored if sums is None else (*scored, sums)
 
     @property

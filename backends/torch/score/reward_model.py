@@ -15,7 +15,7 @@ from flowrl.backends.torch.load import Folder, loading, skeleton, stored_tensors
 from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention, Inputs, known, relative_error, tolerance
 from flowrl.backends.torch.score.engine import Residence, Resident
-from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
+from flowrl.backends.torch.score.model import Dtype, TorchModel
 from flowrl.backends.torch.score.rows import Budget, TokenInputs, last_of, score_rows
 from flowrl.data.segments import refuse_segments
 from flowrl.data.text.tokenizer import ChatTokenizer, positions
@@ -226,9 +226,11 @@ class TorchRewardModelEngine(Resident):
         return (score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1) - self._mean) / self._std
 
     def _scores(self, batch: Tokens) -> Tensor:
-        with torch.autocast(self._body.device.type, enabled=False):
-            logits = self._logits(self._body.states(batch).float())
-        return scatter(logits[:, self._label], batch.response_mask)
+        def score(states: Tensor) -> Tensor:
+            with torch.autocast(self._body.device.type, enabled=False):
+                return self._logits(states.float())[:, self._label]
+
+        return self._body.score_states(batch, score)
 
     def _logits(self, states: Tensor) -> Tensor:
         """The logits of all labels: ``[tokens labels]``."""

@@ -1,113 +1,95 @@
-"""Which part of a tensor a process holds: on each axis some runs of indices, so that it is one box or several.
-
-`DTensor` says how a tensor is placed on a device mesh; `held` turns that into indices, for any placement on any number
-of axes. `overlap` finds what two parts have in common, so that a tensor that was written in one way can be read in any
-other.
-"""
+"""Which parts of a tensor a process of a mesh holds: the tensor axis cuts it first, FSDP the rows of what is left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-
-Runs = tuple[tuple[int, int], ...]
-"""First index and length of runs of indices along an axis, in the order in which a local tensor has them."""
-
-Part = tuple[Runs, ...]
-"""The runs on each axis of a tensor; their product are its boxes."""
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-def whole(shape: Sequence[int]) -> Part:
-    """The part that is a whole tensor."""
-    return tuple(((0, size),) for size in shape)
+class Cut(NamedTuple):
+    """How the tensor axis cuts a tensor: along `dim`, each of `blocks` equal blocks of it (of weights that are stored
+    fused, such as gate and up projections)."""
+
+    dim: int
+    blocks: int = 1
 
 
-def held(tensor: Tensor) -> Part:
-    """The part of a tensor that this process holds."""
-    if not isinstance(tensor, DTensor):
-        return whole(tensor.shape)
-    mesh: Any = tensor.device_mesh
-    return part(tensor.shape, tensor.placements, mesh.shape, mesh.get_coordinate())
+class Box(NamedTuple):
+    """A part of a tensor: its place in what the process holds, and in the whole tensor."""
+
+    local: tuple[slice, ...]
+    whole: tuple[slice, ...]
+
+    def common(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Where what both have is: in what the process of each holds; None if they have nothing in common."""
+        here, there = [], []
+        for mine, own, theirs, their in zip(self.whole, self.local, other.whole, other.local, strict=True):
+            low, high = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+            if low >= high:
+                return None
+            here.append(slice(own.start + low - mine.start, own.start + high - mine.start))
+            there.append(slice(their.start + low - theirs.start, their.start + high - theirs.start))
+        return tuple(here), tuple(there)
 
 
-def first_holder(tensor: Tensor) -> bool:
-    """Whether this process is the first of those that hold the same part of a sharded tensor."""
-    assert isinstance(tensor, DTensor)
-    coordinate: Any = tensor.device_mesh.get_coordinate()
-    return all(at == 0 for at, place in zip(coordinate, tensor.placements, strict=True) if isinstance(place, Replicate))
+class Place(NamedTuple):
+    """A process among those that hold a tensor: its number, and how many there are, on the axes tensor and fsdp."""
+
+    tensor: int
+    tensors: int
+    fsdp: int
+    shards: int
 
 
-def part(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]) -> Part:
-    """The part at a `coordinate` of a mesh with these `sizes`.
-
-    ``Shard(d)`` cuts axis ``d`` into equal pieces of which the last may be shorter or empty. ``_StridedShard(d, k)``
-    cuts each of ``k`` equal pieces so: either because an inner axis of the mesh, of size ``k``, cuts ``d`` first (FSDP
-    over tensor parallelism), or because ``k`` tensors are stored as one (the gate and up projections of experts).
-    """
-    runs = list(whole(shape))
-    cuts = [axis for axis, place in enumerate(placements) if hasattr(place, "dim")]
-    later = [axis for axis in cuts if _follows(axis, placements, sizes)]
-    for axis in [*(axis for axis in cuts if axis not in later), *later]:
-        place, size, at = placements[axis], sizes[axis], coordinate[axis]
-        pieces = 1 if axis in later else getattr(place, "split_factor", 1)
-        runs[place.dim] = sum((_cut(_cut(runs[place.dim], pieces, i), size, at) for i in range(pieces)), ())
-    return tuple(runs)
+def cut_of(tensor: DTensor) -> Cut | None:
+    """How the tensor axis cuts a sharded tensor; None if all of its processes hold the same."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    for name, placement in zip(names, tensor.placements, strict=False):
+        if name == "tensor" and not isinstance(placement, Replicate):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            # Packed weights are `_StridedShard`, which is no `Shard`.
+            blocks = 1 if isinstance(placement, Shard) else int(placement.split_factor)  # type: ignore[attr-defined]
+            return Cut(dim % tensor.ndim, blocks)
+    return None
 
 
-def _follows(axis: int, placements: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether the placement on an axis of the mesh is a strided one that cuts what an inner axis has cut."""
-    factor, dim = getattr(placements[axis], "split_factor", None), placements[axis].dim
-    inner = [sizes[i] for i in range(axis + 1, len(sizes)) if getattr(placements[i], "dim", None) == dim]
-    return factor is not None and factor in inner
+def part(total: int, number: int, count: int) -> tuple[int, int]:
+    """First element of a part, and one past the last, of `count` as equal as torch's; the last ones may be empty."""
+    each = -(-total // count)
+    return min(number * each, total), min((number + 1) * each, total)
 
 
-def _cut(runs: Runs, pieces: int, at: int) -> Runs:
-    """One of several equal pieces of the indices in `runs`."""
-    each = -(-sum(size for _, size in runs) // pieces)
-    skip, room, found = at * each, each, []
-    for first, size in runs:
-        start = min(skip, size)
-        taken = min(size - start, room)
-        skip, room = skip - start, room - taken
-        if taken:
-            found.append((first + start, taken))
-    return tuple(found)
+def boxes(shape: Sequence[int], cut: Cut | None, place: Place) -> list[Box]:
+    """The parts of a tensor of this `shape` that a process holds: one for each block; none if it has no rows."""
+    dim, spans = 0, [(0, shape[0])]
+    if cut is not None:
+        dim, block = cut.dim, shape[cut.dim] // cut.blocks
+        begin, end = part(block, place.tensor, place.tensors)
+        spans = [(start + begin, start + end) for start in range(0, cut.blocks * block, block)]
+    rows = sum(end - start for start, end in spans) if dim == 0 else shape[0]
+    first, last = part(rows, place.fsdp, place.shards)
+    found, before = [], 0
+    for start, end in spans:
+        local, whole = ([slice(0, size) for size in shape] for _ in range(2))
+        if dim:
+            local[0], whole[0] = slice(0, last - first), slice(first, last)
+            local[dim], whole[dim] = slice(before, before + end - start), slice(start, end)
+        else:
+            low, high = max(first, before), min(last, before + end - start)
+            local[0], whole[0] = slice(low - first, high - first), slice(start + low - before, start + high - before)
+        before += end - start
+        if whole[0].start < whole[0].stop and whole[dim].start < whole[dim].stop:
+            found.append(Box(tuple(local), tuple(whole)))
+    return found
 
 
-def lengths(part: Part) -> tuple[int, ...]:
-    """The shape of the local tensor of a part."""
-    return tuple(sum(size for _, size in runs) for runs in part)
-
-
-def overlap(one: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes that two parts of a tensor have in common, each as slices of the local tensors of both."""
-    yield from (
-        (tuple(here for here, _ in box), tuple(there for _, there in box))
-        for box in product(*(list(_common(*runs)) for runs in zip(one, other, strict=True)))
-    )
-
-
-def _common(one: Runs, other: Runs) -> Iterator[tuple[slice, slice]]:
-    """The runs that two lists have in common, as slices of their concatenations."""
-    here = 0
-    for first, size in one:
-        there = 0
-        for start, length in other:
-            low, high = max(first, start), min(first + size, start + length)
-            if low < high:
-                yield (
-                    slice(here + low - first, here + high - first),
-                    slice(there + low - start, there + high - start),
-                )
-            there += length
-        here += size
-
-
-def count(part: Part) -> int:
-    """The number of elements of a part."""
-    return torch.Size(lengths(part)).numel()
+def local_shape(shape: Sequence[int], cut: Cut | None, place: Place) -> tuple[int, ...]:
+    """The shape of what a process holds."""
+    sides = list(shape)
+    if cut is not None:
+        begin, end = part(shape[cut.dim] // cut.blocks, place.tensor, place.tensors)
+        sides[cut.dim] = cut.blocks * (end - begin)
+    first, last = part(sides[0], place.fsdp, place.shards)
+    return (last - first, *sides[1:])

@@ -2,29 +2,34 @@
 
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
 ``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. The metadata of a file, ``boxes``, have the shape
-of each tensor and the part of it that the file holds (`flowrl.backends.torch.train.boxes`); what several ranks hold is
-in the file of the first. In files without it, which older versions wrote, the rows in order are the tensor. Nothing is
-pickled, so a foreign checkpoint cannot run code.
+of each tensor and the boxes of it that the file holds (`flowrl.backends.torch.train.boxes`); what several ranks hold is
+in one file. Files without them, which older versions wrote, hold the rows of tensors in order. Nothing is pickled, so a
+foreign checkpoint cannot run code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.boxes import Part, count, first_holder, held, lengths, overlap, whole
+from flowrl.backends.torch.train.boxes import Box, boxes, cut_of
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.backends.torch.train.tensor_file import DTYPES, TensorFile
 from flowrl.errors import DataError
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from flowrl.backends.torch.train.sharded import Sharded
 
 _PART = re.compile(r"part-\d{5}-of-(\d{5})\.safetensors")
 
@@ -51,15 +56,11 @@ def save(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{key}.{name}"] = value
-    own = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if (first_holder(tensor) if isinstance(tensor, DTensor) else mesh.position.leads)
-    }
-    boxes = {name: {"shape": list(tensor.shape), "runs": held(tensor)} for name, tensor in own.items()}
+    own = {name: tensor for name, tensor in tensors.items() if mesh.writes(tensor)}
+    found = {name: _as_json(tensor.shape, _boxes(tensor, mesh)) for name, tensor in own.items()}
     part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        _write(f"{part}.draft", {name: _local(tensor) for name, tensor in own.items()}, {"boxes": json.dumps(boxes)})
+        _write(f"{part}.draft", {name: _local(tensor) for name, tensor in own.items()}, {"boxes": json.dumps(found)})
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
         os.replace(f"{part}.draft", part)
 
@@ -102,7 +103,7 @@ def load(
                 )
         with mesh.all_or_none("load_checkpoint"), _failures(folder, "read"), torch.no_grad():
             for name, tensor in tensors.items():
-                _read(stored[name], tensor)
+                _read(stored[name], tensor, mesh)
     optimizer.state.clear()
     optimizer.state.update(state)
 
@@ -121,12 +122,40 @@ def _write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             file.write(name, tensor)
 
 
+def _boxes(tensor: Tensor, mesh: ProcessMesh) -> list[Box]:
+    """The parts of a tensor that this process has."""
+    if isinstance(tensor, DTensor):
+        return boxes(tensor.shape, cut_of(tensor), cast("Sharded", mesh).place)
+    return [_whole(tensor.shape)]
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    sides = tuple(slice(0, size) for size in shape)
+    return Box(sides, sides)
+
+
+def _as_json(shape: Sequence[int], boxes: Sequence[Box]) -> dict[str, Any]:
+    """The shape of a tensor, and of each box the first and the last index, and one more, in the file and the tensor."""
+    return {"shape": list(shape), "boxes": [[[[side.start, side.stop] for side in of] for of in box] for box in boxes]}
+
+
 class _Piece(NamedTuple):
-    """A lazy slice of a file, the shape of the tensor that it is of, and which part."""
+    """A lazy slice of a file, the shape of the tensor that it is of, and its boxes."""
 
     source: Any
     shape: tuple[int, ...]
-    part: Part
+    boxes: Sequence[Box]
+
+    @staticmethod
+    def of(source: Any, found: Mapping[str, Any]) -> _Piece:
+        """A slice with what `_as_json` wrote."""
+        sides = [[tuple(slice(*side) for side in of) for of in box] for box in found["boxes"]]
+        return _Piece(source, tuple(found["shape"]), [Box(*box) for box in sides])
+
+    @property
+    def count(self) -> int:
+        """The number of elements in the boxes."""
+        return sum(math.prod(side.stop - side.start for side in box.whole) for box in self.boxes)
 
 
 def _pieces(folder: str, files: ExitStack) -> dict[str, list[_Piece]]:
@@ -153,13 +182,13 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[_Piece]]:
     with _failures(folder, "read"):
         for part in parts:
             file = files.enter_context(safe_open(os.path.join(folder, part), framework="pt"))
-            boxes = json.loads((file.metadata() or {}).get("boxes", "{}"))
+            found = json.loads((file.metadata() or {}).get("boxes", "{}"))
             for name in file.keys():  # noqa: SIM118
-                if (box := boxes.get(name)) is None:
-                    rows.setdefault(name, []).append(file.get_slice(name))
+                source = file.get_slice(name)
+                if name in found:
+                    pieces.setdefault(name, []).append(_Piece.of(source, found[name]))
                 else:
-                    runs = tuple(tuple((first, size) for first, size in axis) for axis in box["runs"])
-                    pieces.setdefault(name, []).append(_Piece(file.get_slice(name), tuple(box["shape"]), runs))
+                    rows.setdefault(name, []).append(source)
     return pieces | {name: _by_rows(sources) for name, sources in rows.items()}
 
 
@@ -168,8 +197,9 @@ def _by_rows(sources: Sequence[Any]) -> list[_Piece]:
     shapes = [tuple(source.get_shape()) for source in sources]
     total, start, pieces = sum(shape[0] for shape in shapes if shape), 0, []
     for source, shape in zip(sources, shapes, strict=True):
-        axis = (((start, shape[0]),),) if shape else ()
-        pieces.append(_Piece(source, (total, *shape[1:]) if shape else (), (*axis, *whole(shape[1:]))))
+        sides = _whole(shape).local
+        whole = (slice(start, start + shape[0]), *sides[1:]) if shape else ()
+        pieces.append(_Piece(source, (total, *shape[1:]) if shape else (), [Box(sides, whole)]))
         start += sum(shape[:1])
     return pieces
 
@@ -177,17 +207,19 @@ def _by_rows(sources: Sequence[Any]) -> list[_Piece]:
 def _described(pieces: Sequence[_Piece]) -> tuple[Any, ...]:
     """Dtype and shape of the tensor with these pieces; another tuple if they are not all of it."""
     kinds = {(piece.source.get_dtype(), *piece.shape) for piece in pieces}
-    fit = all(tuple(piece.source.get_shape()) == lengths(piece.part) for piece in pieces)
-    size = torch.Size(pieces[0].shape).numel()
-    return kinds.pop() if fit and len(kinds) == 1 and size == sum(count(p.part) for p in pieces) else ("incomplete",)
+    full = all(piece.count == math.prod(piece.source.get_shape()) for piece in pieces)
+    full &= math.prod(pieces[0].shape) == sum(piece.count for piece in pieces)
+    return kinds.pop() if full and len(kinds) == 1 else ("incomplete",)
 
 
-def _read(pieces: Sequence[_Piece], tensor: Tensor) -> None:
-    """Copy what this process holds of a tensor."""
-    local, part = _local(tensor), held(tensor)
-    for piece in pieces:
-        for here, there in overlap(part, piece.part):
-            local[here].copy_(piece.source[there] if there else piece.source[...])
+def _read(pieces: Sequence[_Piece], tensor: Tensor, mesh: ProcessMesh) -> None:
+    """Copy this rank's part into `tensor`."""
+    local = _local(tensor)
+    for own, piece in product(_boxes(tensor, mesh), pieces):
+        for box in piece.boxes:
+            if (common := own.common(box)) is not None:
+                here, there = common
+                local[here].copy_(piece.source[there] if there else piece.source[...])
 
 
 @contextmanager

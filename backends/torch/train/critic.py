@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
-from flowrl.backends.torch.score.model import TorchModel, scatter
+from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
 from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
@@ -96,8 +96,10 @@ class TorchCriticEngine(TrainedEngine):
         self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
 
     def _values(self, batch: Tokens) -> Tensor:
-        values = self._gathered_head.call(self._head, self._body.states(batch).float())
-        return scatter(values.squeeze(1), batch.response_mask)
+        def value(states: Tensor) -> Tensor:
+            return self._gathered_head.call(self._head, states.float()).squeeze(1)
+
+        return self._body.score_states(batch, value)
 
     @torch.no_grad()
     def values(self, batch: Tokens) -> Tensor:

@@ -28,6 +28,9 @@ from flowrl.spec import Schedule, Spec
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """Output and entropy of the rows of a micro-batch."""
 
+Parameters = Sequence[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
+"""Those of an optimizer; in groups if torch's multi-tensor kernels do not take them together."""
+
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 _LONG_RUN = 10**9
@@ -52,7 +55,7 @@ class AdamW(Spec):
         """The optimizer's state of each parameter after its first step."""
         return ("step", "exp_avg", "exp_avg_sq")
 
-    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.AdamW(
             parameters,
@@ -77,7 +80,7 @@ class SGD(Spec):
         """The optimizer's state of each parameter after its first step."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
@@ -105,8 +108,9 @@ class TrainedSpec(MeshBackend):
             it computes the same, else plain.
         gradient_checkpointing: recompute each layer in the backward pass, to save memory.
         max_tokens: positions that a micro-batch may compute, of prompts, responses, and padding if the model needs it;
-            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
-            ones are faster, and 16384 elsewhere.
+            micro-batches are formed by length, and gradients do not depend on them. Processes that share rows
+            (``Mesh(context=...)``) each compute as many. None is 2048 on a CPU, where small ones are faster, and 16384
+            elsewhere.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
@@ -172,7 +176,9 @@ class Learner:
         optimizer = spec.optimizer
         self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self._names.values())
-        self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
+        self._alike = mesh.alike(self._parameters)
+        groups = self._parameters if len(self._alike) == 1 else [{"params": group} for group in self._alike]
+        self.optimizer, self._state_keys = optimizer.build(groups, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
         self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
         self._balancing = balancing
@@ -296,7 +302,8 @@ class Learner:
                 lr=lr,
             )
         if self._grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
+            for parameters in self._alike:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -43,6 +43,8 @@ class ProcessMesh:
     """What this process is."""
     sharded = False
     group: ProcessGroup | None = None
+    neighbors: ProcessGroup | None = None
+    """The processes that share each row, if there are several."""
 
     max_over_ranks: Callable[[int], int] = int
     """The largest count of any rank."""
@@ -68,6 +70,14 @@ class ProcessMesh:
     def caller(self, layer: nn.Module) -> Caller:
         """Calls functions with the weights of a layer gathered, in a call of `gathered`."""
         return operator.call
+
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this process writes its part of a tensor: one of those that have the same does."""
+        return self.position.leads
+
+    def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that torch's multi-tensor kernels take together."""
+        return [list(parameters)]
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""

@@ -33,8 +33,10 @@ from flowrl.backends.torch.load import (
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.train.boxes import boxes, cut_of
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.backends.torch.train.sharded import Sharded
+from flowrl.backends.torch.train.tensor_parallel import split_layers
 from flowrl.sync.pieces import Piece, in_pieces
 from flowrl.sync.weight_selection import rounded, rounds
 
@@ -59,6 +61,8 @@ def load_sharded(
             adapter.fill(seed)
         loaded = _loaded(lm, with_head)
         blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        if mesh.tensor is not None:
+            split_layers(lm, mesh.tensor, () if adapter is None else adapter.layers)
         call = mesh.gathered(loaded, blocks, _ends(lm, loaded))
         if sources is not None:
             _allocate(call.root, mesh.storage)
@@ -159,13 +163,15 @@ def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Pro
     for name, source in sources.items():
         tensor = state[name]
         if isinstance(tensor, DTensor):
-            local, (first, last) = tensor.to_local(), cast(Sharded, mesh).rows(tensor.shape[0])
             step = max(1, _READ_BYTES * tensor.shape[0] // tensor.nbytes)
             if isinstance(source, Converted) and not source.by_rows:
                 step = tensor.shape[0]
-            for start in range(first, last, step):
-                end = min(start + step, last)
-                local[start - first : end - first].copy_(source[start:end])
+            for box in boxes(tensor.shape, cut_of(tensor), cast(Sharded, mesh).place):
+                own = tensor.to_local()[box.local]
+                (first, last), sides = (box.whole[0].start, box.whole[0].stop), box.whole[1:]
+                for start in range(first, last, step):
+                    end = min(start + step, last)
+                    own[start - first : end - first].copy_(source[start:end][(slice(None), *sides)])
         else:
             tensor.copy_(source[:])
 

@@ -135,9 +135,9 @@ def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 def last_gradient(engine: Any) -> dict[str, Tensor]:
     """The gradient of the first step of SGD with momentum, from its momentum buffers."""
-    state = engine.state_dict()
-    buffers = (state["optimizer"]["state"][i]["momentum_buffer"] for i in range(len(state["weights"])))
-    return values_of(dict(zip(state["weights"], buffers, strict=True)))
+    learner = engine.learner
+    buffers = [(name, learner.optimizer.state[x]["momentum_buffer"]) for name, x in learner._names.items()]
+    return {name: tensor.clone() for name, tensor in learner.mesh.full(buffers, 1 << 20)}
 
 
 def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:

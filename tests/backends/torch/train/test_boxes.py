@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flowrl.backends.torch.train import boxes, checkpoint
+from flowrl.backends.torch.train import checkpoint
+from flowrl.backends.torch.train.boxes import Cut, boxes, cut_of, local_shape
 from flowrl.backends.torch.train.mesh import ProcessMesh
+from flowrl.backends.torch.train.sharded import Sharded
 from flowrl.protocols.mesh import Mesh
 from tests.support.errors import raises
 
@@ -50,25 +52,41 @@ CUTS: dict[str, Any] = {"column": Shard(0), "row": Shard(1), "experts": _Strided
 """By tensor parallelism; other tensors are replicated."""
 
 
+class Seat(Sharded):
+    """A process of a mesh, without its groups."""
+
+    all_or_none = nullcontext  # type: ignore[assignment]
+
+    def __init__(self, spec: Mesh, rank: int) -> None:
+        self.spec, self.position, self.device = spec, spec.position(rank), torch.device("cpu")
+
+
 @contextmanager
 def process(spec: Mesh, rank: int) -> Iterator[DeviceMesh]:
     """This process as one of a mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.ranks)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            # Torch caches meshes with the place of the process, which is another one in each call.
-            patch.setattr(DeviceMesh, "get_coordinate", lambda mesh: (mesh.mesh == rank).nonzero()[0].tolist())
-            sizes = (spec.replicate, spec.fsdp, spec.tensor)
-            yield init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "fsdp", "tensor"))
+        sizes = (spec.replicate, spec.fsdp, spec.tensor)
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "fsdp", "tensor"))
     finally:
         dist.destroy_process_group()
 
 
-def placed(name: str, spec: Mesh) -> list[Any]:
-    """The placements of a tensor: of tensor parallelism, then of FSDP over its pieces."""
-    cut = CUTS.get(name, Replicate()) if spec.tensor > 1 else Replicate()
-    over = _StridedShard(0, split_factor=spec.tensor) if cut == Shard(0) else Shard(0)
-    return [Replicate(), over, cut]
+def cut_by(name: str, spec: Mesh) -> Any:
+    """How tensor parallelism places a tensor; None if it leaves it whole."""
+    return CUTS.get(name) if spec.tensor > 1 else None
+
+
+def placed(local: Tensor, name: str, spec: Mesh, mesh: DeviceMesh) -> DTensor:
+    """A part as FSDP2 places it over what tensor parallelism has cut; see the test of that below."""
+    placements: list[Any] = [Replicate(), Shard(0)]
+    if (cut := cut_by(name, spec)) is None:
+        mesh = mesh["replicate", "fsdp"]
+    else:
+        placements = [Replicate(), _StridedShard(0, split_factor=spec.tensor) if cut.dim == 0 else Shard(0), cut]
+    shape = torch.Size(SHAPES[name])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def chunks(tensor: Tensor, size: int, at: int, dim: int) -> Tensor:
@@ -80,8 +98,7 @@ def chunks(tensor: Tensor, size: int, at: int, dim: int) -> Tensor:
 def local_of(tensor: Tensor, name: str, spec: Mesh, rank: int) -> Tensor:
     """The part of a tensor, written again: tensor parallelism first, then FSDP."""
     at = spec.position(rank)
-    cut = CUTS.get(name, Replicate()) if spec.tensor > 1 else Replicate()
-    if not isinstance(cut, Replicate):
+    if (cut := cut_by(name, spec)) is not None:
         joined = tensor.chunk(getattr(cut, "split_factor", 1), cut.dim)
         tensor = torch.cat([chunks(one, spec.tensor, at.tensor, cut.dim) for one in joined], cut.dim)
     return chunks(tensor, spec.fsdp, at.fsdp, 0)
@@ -96,17 +113,14 @@ class Engine:
     """The weights of one process and their optimizer after a step, from full tensors; blank without them."""
 
     def __init__(self, spec: Mesh, rank: int, mesh: DeviceMesh, full: Sequence[dict[str, Tensor]] | None) -> None:
-        self.mesh, self.rank, self.spec = ProcessMesh(torch.device("cpu")), rank, spec
-        self.mesh.spec, self.mesh.position = spec, spec.position(rank)
+        self.mesh = ProcessMesh(torch.device("cpu")) if spec.ranks == 1 else Seat(spec, rank)
+        self.rank, self.spec = rank, spec
 
         def made(name: str, values: dict[str, Tensor] | None) -> Tensor:
-            local = torch.zeros(SHAPES[name]) if values is None else values[name]
-            local = local_of(local, name, spec, rank).contiguous()
-            if spec.ranks == 1:
-                return local
-            shape = torch.Size(SHAPES[name])
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(local, mesh, placed(name, spec), run_check=False, shape=shape, stride=stride)
+            whole = torch.zeros(SHAPES[name]) if values is None else values[name].clone()
+            return (
+                whole if spec.ranks == 1 else placed(local_of(whole, name, spec, rank).contiguous(), name, spec, mesh)
+            )
 
         given = full or [None] * 3
         self.weights = {name: nn.Parameter(made(name, given[0])) for name in SHAPES}
@@ -135,36 +149,36 @@ class Engine:
 
 
 @pytest.mark.parametrize("spec", MESHES[1:], ids=repr)
-def test_what_is_held_is_what_torch_gives(spec: Mesh) -> None:
+def test_boxes_are_what_torch_gives(spec: Mesh) -> None:
     for rank in range(spec.ranks):
-        with process(spec, rank) as mesh:
-            for name, shape in SHAPES.items():
-                truth = torch.arange(math.prod(shape)).view(shape)
-                part = boxes.part(shape, placed(name, spec), mesh.shape, mesh.get_coordinate())
-                found = truth
-                for dim, runs in enumerate(part):
-                    index = [i for first, size in runs for i in range(first, first + size)]
-                    found = found.index_select(dim, torch.tensor(index, dtype=torch.int64))
-                assert torch.equal(found, local_of(truth, name, spec, rank)), (name, rank)
-                assert boxes.lengths(part) == found.shape and boxes.count(part) == found.numel()
+        place = Seat(spec, rank).place
+        for name, shape in SHAPES.items():
+            truth = torch.arange(math.prod(shape)).view(shape)
+            placement = cut_by(name, spec)
+            cut = None if placement is None else Cut(placement.dim, getattr(placement, "split_factor", 1))
+            found = torch.full(local_shape(shape, cut, place), -1)
+            for box in boxes(shape, cut, place):
+                found[box.local] = truth[box.whole]
+            assert torch.equal(found, local_of(truth, name, spec, rank)), (name, rank)
 
 
-@pytest.mark.parametrize("cut", [Shard(0), Shard(1), Replicate()], ids=repr)
+@pytest.mark.parametrize("cut", [Shard(0), Shard(1), _StridedShard(1, split_factor=2)], ids=repr)
 @pytest.mark.parametrize("rank", range(4))
-def test_fsdp_over_tensor_parallelism_holds_what_is_read(cut: Any, rank: int) -> None:
-    """The placements that FSDP2 itself gives a layer that is already split."""
-    spec, truth = Mesh(fsdp=2, tensor=2), torch.randn(12, 8)
+def test_the_place_of_a_tensor_is_read_from_torch(cut: Any, rank: int) -> None:
+    """FSDP2 shards a layer that is already split."""
+    spec, truth = Mesh(fsdp=2, tensor=2), torch.arange(96.0).view(12, 8)
     with process(spec, rank) as mesh:
-        layer = nn.Linear(8, 12, bias=False)
-        split = distribute_tensor(truth, mesh["tensor"], [cut], src_data_rank=None)
+        layer, at = nn.Linear(8, 12, bias=False), spec.position(rank)
+        joined = truth.chunk(getattr(cut, "split_factor", 1), cut.dim)
+        own = torch.cat([chunks(one, 2, at.tensor, cut.dim) for one in joined], cut.dim)
+        split = DTensor.from_local(own, mesh["tensor"], [cut], run_check=False, shape=truth.shape, stride=(8, 1))
         layer.weight = nn.Parameter(split)
         fully_shard(layer, mesh=mesh["fsdp"])
         weight: Any = layer.weight
-        held = boxes.held(weight)
-        found = torch.empty(boxes.lengths(held))
-        for here, there in boxes.overlap(held, boxes.whole(truth.shape)):
-            found[here] = truth[there]
-        assert torch.equal(found, weight.to_local())
+        found = torch.full_like(local := weight.to_local().detach(), -1)
+        for box in boxes(truth.shape, cut_of(weight), Seat(spec, rank).place):
+            found[box.local] = truth[box.whole]
+        assert torch.equal(found, local)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +237,7 @@ def test_checkpoints_without_boxes_are_read_by_rows(tmp_path: Path) -> None:
                 engine.assert_equal(full)
 
 
-@pytest.mark.parametrize("change", ["shape", "runs", "missing"])
+@pytest.mark.parametrize("change", ["shape", "boxes", "missing"])
 def test_boxes_that_are_not_the_tensor_are_refused(change: str, tmp_path: Path) -> None:
     spec = Mesh()
     with process(spec, 0) as mesh:
@@ -236,8 +250,8 @@ def test_boxes_that_are_not_the_tensor_are_refused(change: str, tmp_path: Path) 
         box = found["weights.row"]
         if change == "shape":
             box["shape"] = [8, 6]
-        elif change == "runs":
-            box["runs"] = [[[0, 3]], [[0, 8]]]
+        elif change == "boxes":
+            box["boxes"] = [[[[0, 3], [0, 8]], [[0, 3], [0, 8]]]]
         else:
             box["shape"] = [7, 8]
         save_file(held, path, metadata={"boxes": json.dumps(found)})
