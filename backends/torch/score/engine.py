@@ -354,7 +354,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
 
         Tensors of the model's folder that training does not load, such as a vision tower, are copied from it, bit for
-        bit; see `flowrl.backends.torch.passthrough`. A collective: rank 0 writes, with all weights in CPU memory.
+        bit; see `flowrl.backends.torch.passthrough`. A collective: each rank writes some of the files.
         """
         mesh = self._scorer.mesh
         with ExitStack() as rest:

@@ -236,13 +236,13 @@ class TorchModel:
             yield
 
     def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
-        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; only rank 0
-        writes."""
+        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; see
+        `save_gathered`."""
         if not self.mesh.sharded and self.adapter is None:
             with quiet():
                 self.module.save_pretrained(folder)
         else:
-            from flowrl.backends.torch.train.shards import save_gathered
+            from flowrl.backends.torch.train.saving import save_gathered
 
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 

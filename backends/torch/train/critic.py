@@ -124,7 +124,7 @@ class TorchCriticEngine(TrainedEngine):
     def save_pretrained(self, folder: str) -> None:
         """Write body (float32), value head, configuration and tokenizer; `TorchCritic` loads the folder.
 
-        A collective: rank 0 writes, with all weights in CPU memory.
+        A collective: each rank writes some of the files.
         """
         self._body.save_pretrained(folder, BUCKET_BYTES)
         head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))

@@ -125,9 +125,9 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32), configuration and tokenizer as a folder of a sequence classifier with one label.
 
-        A collective: rank 0 writes, with all weights in CPU memory.
+        A collective: each rank writes some of the files.
         """
-        from flowrl.backends.torch.train.shards import save_gathered  # here, since it takes seconds to import
+        from flowrl.backends.torch.train.saving import save_gathered  # here, since it takes seconds to import
 
         save_gathered(self._body.mesh, self._classifier, folder, BUCKET_BYTES)
         if self._body.mesh.position.leads:

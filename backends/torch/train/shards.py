@@ -25,7 +25,6 @@ from flowrl.backends.torch.conversions import Converted, conversions, targets_of
 from flowrl.backends.torch.load import (
     load_causal_lm,
     loading,
-    quiet,
     refuse_not_finite,
     skeleton,
     stored_tensors,
@@ -218,24 +217,3 @@ def _narrow(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
     """A weight of a piece, rounded if it is sharded and all that is stored for the piece is sent rounded."""
     narrows = isinstance(tensor, DTensor) and all(rounds(name, like, dtype) for name, like in piece.stored.items())
     return tensor.to(dtype) if narrows else tensor
-
-
-def save_gathered(
-    mesh: ProcessMesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
-) -> None:
-    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Rank 0 writes, with all weights in CPU
-    memory."""
-    first = mesh.position.leads
-    gathered = _merged(mesh, untied(model), bucket_bytes, adapter)
-    weights = {name: tensor.cpu() for name, tensor in gathered if first}
-    with mesh.all_or_none("save_pretrained"):
-        if first:
-            with quiet():
-                model.save_pretrained(folder, state_dict=weights)
-
-
-def _merged(
-    mesh: ProcessMesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
-) -> Iterator[tuple[str, Tensor]]:
-    base = mesh.full(named.items(), bucket_bytes)
-    return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
