@@ -1,7 +1,7 @@
 """Cases that `test_tensor_parallel.py` runs in one process and on meshes with the axes ``tensor`` and ``replicate``,
 and the main program of a rank.
 
-``python -m tests.backends.torch.train.mesh_cases RANK FOLDER AXES`` runs every case as one rank of a gloo group, and
+``python -m tests.backends.torch.meshes.mesh_cases RANK FOLDER AXES`` runs every case as one rank of a gloo group, and
 pickles the results; ``AXES`` is JSON. With ``architectures`` it runs those in place of the cases.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flowrl.backends import SGD, LoRA, Mesh, TorchRollout, TorchScorer
+from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
 from tests.backends.torch.train import context_cases as shared
-from tests.backends.torch.train.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
 from tests.backends.torch.train.fsdp_cases import Shared, error_of, last_gradient, weights
 from tests.support.architectures import SETTINGS
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer, ragged

@@ -1,7 +1,7 @@
 """Cases that `test_context.py` runs in one process and on meshes whose processes share rows, and the main program of a
 rank.
 
-``python -m tests.backends.torch.train.context_cases RANK FOLDER FSDP CONTEXT`` runs every case as one rank of a gloo
+``python -m tests.backends.torch.meshes.context_cases RANK FOLDER FSDP CONTEXT`` runs every case as one rank of a gloo
 group, and pickles the results.
 """
 

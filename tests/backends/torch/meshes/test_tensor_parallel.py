@@ -1,4 +1,4 @@
-"""Meshes with the axes ``tensor`` and ``replicate`` (`tensor_parallel.py`, `boxes.py`) against one process.
+"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`) against one process.
 
 The ranks of a mesh run once, through all of `mesh_cases`. Four ranks run nightly.
 """
@@ -21,9 +21,9 @@ from flowrl.backends import Mesh, TorchTrainer
 from flowrl.data.metrics import Metrics
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
-from tests.backends.torch.train.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
-from tests.backends.torch.train.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs, name_of
-from tests.backends.torch.train.test_context import relative_error
+from tests.backends.torch.meshes.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
+from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs, name_of
+from tests.backends.torch.meshes.test_context import relative_error
 from tests.nightly import nightly
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
@@ -60,7 +60,7 @@ def run(folder: Path, mesh: Mesh, *which: str) -> list[dict[str, Any]]:
     logs = [folder / f"log-{name}-{rank}.txt" for rank in range(mesh.ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.backends.torch.train.mesh_cases", str(rank), str(folder), axes, *which]
+        command = [sys.executable, "-m", "tests.backends.torch.meshes.mesh_cases", str(rank), str(folder), axes, *which]
         with log.open("w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
         processes.append(process)
