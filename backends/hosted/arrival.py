@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from flowrl.backends.torch.conversions import targets_of
 from flowrl.backends.torch.load import skeleton, stored_tensors
 from flowrl.backends.torch.lora import Adapter, LoRA
-from flowrl.backends.torch.passthrough import stored_names
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, Trainer
 from flowrl.sync.digest import Algorithm, algorithm_for, algorithm_of, combine, has_digest, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
-from flowrl.sync.weight_selection import dtype_mismatch, rounded
+from flowrl.sync.weight_selection import dtype_mismatch, rounded_weights
 
 
 def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]
     the adapter."""
     with ExitStack() as files:
         model = skeleton(folder)
-        stored_names(model, stored_tensors(folder, files))
+        targets_of(model, stored_tensors(folder, files))
     return dict(named_weights(model)) if lora is None else Adapter(model, lora, folder).weights()
 
 
@@ -59,7 +59,7 @@ def weights_for(
         return source.checked() if checked else source.unchecked()
     if adapter_of is not None:
         return _hashed(cast(Adapted, source).adapter_weights(), source)
-    return _hashed(rounded(source.weights(), dtype), source)
+    return _hashed(rounded_weights(source, dtype), source)
 
 
 def _hashed(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator[Weight]:

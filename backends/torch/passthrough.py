@@ -7,17 +7,18 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowrl.backends.torch.conversions import targets_of
 from flowrl.backends.torch.load import INDEX, loading, stored_files
 from flowrl.backends.torch.lora import base_state
 
@@ -26,29 +27,6 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files by which a multimodal model reads images, audio and video."""
-
-
-def stored_names(lm: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:
-    """The name in the state dict of `lm` of each tensor in a folder, as `from_pretrained` maps it; None if the tensor
-    is converted (experts), not only renamed.
-
-    As after `from_pretrained`, `save_pretrained` and `flowrl.sync.digest.named_weights` then use the folder's names.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    conversions = get_model_conversion_mapping(lm)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    state, prefix = base_state(lm), lm.base_model_prefix
-    targets: dict[str, str | None] = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, converter = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, converter = rename_source_key(name, [], [], prefix, state)
-        targets[name] = target if converter is None else None
-    lm._weight_conversions = cast(Any, [one for one in conversions if one.was_used()])
-    return targets
 
 
 @dataclass(frozen=True)
@@ -78,10 +56,10 @@ class Passthrough:
         state = base_state(lm)
         first = {id(state[name]): name for name in untied(lm)}
         unloaded, tied = defaultdict(list), {}
-        for name, target in stored_names(lm, stored).items():
-            if target is not None and target not in state:
+        for name, (target, converter, _) in targets_of(lm, stored).items():
+            if target not in state:
                 unloaded[stored[name]].append(name)
-            elif target is not None and first[id(state[target])] != target:
+            elif converter is None and first[id(state[target])] != target:
                 (tied[name],) = revert_weight_conversion(lm, {first[id(state[target])]: torch.empty(0, device="meta")})
         return Passthrough(folder, unloaded, tied, config if config["model_type"] != lm.config.model_type else None)
 

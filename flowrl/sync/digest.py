@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from flowrl.sync.hash64 import hash64
+from flowrl.sync.pieces import in_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,13 +30,14 @@ Algorithm = Literal["xxh3", "hash64"]
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The weights of a Hugging Face model under the names that `save_pretrained` writes, sorted, tied ones once.
 
-    The tensors are the live ones, or copies where the model stores several of them fused (experts).
+    The tensors are the live ones, or copies where the model stores several of them fused (experts): those of a layer at
+    a time.
     """
-    from transformers.core_model_loading import revert_weight_conversion  # here, since it takes seconds
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # here, since it takes seconds
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
-    yield from sorted(revert_weight_conversion(model, state).items())
+    for piece in in_pieces(model, state):
+        yield from piece.convert(model, state)
 
 
 def algorithm_for(tensor: Tensor) -> Algorithm:

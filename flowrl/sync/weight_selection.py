@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from flowrl.protocols.protocols import Trainer
 from flowrl.sync.probe import Probe
 
 FLOAT32_PARTS = frozenset(
@@ -57,12 +58,32 @@ class WeightSelection:
         return self.rounds_to if self.part == "weights" else None
 
 
+def rounds(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a weight is sent in `dtype` to an engine that stores matrices in it: float32 matrices are, which halves
+    their bytes, except `FLOAT32_PARTS`."""
+    matrix = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
+    return matrix and FLOAT32_PARTS.isdisjoint(name.split("."))
+
+
 def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Weights for an engine that stores matrices in `dtype`: float32 ones are rounded before they are sent, which
-    halves their bytes. Vectors and `FLOAT32_PARTS` are unchanged."""
+    """Weights for an engine that stores matrices in `dtype`: those that `rounds` names are rounded before they are
+    sent, and the others are unchanged."""
     for name, tensor in weights:
-        rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
-        yield name, tensor.detach().to(dtype) if rounds and FLOAT32_PARTS.isdisjoint(name.split(".")) else tensor
+        yield name, tensor.detach().to(dtype) if rounds(name, tensor, dtype) else tensor
+
+
+@runtime_checkable
+class RoundsShards(Protocol):
+    """A trainer that rounds its shards before it gathers them, so that ranks exchange fewer bytes."""
+
+    def rounded_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors as ``rounded(weights(), dtype)``."""
+        ...
+
+
+def rounded_weights(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """The `rounded` weights of a trainer."""
+    return trainer.rounded_weights(dtype) if isinstance(trainer, RoundsShards) else rounded(trainer.weights(), dtype)
 
 
 def sent_bytes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None) -> int:

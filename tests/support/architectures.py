@@ -45,6 +45,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": SIZE | dict(num_key_value_heads=1, sliding_window=8),
     "mixtral": SIZE | dict(num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
     "phimoe": SIZE | dict(num_key_value_heads=1, num_local_experts=2),
+    "qwen2_moe": SIZE | EXPERTS | dict(num_key_value_heads=1, shared_expert_intermediate_size=32),
+    "qwen3_moe": GROUPED | EXPERTS,
     "qwen3_next": GROUPED | EXPERTS | LINEAR | dict(shared_expert_intermediate_size=32),
     "recurrent_gemma": SIZE | dict(num_hidden_layers=3, num_key_value_heads=1, lru_width=64, attention_window_size=16),
     "rwkv": dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64),
@@ -53,11 +55,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def architecture(path: Path, kind: str) -> str:
-    """Write a tiny random model of an architecture, and its tokenizer; returns the folder."""
-    config = CONFIG_MAPPING[kind](
-        vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS, **SETTINGS[kind]
-    )
+def architecture(path: Path, kind: str, **changed: Any) -> str:
+    """Write a tiny random model of an architecture, and its tokenizer; returns the folder. Its config may be
+    `changed`."""
+    ids = dict(vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS)
+    config = CONFIG_MAPPING[kind](**ids, **SETTINGS[kind] | changed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

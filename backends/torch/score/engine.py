@@ -346,19 +346,23 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         """
         return self._scorer.weights(bucket_bytes)
 
+    def rounded_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, `rounded` to `dtype`; sharded ones are rounded before they are gathered."""
+        return self._scorer.weights(BUCKET_BYTES, dtype)
+
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
 
         Tensors of the model's folder that training does not load, such as a vision tower, are copied from it, bit for
-        bit; see `flowrl.backends.torch.passthrough`. A collective: rank 0 writes, with all weights in CPU memory.
+        bit; see `flowrl.backends.torch.passthrough`. A collective: each rank writes some of the files.
         """
         mesh = self._scorer.mesh
         with ExitStack() as rest:
             with mesh.all_or_none("save_pretrained"):
-                if mesh.rank == 0:
+                if mesh.position.leads:
                     rest.enter_context(self._passthrough.completing(folder))
             self._scorer.save_pretrained(folder, BUCKET_BYTES)
-        if mesh.rank == 0:
+        if mesh.position.leads:
             self._tokenizer.save_pretrained(folder)
 
 

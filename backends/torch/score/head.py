@@ -6,7 +6,6 @@ Only the head is read, once, in float32; it must equal the model's own head bit 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +79,3 @@ class LoadedHead(nn.Module):
     def load(self, device: torch.device) -> LoadedHead:
         """Itself, on `device`."""
         return self.to(device)
-
-
-def head_digest(lm: nn.Module) -> str | None:
-    """The digest of the head of a causal LM with unsharded weights; None if the head is not a linear layer."""
-    head = cast("nn.Module", lm.get_output_embeddings())  # type: ignore[operator]
-    if not isinstance(head, nn.Linear):
-        return None
-    # Copies, since FSDP could not free a gathered weight whose memory NumPy references.
-    return weights_digest((name, parameter.detach().clone()) for name, parameter in head.named_parameters())

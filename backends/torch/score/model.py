@@ -9,6 +9,7 @@ that the update sees.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,15 +31,17 @@ from flowrl.backends.torch.probes import (
     tolerance,
 )
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
-from flowrl.backends.torch.score.head import head_digest
-from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
+from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
+from flowrl.backends.torch.score.rows import Budget, SequenceInputs, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
+from flowrl.errors import BindError
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
+from flowrl.sync.weight_selection import rounded
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -70,7 +73,7 @@ class TorchModel:
         self,
         folder: str,
         dtype: Dtype,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         attention: Attention | None,
         gradient_checkpointing: bool,
         with_head: bool = True,
@@ -78,6 +81,7 @@ class TorchModel:
         seed: int = 0,
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
+        self.context = Context.of(mesh)
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
@@ -101,20 +105,41 @@ class TorchModel:
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         self.unpacked = self._why_unpacked(attention, folder, bound)
         """Why rows are padded to the longest of their micro-batch; None if they are packed."""
+        if isinstance(self.context, Ulysses):
+            self.probe(refuse_other_outputs, self.module, self.context, self.unpacked, folder, bound)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
         self.after_head = self.probe(after_head, lm) if with_head else None
         """The function after the head; None without a head, or if it is unknown."""
         layer = lm.get_output_embeddings() if with_head else None
-        if self.after_head is not None and type(layer) is nn.Linear:
-            self._head = LMHead(layer, self.after_head)
+        self._call_head = operator.call if layer is None else mesh.caller(layer)
+        if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
+            self._head = LMHead(layer, self.after_head, getattr(layer, "vocabulary_part", None))
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
+        if mesh.spec.tensor > 1:
+            self._refuse_not_split(folder)
         self.adapter_of: str | None = None
         """The adapter's base weights and scaling; see `Adapted`."""
         if self.adapter is not None:
             self._start_adapter(self.adapter, folder)
+
+    def _refuse_not_split(self, folder: str) -> None:
+        """Refuse a model whose layers do not compute in parts, forward and backward. Raises `BindError`."""
+        try:
+            self.score_states(SequenceInputs.idle(self.device), lambda states: states.float().sum(1)).sum().backward()
+        except Exception as error:
+            raise BindError(
+                f"{type(self.module).__name__} in {folder!r} is split by the tensor-parallel plan that transformers "
+                f"has for it, but then raises {type(error).__name__} ({error}). Use fsdp in place of tensor.",
+                code="mesh.no-plan",
+                axis="tensor",
+                architecture=self.module.config.model_type,
+                path=folder,
+            ) from error
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def watch_routers(self, folder: str) -> None:
         """Set `routes` in later passes; raises `BindError` as `routers_of`."""
@@ -126,7 +151,7 @@ class TorchModel:
     def count_routes(self, batch: Tokens) -> Tensor:
         """How often the attended tokens of `batch` choose each expert, in all layers: float32 ``[expert]``."""
         with self.autocast():
-            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[1]
+            sums = self.gathered.call(self._states, batch, self._run, self._output, True)[2]
         assert sums is not None
         return sums[1]
 
@@ -141,7 +166,7 @@ class TorchModel:
         if adapter.lora.adapter_path is not None:
             with self.mesh.all_or_none(f"loading {adapter.lora.adapter_path!r}"):
                 weights = read_adapter(adapter, folder)
-            if self.mesh.rank == 0:
+            if self.mesh.position.leads:
                 warn_of_other_base(adapter.lora, folder)
             read_rows(adapter.parameters(), weights, self.mesh)
 
@@ -155,13 +180,14 @@ class TorchModel:
         from flowrl.backends.torch.score.packed import why_not_packed
 
         why = self.probe(why_not_packed, self.module, bound)
-        if why is not None and attention != "eager" and self.mesh.rank == 0:
+        if why is not None and attention != "eager" and self.mesh.position.leads:
             logger.warning("%s in %r computes padding, because %s.", type(self.module).__name__, folder, why)
         return why
 
     def budget(self, max_tokens: int | None) -> Budget:
-        """The size of micro-batches for a spec's `max_tokens`."""
-        return Budget.of(max_tokens, self.device, self.unpacked is None)
+        """The size of micro-batches for a spec's `max_tokens`, which each of the processes that share rows computes."""
+        budget = Budget.of(max_tokens, self.device, self.unpacked is None)
+        return budget._replace(positions=budget.positions * self.context.size)
 
     @property
     def vocabulary(self) -> int:
@@ -183,19 +209,19 @@ class TorchModel:
         """The width of `states`; it is not ``hidden_size`` in models whose body projects its output."""
         return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
-    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+    def weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once, `rounded` to `dtype`; see
+        `gathered_weights`.
 
-        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. If a model
-        stores several weights fused (experts), ranks gather all weights at once, because only gathered ones can be
-        split.
+        Unsharded tensors are the live ones, except that adapted layers are copies with the adapter merged. Weights that
+        a model stores in another form (experts) are converted a layer at a time.
         """
         if not self.mesh.sharded and self.adapter is None:
-            yield from named_weights(self.module)
+            yield from rounded(named_weights(self.module), dtype)
         else:
             from flowrl.backends.torch.train.shards import gathered_weights
 
-            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
 
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
@@ -210,13 +236,13 @@ class TorchModel:
             yield
 
     def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
-        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; only rank 0
-        writes."""
+        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; see
+        `save_gathered`."""
         if not self.mesh.sharded and self.adapter is None:
             with quiet():
                 self.module.save_pretrained(folder)
         else:
-            from flowrl.backends.torch.train.shards import save_gathered
+            from flowrl.backends.torch.train.saving import save_gathered
 
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 
@@ -225,55 +251,66 @@ class TorchModel:
         from flowrl.backends.torch.adapter_folder import export_adapter
 
         assert self.adapter is not None
-        first = self.mesh.rank == 0
+        first = self.mesh.position.leads
         weights = {name: tensor.cpu() for name, tensor in self.adapter_weights(bucket_bytes) if first}
         with self.mesh.all_or_none("save_pretrained"):
             if first:
                 export_adapter(folder, self.adapter, weights, model)
 
-    def states(self, batch: Tokens) -> Tensor:
-        """The model's output before each response token under the mask: ``[tokens, width]``, row by row.
+    def score_states(self, batch: Tokens, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """`score` of the model's output before each response token under the mask: float32 ``[batch response]``, 0 off
+        the mask.
 
-        It is the last hidden state (or the logits, if they are not a linear head's) at sequence position
-        ``sequence - response - 1 + t`` for response token ``t``.
+        The output, ``[tokens width]``, is the last hidden state (or the logits, if they are not a linear head's) at
+        sequence position ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.autocast():
-            return self.gathered.call(self._states, batch, self._run, self._output)[0]
+            states, own, _ = self.gathered.call(self._states, batch, self._run, self._output)
+        mask = batch.response_mask
+        return scatter(self.context.whole(score(states), own, int(mask.sum())), mask)
 
     def last_states(self, batch: Tokens) -> Tensor:
         """The last hidden states before the head: float32 ``[batch response hidden]``, 0 off the mask; otherwise as
-        `states`."""
+        `score_states`."""
         with self.autocast():
-            found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state")[0].float()
+            states, own, _ = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state")
+        found = self.context.whole(states.float(), own, int(batch.response_mask.sum()))
         out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
         out[batch.response_mask] = found
         return out
 
     def head(self) -> tuple[int, str] | None:
         """The width and the digest of the head's weights; None if it is not a linear layer. A collective."""
-        digest = self.gathered.call(head_digest, self.module)
-        return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
+        layer = self.module.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            return None
+        digest = weights_digest(self.mesh.full(layer.named_parameters(), BUCKET_BYTES))
+        return layer.weight.shape[1], digest
 
-    def _states(self, batch: Tokens, run: nn.Module, output: str, routed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The states before the tokens under the mask, and `route_sums` if `routed`."""
+    def _states(
+        self, batch: Tokens, run: nn.Module, output: str, routed: bool = False
+    ) -> tuple[Tensor, Tensor | slice, Tensor | None]:
+        """The states before the tokens under the mask that this process scores, which of them it scores, and
+        `route_sums` if `routed`."""
         moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
-        lines, places = moved.find(rows, tokens + before)
-        width = moved.input_ids.shape[1]
+        part = self.context.part(moved, *moved.find(rows, tokens + before))
+        width = part.rows.input_ids.shape[1]
         # Logits only from the first position that is read.
-        inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
+        kept = width - int(part.places.min()) if len(part.places) else 1
+        inputs = part.rows.inputs | {"logits_to_keep": kept}
         run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models have position_ids (ALiBi) or logits_to_keep (a base model never does).
-        outputs = run(**known(run, inputs), **moved.within, **({"output_router_logits": True} if routed else {}))
+        outputs = run(**known(run, inputs), **part.within, **({"output_router_logits": True} if routed else {}))
         run.eval()
         states = cast(Tensor, getattr(outputs, output))
         sums = None
         if routed:
             from flowrl.backends.torch.score.routing import route_sums
 
-            sums = route_sums(outputs.router_logits, moved.attention_mask, self.experts_per_token)
-        return states[lines, places + (states.shape[1] - width)], sums
+            sums = self.context.total(route_sums(outputs.router_logits, part.counted, self.experts_per_token))
+        return states[part.lines, part.places + (states.shape[1] - width)], part.own, sums
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None
@@ -321,12 +358,15 @@ class TorchModel:
         """`score` of the tokens under the mask, ``[tokens ...]`` each, row by row; `columns` of `batch` are further
         arguments, per token or per row."""
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
-        targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
+        count = len(rows)
         with self.autocast():
+            states, own, sums = self._states(batch, self._run, self._output, self._routed)
+            rows, tokens = rows[own], tokens[own]
+            targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
             more = (getattr(batch, name) for name in columns)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
-            states, sums = self._states(batch, self._run, self._output, self._routed)
-            scored = score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            found = self._call_head(score, self._head, chunk, states, targets, batch.temperature[rows], *picked)
+            scored = tuple(self.context.whole(x, own, count) for x in found)
             return scored if sums is None else (*scored, sums)
 
     @property

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowrl.backends.torch.probes import LENGTH, Inputs, known, probe_inputs, relative_error
+from flowrl.backends.torch.score.context import Layer, Ulysses
 from flowrl.backends.torch.score.rows import Runs, TokenInputs, packed
 
 if TYPE_CHECKING:
@@ -67,23 +68,29 @@ def attend_packed(
     value: Tensor,
     attention_mask: Window | Tensor | None,
     packed: Runs | None = None,
+    context: Ulysses | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Fused attention within each row of `packed`; without it, that of transformers. Queries, keys and values are
-    ``[row head token head_dim]``; packed rows are one row."""
-    fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ``[row head token head_dim]``; packed rows are one row. With `context`, tokens are those of this process."""
+    fused: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if packed is None:
         if isinstance(attention_mask, Window):
             attention_mask = attention_mask.mask(query.shape[2], query.device)
         return cast(tuple[Tensor, None], fused(layer, query, key, value, attention_mask, **settings))
     if isinstance(attention_mask, Tensor):
         raise TypeError(f"{type(layer).__name__} makes its own mask")
+    part: nn.Module | Layer = layer
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+        part = Layer(query.shape[1] // key.shape[1], getattr(layer, "is_causal", True))
     sizes, out = [rows * tokens for rows, tokens in packed], list[Tensor]()
     for (rows, tokens), *parts in zip(packed, *(x.split(sizes, 2) for x in (query, key, value)), strict=True):
         rectangles = (x[0].unflatten(1, (rows, tokens)).transpose(0, 1) for x in parts)
         mask = None if attention_mask is None else attention_mask.mask(tokens, query.device)
-        out.append(fused(layer, *rectangles, mask, **settings)[0].flatten(0, 1))
-    return torch.cat(out)[None], None
+        out.append(fused(part, *rectangles, mask, **settings)[0].flatten(0, 1))
+    attended = torch.cat(out)[None]
+    return attended if context is None else context.to_tokens(attended), None
 
 
 AttentionInterface.register(ATTENTION, attend_packed)

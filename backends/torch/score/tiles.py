@@ -8,6 +8,9 @@ theorem 2.2.1). The backward pass recomputes each tile, turns it into its gradie
     d log p(y) / d z_v = [v = y] - p_v        d H / d z_v = -p_v (log p_v + H),
 
 and adds its products to the gradients of states and head. So no full distribution is ever in memory.
+
+If the processes of a mesh share the vocabulary, each computes the tiles of its part; they exchange the log-sum of the
+part for each token, and add up log-probs and entropies. The gradients of the states add up over them.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from flowrl.backends.torch.probes import AfterHead
@@ -29,11 +34,42 @@ _PART = 4096
 """The most of the vocabulary in a tile of a head, so that its weights are read once for many tokens."""
 
 
+class VocabularyPart(NamedTuple):
+    """The tokens from `start` to before `end`, whose logits this process computes, one of the `parts` of `group`.
+
+    Args:
+        number: of the part.
+    """
+
+    start: int
+    end: int
+    number: int
+    parts: int
+    group: ProcessGroup
+
+    def own(self, targets: Tensor) -> Tensor:
+        """The numbers of tokens in the part; -1 for those outside."""
+        return (targets - self.start).where((targets >= self.start) & (targets < self.end), -1)
+
+    def mass(self, log_sums: Tensor) -> Tensor:
+        """The log-prob of the part, from the log of the sum of its exponentials: ``[tokens]``."""
+        every = log_sums.new_empty(self.parts, len(log_sums))
+        dist.all_gather(list(every.unbind()), log_sums.contiguous(), group=self.group)
+        return every.log_softmax(0)[self.number]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all parts, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+
 class LMHead(NamedTuple):
-    """The map from states to logits: a linear `layer` (None if the states are the logits), then `after`."""
+    """The map from states to logits: a linear `layer` (None if the states are the logits), then `after`; `part` is that
+    of a layer whose vocabulary is shared."""
 
     layer: nn.Linear | None = None
     after: AfterHead = AfterHead()
+    part: VocabularyPart | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits ``[tokens vocabulary]``."""
@@ -57,7 +93,9 @@ def score_tokens(
     Both are float32 ``[tokens]``.
     """
     device, layer = states.device.type, head.layer
-    weight, bias = (None, None) if layer is None else (layer.weight, layer.bias)
+    weight, bias = (None, None) if layer is None else (_own(layer.weight), _own(layer.bias))
+    if head.part is not None:
+        states, targets = sum_gradient(states, head.part.group), head.part.own(targets)
     size, dtype = (states.shape[1], states.dtype) if weight is None else (len(weight), weight.dtype)
     if weight is not None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -65,7 +103,7 @@ def score_tokens(
     cut = _Cut(dtype, head.after, part, max(1, min(chunk, _numbers(device, weight is not None) // part)))
     other = None if bool((temperature == 1).all()) else temperature.float()
     with torch.autocast(device, enabled=False):
-        scored = _Scores.apply(entropy, cut, states, weight, bias, targets, other)  # type: ignore[no-untyped-call]
+        scored = _Scores.apply(entropy, cut, head.part, states, weight, bias, targets, other)  # type: ignore[no-untyped-call]
     return cast("tuple[Tensor, ...]", scored)
 
 
@@ -75,6 +113,24 @@ def _numbers(device: str, products: bool) -> int:
     if device != "cpu":
         return 1 << 22
     return 1 << 21 if products else 1 << 19
+
+
+def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`x`; in the backward pass, the sum of the gradients of all processes of `group`."""
+    return cast(Tensor, _SumGradient.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        found = slope.clone()
+        dist.all_reduce(found, group=ctx.group)
+        return found, None
 
 
 class _Cut(NamedTuple):
@@ -162,6 +218,12 @@ class _Tiles(NamedTuple):
         return self.cut.after.slope(over)
 
 
+def _own(parameter: Tensor | None) -> Tensor | None:
+    """What this process has of a parameter of the head, with gradients."""
+    split: Any = parameter
+    return split.to_local() if hasattr(split, "to_local") else parameter
+
+
 def _like(tile: Tensor, buffer: Tensor) -> Tensor:
     """A view of `buffer` in the shape of a tile."""
     return buffer.view(-1)[: tile.numel()].view(tile.shape)
@@ -171,7 +233,9 @@ class _Scores(torch.autograd.Function):
     """The autograd function of `score_tokens`; its tensors are the fields of `_Tiles`."""
 
     @staticmethod
-    def forward(ctx: Any, entropy: Entropy, cut: _Cut, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, entropy: Entropy, cut: _Cut, shared: VocabularyPart | None, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         tiles = _Tiles(cut, *tensors)
         buffers = tiles.buffer(), tiles.buffer()
         found = torch.zeros(len(tiles.states), device=tiles.states.device)
@@ -180,14 +244,19 @@ class _Scores(torch.autograd.Function):
         for tile in tiles.each():
             log_q, spare = (_like(tile.logits, buffer) for buffer in buffers)
             torch.log_softmax(tile.logits, 1, out=log_q)
-            if tiles.parts > 1:
+            if tiles.parts > 1 or shared is not None:
                 highest[tile.run, tile.number], more[tile.run, tile.number] = tile.logits.amax(1), -log_q.amax(1)
             found[tile.run] += log_q.gather(1, tile.columns)[:, 0].where(tile.inside, 0.0)
             if entropy != "none":
                 within[tile.run, tile.number] = -torch.exp(log_q, out=spare).mul_(log_q).sum(1)
         mass = (highest - highest.amax(1, keepdim=True) + more).log_softmax(1)  # log p of each part
-        found += mass.gather(1, tiles.targets[:, None] // cut.part)[:, 0]
+        if shared is not None:
+            mass += shared.mass((highest + more).logsumexp(1))[:, None]
+        of_target = mass.gather(1, tiles.targets[:, None].clamp(min=0) // cut.part)[:, 0]
+        found += of_target if shared is None else of_target.where(tiles.targets >= 0, 0.0)
         of_all = (mass.exp() * (within - mass)).sum(1)
+        if shared is not None:
+            found, of_all = shared.total(torch.stack([found, of_all]))
         ctx.entropy, ctx.cut = entropy, cut
         ctx.save_for_backward(*tensors, mass, of_all)
         if entropy == "value":
@@ -201,7 +270,7 @@ class _Scores(torch.autograd.Function):
         tiles = _Tiles(ctx.cut, *tensors)
         if tiles.temperature is not None:
             slopes = tuple(slope / tiles.temperature for slope in slopes)
-        gradients = _Gradients(tiles, ctx.needs_input_grad[2:5])
+        gradients = _Gradients(tiles, ctx.needs_input_grad[3:6])
         buffers = tiles.buffer(), tiles.buffer()
         for tile in tiles.each():
             change, spare = gradients.room(tile, buffers[0]), _like(tile.logits, buffers[1])
@@ -216,7 +285,7 @@ class _Scores(torch.autograd.Function):
             if ctx.cut.after != AfterHead():
                 change.mul_(tiles.steepness(tile))
             gradients.add(tile, change)
-        return None, None, *gradients.all(), None, None
+        return None, None, None, *gradients.all(), None, None
 
 
 class _Gradients:

@@ -1,38 +1,42 @@
-"""Checkpoints of weights and optimizer state: written by any number of ranks, and read by any other number.
+"""Checkpoints of weights and optimizer state: written on any mesh of processes, and read on any other.
 
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
-``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. For a sharded tensor it contains the rank's rows,
-so the parts in order are the full tensor; an unsharded tensor is in the first. Nothing is pickled, so a foreign
-checkpoint cannot run code.
+``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. The metadata of a file, ``boxes``, have the shape
+of each tensor and the boxes of it that the file holds (`flowrl.backends.torch.train.boxes`); what several ranks hold is
+in one file. Files without them, which older versions wrote, hold the rows of tensors in order. Nothing is pickled, so a
+foreign checkpoint cannot run code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.backends.torch.train.boxes import Box, boxes, cut_of
+from flowrl.backends.torch.train.mesh import ProcessMesh
+from flowrl.backends.torch.train.tensor_file import DTYPES, TensorFile
 from flowrl.errors import DataError
 
 if TYPE_CHECKING:  # it takes half a second to import
     from flowrl.backends.torch.train.sharded import Sharded
 
 _PART = re.compile(r"part-\d{5}-of-(\d{5})\.safetensors")
-_DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 
 
 def save(
     folder: str,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     extra: Mapping[str, Tensor],
@@ -52,15 +56,18 @@ def save(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{key}.{name}"] = value
-    own = {name: _local(tensor) for name, tensor in tensors.items() if mesh.rank == 0 or isinstance(tensor, DTensor)}
-    part = os.path.join(folder, f"part-{mesh.rank + 1:05d}-of-{mesh.size:05d}.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if mesh.writes(tensor)}
+    found = {name: _as_json(tensor.shape, _boxes(tensor, mesh)) for name, tensor in own.items()}
+    part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        _write(part, own)
+        _write(f"{part}.draft", {name: _local(tensor) for name, tensor in own.items()}, {"boxes": json.dumps(found)})
+    with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
+        os.replace(f"{part}.draft", part)
 
 
 def load(
     folder: str,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     state_keys: Sequence[str],
@@ -82,7 +89,7 @@ def load(
                 for name, parameter in weights.items():
                     state[parameter] = {key: _blank(key, parameter) for key in state_keys}
                     tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
-            expected = {name: (_DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
+            expected = {name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
             found = {name: _described(pieces) for name, pieces in stored.items()}
             if expected != found:
                 other = sorted({name for name, _ in expected.items() ^ found.items()})
@@ -109,25 +116,50 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file one tensor at a time: `safetensors.torch.save_file` needs all of them in CPU memory at
-    once, three times the weights if they are on a GPU."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            file.write(tensor.detach().cpu().contiguous().view(-1).numpy().data)
+def _write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    with TensorFile(path, tensors, metadata) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
 
 
-def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
-    """Lazy slices of each tensor of a checkpoint in the order of their rows, valid as long as `files` is open."""
+def _boxes(tensor: Tensor, mesh: ProcessMesh) -> list[Box]:
+    """The parts of a tensor that this process has."""
+    if isinstance(tensor, DTensor):
+        return boxes(tensor.shape, cut_of(tensor), cast("Sharded", mesh).place)
+    return [_whole(tensor.shape)]
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    sides = tuple(slice(0, size) for size in shape)
+    return Box(sides, sides)
+
+
+def _as_json(shape: Sequence[int], boxes: Sequence[Box]) -> dict[str, Any]:
+    """The shape of a tensor, and of each box the first and the last index, and one more, in the file and the tensor."""
+    return {"shape": list(shape), "boxes": [[[[side.start, side.stop] for side in of] for of in box] for box in boxes]}
+
+
+class _Piece(NamedTuple):
+    """A lazy slice of a file, the shape of the tensor that it is of, and its boxes."""
+
+    source: Any
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+    @staticmethod
+    def of(source: Any, found: Mapping[str, Any]) -> _Piece:
+        """A slice with what `_as_json` wrote."""
+        sides = [[tuple(slice(*side) for side in of) for of in box] for box in found["boxes"]]
+        return _Piece(source, tuple(found["shape"]), [Box(*box) for box in sides])
+
+    @property
+    def count(self) -> int:
+        """The number of elements in the boxes."""
+        return sum(math.prod(side.stop - side.start for side in box.whole) for box in self.boxes)
+
+
+def _pieces(folder: str, files: ExitStack) -> dict[str, list[_Piece]]:
+    """The pieces of each tensor of a checkpoint, valid as long as `files` is open."""
     parts = sorted(filter(_PART.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else []
     if not parts:
         raise DataError(
@@ -145,39 +177,49 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
             found=parts,
             expected=count,
         )
-    pieces: dict[str, list[Any]] = {}
+    pieces: dict[str, list[_Piece]] = {}
+    rows: dict[str, list[Any]] = {}
     with _failures(folder, "read"):
         for part in parts:
             file = files.enter_context(safe_open(os.path.join(folder, part), framework="pt"))
+            found = json.loads((file.metadata() or {}).get("boxes", "{}"))
             for name in file.keys():  # noqa: SIM118
-                pieces.setdefault(name, []).append(file.get_slice(name))
+                source = file.get_slice(name)
+                if name in found:
+                    pieces.setdefault(name, []).append(_Piece.of(source, found[name]))
+                else:
+                    rows.setdefault(name, []).append(source)
+    return pieces | {name: _by_rows(sources) for name, sources in rows.items()}
+
+
+def _by_rows(sources: Sequence[Any]) -> list[_Piece]:
+    """The pieces of a tensor whose rows are in these slices, one after the other."""
+    shapes = [tuple(source.get_shape()) for source in sources]
+    total, start, pieces = sum(shape[0] for shape in shapes if shape), 0, []
+    for source, shape in zip(sources, shapes, strict=True):
+        sides = _whole(shape).local
+        whole = (slice(start, start + shape[0]), *sides[1:]) if shape else ()
+        pieces.append(_Piece(source, (total, *shape[1:]) if shape else (), [Box(sides, whole)]))
+        start += sum(shape[:1])
     return pieces
 
 
-def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
-    """Dtype and shape of the tensor with these slices."""
-    shapes = [piece.get_shape() for piece in pieces]
-    kinds = {(piece.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
-    if len(kinds) > 1:
-        return ("mixed",)
-    dtype, axes, *rest = kinds.pop()
-    return (dtype, *([sum(shape[0] for shape in shapes)] if axes else []), *rest)
+def _described(pieces: Sequence[_Piece]) -> tuple[Any, ...]:
+    """Dtype and shape of the tensor with these pieces; another tuple if they are not all of it."""
+    kinds = {(piece.source.get_dtype(), *piece.shape) for piece in pieces}
+    full = all(piece.count == math.prod(piece.source.get_shape()) for piece in pieces)
+    full &= math.prod(pieces[0].shape) == sum(piece.count for piece in pieces)
+    return kinds.pop() if full and len(kinds) == 1 else ("incomplete",)
 
 
-def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:
-    """Copy this rank's rows into `tensor`."""
-    if tensor.ndim == 0:
-        tensor.copy_(pieces[0][...])
-        return
-    sharded = isinstance(tensor, DTensor)
-    first, last = cast("Sharded", mesh).rows(tensor.shape[0]) if sharded else (0, tensor.shape[0])
-    local, start = _local(tensor), 0
-    for piece in pieces:
-        end = start + piece.get_shape()[0]
-        low, high = max(first, start), min(last, end)
-        if low < high:
-            local[low - first : high - first].copy_(piece[low - start : high - start])
-        start = end
+def _read(pieces: Sequence[_Piece], tensor: Tensor, mesh: ProcessMesh) -> None:
+    """Copy this rank's part into `tensor`."""
+    local = _local(tensor)
+    for own, piece in product(_boxes(tensor, mesh), pieces):
+        for box in piece.boxes:
+            if (common := own.common(box)) is not None:
+                here, there = common
+                local[here].copy_(piece.source[there] if there else piece.source[...])
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
-from flowrl.backends.torch.score.model import TorchModel, scatter
+from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
 from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
@@ -32,7 +32,7 @@ class TorchCritic(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -47,7 +47,7 @@ class TorchCritic(TrainedSpec):
             BindError: the folder has no complete body of a causal LM or no tokenizer, or this process is not one of
                 `ranks`.
         """
-        mesh = self.mesh(context)
+        mesh = self.join(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
@@ -96,8 +96,10 @@ class TorchCriticEngine(TrainedEngine):
         self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
 
     def _values(self, batch: Tokens) -> Tensor:
-        values = self._gathered_head.call(self._head, self._body.states(batch).float())
-        return scatter(values.squeeze(1), batch.response_mask)
+        def value(states: Tensor) -> Tensor:
+            return cast(Tensor, self._gathered_head.call(self._head, states.float())).squeeze(1)
+
+        return self._body.score_states(batch, value)
 
     @torch.no_grad()
     def values(self, batch: Tokens) -> Tensor:
@@ -122,10 +124,10 @@ class TorchCriticEngine(TrainedEngine):
     def save_pretrained(self, folder: str) -> None:
         """Write body (float32), value head, configuration and tokenizer; `TorchCritic` loads the folder.
 
-        A collective: rank 0 writes, with all weights in CPU memory.
+        A collective: each rank writes some of the files.
         """
         self._body.save_pretrained(folder, BUCKET_BYTES)
         head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))
-        if self._body.mesh.rank == 0:
+        if self._body.mesh.position.leads:
             self._tokenizer.save_pretrained(folder)
             save_file(head, os.path.join(folder, VALUE_HEAD_FILE))

@@ -12,21 +12,24 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder, FolderBackend
+from flowrl.backends.torch.load import Folder
+from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.model import Dtype
 from flowrl.backends.torch.score.rows import Budget, Rows, Run, SequenceInputs, by_segments, micro_batches, take
 from flowrl.backends.torch.train.balancing import LoadBalancing
-from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, ReplicatedMiniBatch
+from flowrl.protocols.protocols import MiniBatch, Objective, ReplicatedMiniBatch
 from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """Output and entropy of the rows of a micro-batch."""
+
+Parameters = Sequence[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
+"""Those of an optimizer; in groups if torch's multi-tensor kernels do not take them together."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -52,7 +55,7 @@ class AdamW(Spec):
         """The optimizer's state of each parameter after its first step."""
         return ("step", "exp_avg", "exp_avg_sq")
 
-    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.AdamW(
             parameters,
@@ -77,7 +80,7 @@ class SGD(Spec):
         """The optimizer's state of each parameter after its first step."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
@@ -90,7 +93,7 @@ def _foreach(sharded: bool) -> bool | None:
 Optimizer = AdamW | SGD
 
 
-class TrainedSpec(FolderBackend):
+class TrainedSpec(MeshBackend):
     """The common settings of trainers and critics.
 
     Args:
@@ -105,11 +108,13 @@ class TrainedSpec(FolderBackend):
             it computes the same, else plain.
         gradient_checkpointing: recompute each layer in the backward pass, to save memory.
         max_tokens: positions that a micro-batch may compute, of prompts, responses, and padding if the model needs it;
-            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
-            ones are faster, and 16384 elsewhere.
+            micro-batches are formed by length, and gradients do not depend on them. Processes that share rows
+            (``Mesh(context=...)``) each compute as many. None is 2048 on a CPU, where small ones are faster, and 16384
+            elsewhere.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
+        ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
+        mesh: the processes on several axes; see `flowrl.protocols.mesh.Mesh`.
         offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.
     """
 
@@ -148,10 +153,6 @@ class TrainedSpec(FolderBackend):
         """The same with its schedule in a run of this many optimizer steps."""
         return replace(self, schedule=self.schedule.over(updates)) if self.over_run else self
 
-    def mesh(self, context: BuildContext) -> Mesh:
-        """The mesh of the weights in this process."""
-        return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
-
 
 class Learner:
     """Trains the parameters of a module, in float32.
@@ -167,7 +168,7 @@ class Learner:
         module: nn.Module,
         spec: TrainedSpec,
         prefix: str,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         budget: Budget,
         over: str | None = None,
         balancing: LoadBalancing | None = None,
@@ -175,7 +176,9 @@ class Learner:
         optimizer = spec.optimizer
         self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self._names.values())
-        self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
+        self._alike = mesh.alike(self._parameters)
+        groups = self._parameters if len(self._alike) == 1 else [{"params": group} for group in self._alike]
+        self.optimizer, self._state_keys = optimizer.build(groups, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
         self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
         self._balancing = balancing
@@ -194,9 +197,9 @@ class Learner:
         The weights of a mini-batch make its objective a sum over rows, so the gradients of micro-batches and ranks add
         up. A micro-batch whose weights are all 0 is not run.
 
-        A collective: each rank passes its part of each mini-batch, and reports its metrics; only rank 0 reports values
-        that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly. Raises
-        `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
+        A collective: each rank passes its part of each mini-batch, and reports its metrics; only the first reports
+        values that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly.
+        Raises `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
         `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
         """
@@ -212,7 +215,7 @@ class Learner:
             most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
             turns = [*runs, *[None] * (most - len(runs))]
             # Whether one forward pass covers all rows; a micro-batch without weight is not run.
-            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0].rows) == len(rows)
+            in_one = mesh.spec.data_ranks == 1 and len(runs) == 1 and len(runs[0].rows) == len(rows)
             if self._balancing is not None:
                 self._balancing.begin(part, [None if run is None else run.rows for run in turns], in_one)
             if whole is not None and most and not in_one:
@@ -230,7 +233,7 @@ class Learner:
             if self._balancing is not None:
                 self._balancing.report(metrics, f"{self._prefix}/aux_loss")
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
-            if mesh.rank == 0:
+            if mesh.position.leads:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
                 metrics.mean(f"{self._prefix}/lr", lr)
         self.optimizer.zero_grad(set_to_none=True)
@@ -261,7 +264,7 @@ class Learner:
         outputs = mesh.total(outputs[:number].clone()).requires_grad_()
         output, *entropy = outputs.unbind()
         everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
-        reported = metrics if mesh.rank == 0 else Metrics()  # all ranks compute the same
+        reported = metrics if mesh.position.leads else Metrics()  # all ranks compute the same
         objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
         assert outputs.grad is not None
         for run, micro in zip(turns, inputs, strict=True):
@@ -299,7 +302,8 @@ class Learner:
                 lr=lr,
             )
         if self._grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
+            for parameters in self._alike:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

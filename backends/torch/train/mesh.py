@@ -1,4 +1,5 @@
-"""The placement of an engine's weights: all in this process (`Mesh`), or sharded over ranks (`Sharded`).
+"""The processes that hold an engine's weights, seen from one: this one alone (`ProcessMesh`), or several that shard
+them (`Sharded`).
 
 Ranks agree on errors that they can detect in advance (malformed rows, a gradient that is not finite): all raise, and
 the engines remain usable.
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from flowrl.protocols.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -31,19 +34,26 @@ class Gathered(NamedTuple):
     call: Caller
 
 
-class Mesh:
+class ProcessMesh:
     """All weights in this process, on `device`; collectives are trivial here."""
 
-    rank = 0
-    size = 1
+    spec = Mesh()
+    """The axes."""
+    position = spec.position(0)
+    """What this process is."""
     sharded = False
     group: ProcessGroup | None = None
+    neighbors: ProcessGroup | None = None
+    """The processes that share each row, if there are several."""
 
     max_over_ranks: Callable[[int], int] = int
     """The largest count of any rank."""
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
-    """The sum of a tensor over all ranks."""
+    """The sum of a tensor over all parts of the rows."""
+
+    agreed: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    """The smallest values of a tensor, of those of all processes with the same rows."""
 
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """All ranks complete the block, or all raise; the argument is the call's name for the message."""
@@ -54,9 +64,23 @@ class Mesh:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Access to `module` with its weights gathered."""
         return Gathered(module, operator.call)
+
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions with the weights of a layer gathered, in a call of `gathered`."""
+        return operator.call
+
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this process writes its part of a tensor: one of those that have the same does."""
+        return self.position.leads
+
+    def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that torch's multi-tensor kernels take together."""
+        return [list(parameters)]
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""

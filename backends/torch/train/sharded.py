@@ -10,6 +10,8 @@ sets (``init_process_group(timeout=...)``); then build the engines again on all 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -19,21 +21,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.boxes import Cut, Place, boxes, cut_of, local_shape
+from flowrl.backends.torch.train.mesh import Caller, Gathered, ProcessMesh
 from flowrl.errors import BindError, RankError
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
+_ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Sharded(Mesh):
-    """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
+class Sharded(ProcessMesh):
+    """Weights sharded along their first axis by FSDP2, over the ranks of a mesh that differ on the axis ``fsdp``; on
+    ``tensor``, layers are split before (`split_layers`), and on ``replicate`` there are copies (HSDP).
 
     Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are already global.
 
@@ -50,40 +63,75 @@ class Sharded(Mesh):
 
     sharded = True
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
+    def __init__(self, spec: Mesh, group: ProcessGroup, device: torch.device, bfloat16: bool, offload: bool) -> None:
         super().__init__(device)
-        self.mesh, self.offload = mesh, offload
-        self.group = mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.spec, self.position = spec, spec.position(dist.get_rank(group))
+        self.group, self.offload = group, offload
+        self._fsdp = self._weights = group
+        self.tensor: DeviceMesh | None = None
+        """The ranks that differ on ``tensor``, if there are several."""
+        if spec.ranks == spec.fsdp:
+            self._data = DeviceMesh.from_group(group, device.type)
+        else:
+            names = ("replicate", "fsdp", "tensor")
+            groups = [self._subgroup(axis) for axis in names]
+            ranks = torch.arange(spec.ranks).view(spec.replicate, spec.fsdp, spec.tensor)
+            mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+            self._fsdp, self._weights = groups[1], self._subgroup("weights")
+            self._data = mesh["fsdp"] if spec.replicate == 1 else mesh["replicate", "fsdp"]
+            self.tensor = mesh["tensor"] if spec.tensor > 1 else None
+        self._peers = self._subgroup("rows") if spec.data_ranks < spec.ranks else None
+        if spec.context > 1:
+            self.neighbors = self._subgroup("context")
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self._bfloat16 = bfloat16
+
+    def _subgroup(self, axis: str) -> ProcessGroup:
+        """This process's group on an axis, with the timeout of the whole one; see `Mesh.together`."""
+        patience = self.group._get_backend(self.device).options._timeout  # type: ignore[union-attr]
+        found, _ = dist.new_subgroups_by_enumeration(self.spec.together(axis), patience)
+        return cast(ProcessGroup, found)
+
+    @property
+    def place(self) -> Place:
+        """Which of the processes that hold a tensor this one is."""
+        return Place(self.position.tensor, self.spec.tensor, self.position.fsdp, self.spec.fsdp)
 
     @property
     def storage(self) -> torch.device:
         """The device of the shards."""
         return torch.device("cpu") if self.offload else self.device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+    def gathered(
+        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+    ) -> Gathered:
         """Shard `module` in place; the result calls functions while its weights are gathered.
 
-        Weights of a block are gathered while the block's forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned, directly or in a tuple.
+        Weights of `blocks` and `layers` are gathered while the forward of each runs (of a layer also in a call of its
+        `caller`), all others while the function runs. A backward pass gathers them again; it must start from tensors
+        that the function returned, directly or in a tuple.
         """
         root = _Root(module)
+        for layer in layers:
+            self._shard(layer, MixedPrecisionPolicy())
         for block in blocks:
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
             self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
         self._shard(root, MixedPrecisionPolicy())
         return Gathered(root, root.call)
 
-    def rows(self, total: int) -> tuple[int, int]:
-        """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""
-        each = -(-total // self.size)
-        return min(self.rank * each, total), min((self.rank + 1) * each, total)
+    def caller(self, layer: nn.Module) -> Caller:
+        """Calls functions while the weights of one of the `layers` of `gathered` are gathered."""
+        if not isinstance(layer, FSDPModule):
+            return super().caller(layer)
+        own: Any = layer
+        own.call = operator.call
+        register_fsdp_forward_method(layer, "call")
+        return cast(Caller, own.call)
 
     def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
-        sharded = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+        sharded = fully_shard(module, mesh=self._data, mp_policy=precision, offload_policy=offload)
         # A sum: gloo has no average, and with one rank NCCL's is not reliable.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -95,44 +143,66 @@ class Sharded(Mesh):
         return int(most)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in its place; a collective."""
+        """The sum of `tensor` over all parts of the rows, in its place; a collective."""
+        if not self.position.reports:  # another process has the same rows
+            tensor.zero_()
         dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """The smallest values of a tensor, in its place, of those of all processes with the same rows; a collective."""
+        if self._peers is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MIN, self._peers)
         return tensor
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """All ranks complete the block, or all raise: `RankError` if only another rank raised. A collective."""
-        failed = torch.zeros(self.size, device=self.device)
+        rank, failed = self.position.rank, torch.zeros(self.spec.ranks, device=self.device)
         try:
             yield
         except Exception:
-            failed[self.rank] = 1
+            failed[rank] = 1
             dist.all_reduce(failed, group=self.group)
             raise
         dist.all_reduce(failed, group=self.group)
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
             raise RankError(
-                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything "
+                f"{what} failed on rank {ranks} of {self.spec.ranks}, so rank {rank} stopped too, before anything "
                 f"changed. Fix the error of rank {ranks}.",
                 code="trainer.rank-failed",
                 call=what,
-                rank=self.rank,
+                rank=rank,
                 failed=ranks,
             )
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The L2 norm of all sharded tensors together, over all ranks, on the device; a collective."""
-        local = [cast(DTensor, tensor).to_local() for tensor in tensors]
+        """The L2 norm of all sharded tensors together, over all ranks, on the device; a collective. Copies count
+        once."""
+        local = [cast(DTensor, tensor).to_local() for tensor in tensors if self.writes(tensor)]
         square = torch.nn.utils.get_total_norm(local).to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt().float()
+
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this process's part of a tensor is not a copy of another's."""
+        if not isinstance(tensor, DTensor):
+            return super().writes(tensor)
+        at = self.position
+        return at.replicate == 0 and (at.tensor == 0 or cut_of(tensor) is not None)
+
+    def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that torch's multi-tensor kernels take together: those on one device mesh."""
+        whole, cut = ([p for p in parameters if (cut_of(cast(DTensor, p)) is None) == same] for same in (True, False))
+        return [group for group in (whole, cut) if group]
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order; a collective: all ranks must iterate to the end.
 
         Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor gets its own bucket). At most three
-        buckets exist at a time: the last one returned, the one being gathered, and its send buffer.
+        buckets exist at a time: the last one returned, the one being gathered, and its send buffer; and a tensor that
+        is split on the axis ``tensor``, which is copied from its parts.
         """
         for bucket in in_buckets(named, bucket_bytes):
             yield from self._gather(list(bucket))
@@ -140,23 +210,49 @@ class Sharded(Mesh):
     @torch.no_grad()
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
-        # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
-        gathered = torch.empty(self.size, sum(counts), device=self.device)
-        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
-        pieces = iter(gathered.split(counts, dim=1))
+        whole = [shard for shard in shards if cut_of(shard) is None]
+        cut = [shard for shard in shards if cut_of(shard) is not None]
+        rows = self._pieces(whole, self._fsdp, self.spec.fsdp)
+        parts = self._pieces(cut, self._weights, self.spec.fsdp * self.spec.tensor)
         for name, tensor in bucket:
-            if isinstance(tensor, DTensor):
-                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
-            else:
+            if not isinstance(tensor, DTensor):
                 yield name, tensor
+            elif (how := cut_of(tensor)) is None:  # FSDP gives rank r the rows from r * ceil(rows / ranks) on
+                yield name, next(rows).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+            else:
+                yield name, self._joined(next(parts), tensor.shape, how)
 
-    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """This rank's parts of `shards`, concatenated on the device."""
-        packed = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(shards, packed.split(counts), strict=True):
+    def _pieces(self, shards: list[DTensor], group: ProcessGroup, count: int) -> Iterator[Tensor]:
+        """Of each of `shards` those of all `count` ranks of `group`: ``[ranks numbers]``, padded to the largest."""
+        if not shards:
+            return
+        first = Place(0, self.spec.tensor, 0, self.spec.fsdp)  # which has as much as any
+        numbers = [math.prod(local_shape(shard.shape, cut_of(shard), first)) for shard in shards]
+        sizes = [number * shard.itemsize for number, shard in zip(numbers, shards, strict=True)]
+        rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        gathered = torch.empty(count, sum(rooms), dtype=torch.uint8, device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, rooms), group=group)
+        for piece, size, shard in zip(gathered.split(rooms, dim=1), sizes, shards, strict=True):
+            yield piece[:, :size].view(shard.dtype)
+
+    def _joined(self, pieces: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+        """A tensor that the tensor axis cuts, from the parts of its ranks."""
+        whole = pieces.new_empty(shape)
+        for number, piece in enumerate(pieces):
+            fsdp, tensor = divmod(number, self.spec.tensor)
+            place = Place(tensor, self.spec.tensor, fsdp, self.spec.fsdp)
+            sides = local_shape(shape, cut, place)
+            own = piece[: math.prod(sides)].view(sides)
+            for box in boxes(shape, cut, place):
+                whole[box.whole] = own[box.local]
+        return whole
+
+    def _packed(self, shards: list[DTensor], rooms: list[int]) -> Tensor:
+        """This rank's parts of `shards`, concatenated on the device, in `rooms` of bytes."""
+        packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
+        for shard, piece in zip(shards, packed.split(rooms), strict=True):
             local = shard.to_local().flatten()
-            piece[: local.numel()].copy_(local)
+            piece[: local.nbytes].view(local.dtype).copy_(local)
         return packed
 
 
@@ -177,12 +273,13 @@ class _Root(nn.Module):
         return cast(T, output)
 
 
-def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-    """The mesh of an engine that is sharded over `ranks` processes, each on its device `place`.
+def shard_over(context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
+    """An engine's mesh with the axes `spec`, each process on its device `place`.
 
     With more than one rank, the caller has initialized `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
     GPUs, one device per rank) with the ranks of this engine as its default group.
     """
+    ranks = spec.ranks
     if context.world_size == 1 and ranks > 1:
         raise BindError(
             f"A backend with ranks={ranks} needs {ranks} processes, but is built in a single one. Bind a place, "
@@ -205,4 +302,4 @@ def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16:
             rank=context.rank,
             found=found,
         )
-    return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)
+    return Sharded(spec, cast(ProcessGroup, dist.group.WORLD), place, bfloat16, offload)

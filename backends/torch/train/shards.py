@@ -1,16 +1,18 @@
 """Loads a causal LM directly into shards, and gathers its weights by name.
 
 The model is built without storage and sharded; each rank then reads its rows, tensor by tensor, so no rank ever has the
-whole model. Buffers that are not stored (rotary frequencies) are made as `from_pretrained` makes them. Folders whose
-tensors do not match the model's one to one (experts stored separately, quantized or pickled weights) are loaded by
-`from_pretrained` into the CPU memory of every rank, and then sharded.
+whole model: of experts that are stored separately, those that are in its shard. Buffers that are not stored (rotary
+frequencies) are made as `from_pretrained` makes them. Quantized and pickled weights, and folders that lack some, are
+loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,26 +20,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from flowrl.backends.torch.conversions import Converted, conversions, targets_of
 from flowrl.backends.torch.load import (
     load_causal_lm,
     loading,
-    quiet,
     refuse_not_finite,
     skeleton,
     stored_tensors,
     without_use,
 )
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
-from flowrl.backends.torch.passthrough import stored_names, untied
+from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import Attention
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.boxes import boxes, cut_of
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.backends.torch.train.sharded import Sharded
+from flowrl.backends.torch.train.tensor_parallel import split_layers
+from flowrl.sync.pieces import Piece, in_pieces
+from flowrl.sync.weight_selection import rounded, rounds
+
+_READ_BYTES = 16 << 20
+"""The size of the rows that are read from a folder at a time."""
 
 
 def load_sharded(
-    mesh: Mesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
+    mesh: ProcessMesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
 ) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
     """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, with access to its gathered weights, and
     its adapter, which is injected before sharding. Without the head, only ``lm.base_model`` is loaded and sharded."""
@@ -53,7 +61,9 @@ def load_sharded(
             adapter.fill(seed)
         loaded = _loaded(lm, with_head)
         blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-        call = mesh.gathered(loaded, blocks)
+        if mesh.tensor is not None:
+            split_layers(lm, mesh.tensor, () if adapter is None else adapter.layers)
+        call = mesh.gathered(loaded, blocks, _ends(lm, loaded))
         if sources is not None:
             _allocate(call.root, mesh.storage)
             with loading(folder):
@@ -66,6 +76,20 @@ def load_sharded(
 
 def _loaded(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
     return lm if with_head else cast(PreTrainedModel, lm.base_model)
+
+
+def _ends(lm: PreTrainedModel, loaded: PreTrainedModel) -> list[nn.Module]:
+    """The embedding and the head, if they share no weights: they are the largest layers outside blocks, and each
+    computes only once in a pass."""
+    uses = Counter(id(parameter) for _, parameter in lm.named_parameters(remove_duplicate=False))
+    inside = {id(module) for module in loaded.modules()}
+    return [
+        layer
+        for layer in (lm.get_input_embeddings(), lm.get_output_embeddings())
+        if isinstance(layer, nn.Embedding | nn.Linear)
+        and id(layer) in inside
+        and all(uses[id(parameter)] == 1 for parameter in layer.parameters())
+    ]
 
 
 def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
@@ -87,12 +111,11 @@ def _without_storage(folder: str, attention: Attention | None) -> PreTrainedMode
 
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The stored tensor of each weight, tied ones once; None if some are stored converted or are missing, or others are
+    """The stored tensor of each weight, tied ones once; None if some are missing or have another shape, or others are
     stored, except those that transformers ignores on purpose."""
-    targets = stored_names(lm, stored)
-    stored = {target: stored[name] for name, target in targets.items() if target is not None}
-    if len(stored) < len(targets):
-        return None
+    targets = targets_of(lm, stored)
+    renamed = {target.name: stored[name] for name, target in targets.items() if target.converter is None}
+    stored = renamed | conversions(lm, targets, stored)
     state, loaded = (model.state_dict(keep_vars=True) for model in (lm, _loaded(lm, with_head)))
     names: dict[int, list[str]] = {id(tensor): [] for tensor in loaded.values()}
     for name, tensor in state.items():
@@ -134,54 +157,63 @@ def read_head(folder: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Mesh) -> None:
-    """Copy the rows of this rank into the tensors of `state`, from full tensors or slices of files."""
+def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: ProcessMesh) -> None:
+    """Copy the rows of this rank into the tensors of `state`, from full tensors or slices of files, about `_READ_BYTES`
+    at a time."""
     for name, source in sources.items():
         tensor = state[name]
         if isinstance(tensor, DTensor):
-            first, last = cast(Sharded, mesh).rows(tensor.shape[0])
-            if first < last:
-                tensor.to_local().copy_(source[first:last])
+            step = max(1, _READ_BYTES * tensor.shape[0] // tensor.nbytes)
+            if isinstance(source, Converted) and not source.by_rows:
+                step = tensor.shape[0]
+            for box in boxes(tensor.shape, cut_of(tensor), cast(Sharded, mesh).place):
+                own = tensor.to_local()[box.local]
+                (first, last), sides = (box.whole[0].start, box.whole[0].stop), box.whole[1:]
+                for start in range(first, last, step):
+                    end = min(start + step, last)
+                    own[start - first : end - first].copy_(source[start:end][(slice(None), *sides)])
         else:
             tensor.copy_(source[:])
 
 
 def gathered_weights(
-    mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
+    mesh: ProcessMesh,
+    model: PreTrainedModel,
+    bucket_bytes: int,
+    adapter: Adapter | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model as `flowrl.sync.digest.named_weights` of an unsharded one; a collective.
+    """The weights of a model as `flowrl.sync.digest.named_weights` of an unsharded one, `rounded` to `dtype`; a
+    collective.
 
-    They are gathered in buckets (`Sharded.full`). A model with fused weights (experts) is gathered completely first,
-    because only gathered weights can be split. An adapter is gathered first and merged into the weights; without
-    `adapter`, a model that has one yields its base weights.
+    They are gathered in buckets (`Sharded.full`), and those that are stored in another form (experts) a layer at a
+    time. Shards are rounded before they are gathered, except for adapted layers: an adapter is gathered first and
+    merged into the float32 weights. Without `adapter`, a model that has one yields its base weights.
     """
     named = untied(model)
-    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
-    written = {id(tensor): name for name, tensor in revert_weight_conversion(model, blank).items()}
-    if len(written) == len(blank) and all(id(tensor) in written for tensor in blank.values()):  # at most renamed
-        names = {name: written[id(tensor)] for name, tensor in blank.items()}
-        ordered = {name: named[name] for name in sorted(named, key=names.__getitem__)}
-        yield from ((names[name], tensor) for name, tensor in _merged(mesh, ordered, bucket_bytes, adapter))
-    else:
-        yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
+    low_rank = {} if adapter is None else dict(mesh.full(adapter.weights().items(), bucket_bytes))
+    adapted = set() if adapter is None else {f"{layer}.weight" for layer in adapter.layers}
+
+    def gathered(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
+        shards = (
+            (name, named[name] if name in adapted else _narrow(named[name], piece, dtype))
+            for piece in pieces
+            for name in piece.names
+        )
+        full = mesh.full(shards, bucket_bytes)
+        return full if adapter is None else adapter.merge(full, low_rank)
+
+    for converted, run in groupby(in_pieces(model, named), key=lambda piece: piece.converted):
+        if converted:
+            for piece in run:
+                yield from rounded(piece.convert(model, dict(gathered([piece]))), dtype)
+        else:
+            pieces = list(run)
+            names = (name for piece in pieces for name in piece.stored)
+            yield from rounded(zip(names, (tensor for _, tensor in gathered(pieces)), strict=True), dtype)
 
 
-def save_gathered(
-    mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
-) -> None:
-    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Rank 0 writes, with all weights in CPU
-    memory."""
-    first = mesh.rank == 0
-    gathered = _merged(mesh, untied(model), bucket_bytes, adapter)
-    weights = {name: tensor.cpu() for name, tensor in gathered if first}
-    with mesh.all_or_none("save_pretrained"):
-        if first:
-            with quiet():
-                model.save_pretrained(folder, state_dict=weights)
-
-
-def _merged(
-    mesh: Mesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
-) -> Iterator[tuple[str, Tensor]]:
-    base = mesh.full(named.items(), bucket_bytes)
-    return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
+def _narrow(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
+    """A weight of a piece, rounded if it is sharded and all that is stored for the piece is sent rounded."""
+    narrows = isinstance(tensor, DTensor) and all(rounds(name, like, dtype) for name, like in piece.stored.items())
+    return tensor.to(dtype) if narrows else tensor

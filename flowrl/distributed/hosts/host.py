@@ -46,7 +46,7 @@ from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
 from flowrl.sync.shadow import Shadow
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.weight_selection import WeightSelection, rounded
+from flowrl.sync.weight_selection import WeightSelection, rounded_weights
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class Host:
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=store,
                 rank=self.plan.rank,
-                world_size=self.plan.ranks,
+                world_size=self.plan.mesh.ranks,
                 timeout=patience,
             )
-        self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.ranks)
+        self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.mesh.ranks)
         self.engines = self._built.all()
 
     def close(self) -> None:
@@ -227,10 +227,11 @@ class Host:
         return self._held[role].sync if role in self._held else None
 
     def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
-        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""
+        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; the one that sends
+        returns it."""
         assert self.plan is not None
         with self._outgoing(role, selection) as (origin, tensors):
-            return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
+            return Export.of(origin, tensors, bucket_bytes) if self.plan.position.sends else None
 
     def send(
         self, role: str, selection: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str
@@ -266,10 +267,11 @@ class Host:
         probe = selection.probe
         scores = () if probe is None else probe.score(engine)
         computes_in = str(compute_dtype(engine)).removeprefix("torch.")
-        tensors = getattr(engine, selection.part)()
+        part = selection.part
+        tensors = rounded_weights(engine, selection.dtype) if part == "weights" else getattr(engine, part)()
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
-            weights = rounded(tensors, selection.dtype)
+            weights = tensors
             if since is not None:
                 shadow = self._sent.setdefault(since.engine, Shadow())
                 base = shadow.common(since.base)

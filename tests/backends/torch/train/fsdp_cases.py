@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.backends import SGD, AdamW, LoRA, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.data.balance import Shard
@@ -31,6 +28,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.protocols import MiniBatch
 from flowrl.schedules import Cosine
+from tests.backends.torch.train.live_bytes import LiveBytes
 from tests.backends.torch.train.reward_case import reward_model
 from tests.support.models import ragged
 
@@ -137,9 +135,9 @@ def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 def last_gradient(engine: Any) -> dict[str, Tensor]:
     """The gradient of the first step of SGD with momentum, from its momentum buffers."""
-    state = engine.state_dict()
-    buffers = (state["optimizer"]["state"][i]["momentum_buffer"] for i in range(len(state["weights"])))
-    return values_of(dict(zip(state["weights"], buffers, strict=True)))
+    learner = engine.learner
+    buffers = [(name, learner.optimizer.state[x]["momentum_buffer"]) for name, x in learner._names.items()]
+    return {name: tensor.clone() for name, tensor in learner.mesh.full(buffers, 1 << 20)}
 
 
 def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
@@ -376,30 +374,6 @@ def error_of(act: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the live bytes of tensors created in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        inputs = {tensor.untyped_storage()._cdata for tensor in args if type(tensor) in (Tensor, Parameter)}
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if type(tensor) is Tensor and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._live and storage._cdata not in inputs:
-                    self._live[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._forget, storage._cdata)
-        return out
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._live.pop(key)
 
 
 class Failing:
