@@ -26,6 +26,10 @@ from flowrl.protocols.protocols import Response
 MAX_WAITING = 256
 """Maximum requests of an episode that wait for others of it."""
 
+_TOKENWISE = 256
+"""The first tokens of a streamed answer, which are read one by one; then in parts that grow with the answer, since the
+time of each reading does."""
+
 
 class Session:
     """The requests of one episode.
@@ -182,10 +186,10 @@ class Session:
         return self._completion(request, response, turn, len(ids), reader)
 
     async def _follow(self, flight: Flight, name: str, reader: AnswerReader) -> None:
-        """Tell the listeners what is sampled, after each step of the engine."""
+        """Tell the listeners what is sampled, after each step of the engine at first."""
         start = 0
         while (ids := self.chat.broker.sampled_so_far(name, start)) is not None:
-            if ids:
+            if len(ids) > start // _TOKENWISE:
                 start += len(ids)
                 flight.tell(reader.partial(ids))
             await asyncio.sleep(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from tests.episodes import scripted
 from tests.episodes.endpoint.clients import Client, played
 from tests.episodes.endpoint.test_clients import CONTEXT
 from tests.episodes.endpoint.test_session import assert_exact
-from tests.episodes.scripted import Scripted, say
+from tests.episodes.scripted import SAMPLING, Scripted, say
 from tests.operators.engines.test_interact import prompts_of
 
 
@@ -161,3 +162,16 @@ def test_the_engine_of_torch_gives_tokens(tiny: str) -> None:
     scorer = TorchScorer(tiny, device="cpu").build(CONTEXT)
     assert (batch.rollout_log_probs - scorer.log_probs(batch)).abs().max() < 1e-4
     assert metrics.compute()["episodes/segments"] == 1 and max(chunks) > 3
+
+
+def test_long_answers_have_fewer_deltas_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading takes time that grows with the answer, so their number must not."""
+    words = 3000 * "x"
+
+    async def agent(client: Client) -> None:
+        texts = [text async for event in deltas(client) if (text := text_of(event))]
+        assert "".join(texts) == words and 200 < len(texts) < 1000
+
+    monkeypatch.setattr(scripted, "SAMPLING", replace(SAMPLING, max_new_tokens=4000))
+    (one,), _ = played(agent, lambda name, turn: words, context=5000)
+    assert one.fault is None

@@ -138,3 +138,38 @@ def test_thoughts_of_no_thinking_template_are_text() -> None:
 
     (one,), _ = played(agent, lambda name, turn: "<think>Hm.</think>Yes.")
     assert one.fault is None
+
+
+@pytest.mark.parametrize("api", ["chat", "stream", "responses"])
+def test_the_client_of_openai_returns_thoughts(api: str) -> None:
+    """Its messages and items keep them, and its streams have them as deltas."""
+    openai = pytest.importorskip("openai", reason="needs pip install openai")
+    template = "qwen3_8"
+    tokenizer = tokenizer_of(template)
+    prompt = tokenizer.conversation_text([GO], add_generation_prompt=True)
+
+    async def answer(client: Any, said: list[Any]) -> list[Any]:
+        if api == "responses":
+            made = await client.responses.create(model="m", input=said)
+            assert made.output[0].content[0].text == "Hm." and made.output_text == "It is."
+            return list(made.output)
+        if api == "chat":
+            made = await client.chat.completions.create(model="m", messages=said)
+            return [made.choices[0].message]
+        chunks = [chunk async for chunk in await client.chat.completions.create(model="m", messages=said, stream=True)]
+        parts = [chunk.choices[0].delta for chunk in chunks]
+        thought = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+        content = "".join(part.content or "" for part in parts)
+        return [{"role": "assistant", "content": content, "reasoning_content": thought}]
+
+    async def agent(client: Client) -> None:
+        async with openai.AsyncOpenAI(base_url=client.url, api_key=client.key) as own:
+            said: list[Any] = [GO]
+            for _ in range(3):
+                said += [*await answer(own, said), {"role": "user", "content": "and?"}]
+
+    text = sampled(template, prompt, "Hm.", "It is.")
+    settings: dict[str, Any] = {"rewrites": "segment", "tokenizer": tokenizer, "check": "loose", "context": 4000}
+    (one,), engine = played(agent, lambda name, turn: text, **settings)
+    assert (one.fault, len(one.chat.segments), len(one.chat.rewards)) == (None, 1, 3)
+    assert_exact(one, engine, "row-0")
