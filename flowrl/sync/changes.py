@@ -78,7 +78,8 @@ class Changes:
     @cached_property
     def _place_bytes(self) -> dict[int, int]:
         """The bytes of all places, by coding."""
-        codes = {width: len(self.places) + int((self._gaps // _longest(width)).sum()) for width in _GAPS}
+        wide = self._gaps[self._gaps >= _longest(1)]
+        codes = {width: len(self.places) + int((wide // _longest(width)).sum()) for width in _GAPS}
         return {_MASK: -(-self.size // 8)} | {width: width * count for width, count in codes.items()}
 
     def _mask(self) -> Tensor:
@@ -107,9 +108,12 @@ def _longest(width: int) -> int:
 def _codes(gaps: Tensor, width: int) -> Tensor:
     """The bytes of gaps: each as often the longest code as it fits, and the rest."""
     longest = _longest(width)
-    ends = (gaps // longest + 1).cumsum(0)
-    codes = gaps.new_full((int(ends[-1]) if len(ends) else 0,), longest)
-    codes[ends - 1] = gaps % longest
+    wide = (gaps >= longest).nonzero().flatten()
+    codes = gaps
+    if len(wide):
+        skips = torch.zeros_like(gaps).scatter_(0, wide, gaps[wide] // longest)
+        ends = (skips + 1).cumsum(0)
+        codes = gaps.new_full((int(ends[-1]),), longest).scatter_(0, ends - 1, gaps - skips * longest)
     return codes.to(_GAPS[width]).view(torch.uint8)
 
 
