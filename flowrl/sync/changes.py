@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.sync.digest import digest_of_bytes, digest_to_bytes
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HEADER = struct.Struct("<Bxxxxxxx Q 16s")  # the coding, the number of changes, and a digest
+_HEADER = struct.Struct("<B6x Q 17s")  # the coding, the number of changes, and a digest
 _MASK = 0
 _GAPS = {1: torch.uint8, 2: torch.uint16}
 """The codings of gaps: the bytes of each."""
@@ -53,10 +55,10 @@ class Changes:
         return _HEADER.size + self.values.nbytes + min(self._place_bytes.values())
 
     def pack(self, digest: str) -> Tensor:
-        """The changes with the digest (32 hex digits) of the changed tensor: uint8 ``[nbytes]``."""
+        """The changes with the digest of the changed tensor: uint8 ``[nbytes]``."""
         coding = min(self._place_bytes, key=self._place_bytes.__getitem__)
         places = self._mask() if coding == _MASK else _codes(self._gaps, coding)
-        head = _HEADER.pack(coding, len(self.places), bytes.fromhex(digest))
+        head = _HEADER.pack(coding, len(self.places), digest_to_bytes(digest))
         header = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(places.device)
         return torch.cat([header, self.values.view(torch.uint8), places])
 
@@ -68,7 +70,7 @@ class Changes:
         values = packed[_HEADER.size : end].view(_bits(tensor).dtype)
         raw = packed[end:].clone()  # where any dtype fits
         places = _places_of_mask(raw) if coding == _MASK else _places_of_codes(raw, coding)
-        return Changes(places, values, tensor.numel()), digest.hex()
+        return Changes(places, values, tensor.numel()), digest_of_bytes(digest)
 
     @cached_property
     def _gaps(self) -> Tensor:
@@ -78,7 +80,8 @@ class Changes:
     @cached_property
     def _place_bytes(self) -> dict[int, int]:
         """The bytes of all places, by coding."""
-        codes = {width: len(self.places) + int((self._gaps // _longest(width)).sum()) for width in _GAPS}
+        wide = self._gaps[self._gaps >= _longest(1)]
+        codes = {width: len(self.places) + int((wide // _longest(width)).sum()) for width in _GAPS}
         return {_MASK: -(-self.size // 8)} | {width: width * count for width, count in codes.items()}
 
     def _mask(self) -> Tensor:
@@ -107,9 +110,12 @@ def _longest(width: int) -> int:
 def _codes(gaps: Tensor, width: int) -> Tensor:
     """The bytes of gaps: each as often the longest code as it fits, and the rest."""
     longest = _longest(width)
-    ends = (gaps // longest + 1).cumsum(0)
-    codes = gaps.new_full((int(ends[-1]) if len(ends) else 0,), longest)
-    codes[ends - 1] = gaps % longest
+    wide = (gaps >= longest).nonzero().flatten()
+    codes = gaps
+    if len(wide):
+        skips = torch.zeros_like(gaps).scatter_(0, wide, gaps[wide] // longest)
+        ends = (skips + 1).cumsum(0)
+        codes = gaps.new_full((int(ends[-1]),), longest).scatter_(0, ends - 1, gaps - skips * longest)
     return codes.to(_GAPS[width]).view(torch.uint8)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Algorithm = Literal["xxh3", "hash64"]
 """How the bytes of a tensor are hashed."""
+_ALGORITHMS: tuple[Algorithm, ...] = ("xxh3", "hash64")
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -65,6 +66,17 @@ def tensor_digest(name: str, tensor: Tensor, algorithm: Algorithm = "xxh3") -> s
 def has_digest(name: str, tensor: Tensor, digest: str) -> bool:
     """Whether a named tensor has a digest, by the algorithm of the digest."""
     return tensor_digest(name, tensor, algorithm_of(digest)) == digest
+
+
+def digest_to_bytes(digest: str) -> bytes:
+    """A digest of a tensor as 17 bytes: the algorithm, and 128 bits."""
+    return bytes([_ALGORITHMS.index(algorithm_of(digest))]) + bytes.fromhex(digest.rpartition(":")[2])
+
+
+def digest_of_bytes(raw: bytes) -> str:
+    """The digest that `digest_to_bytes` wrote."""
+    prefix = "" if raw[0] == _ALGORITHMS.index("xxh3") else f"{_ALGORITHMS[raw[0]]}:"
+    return prefix + raw[1:].hex()
 
 
 def combine(digests: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl.errors import SyncError
 from flowrl.protocols.remote import SentChanges
 from flowrl.sync.changes import Changes
-from flowrl.sync.digest import combine, has_digest, tensor_digest
+from flowrl.sync.digest import algorithm_for, combine, has_digest, tensor_digest
 from flowrl.sync.received import Origin, ReceivedWeights, Shipment, Weight, received
 
 _PREFIX = "changes of "
@@ -63,7 +63,8 @@ class Shadow:
                 changes = Changes.between(old, tensor)
                 changes.apply(old)
                 if changes.nbytes < tensor.nbytes:
-                    name, tensor = _PREFIX + name, changes.pack(tensor_digest(name, old))
+                    digest = tensor_digest(name, tensor, algorithm_for(tensor))  # not of `old`, which only should equal
+                    name, tensor = _PREFIX + name, changes.pack(digest)
             else:
                 self.put(name, tensor)
             yield name, tensor

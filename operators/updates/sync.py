@@ -85,7 +85,8 @@ class Sync(Operator):
                 receipt = receipt._replace(bytes=sent.nbytes)
                 if sent.share is not None:
                     metrics.max("sync/changed", sent.share)
-        metrics.max(f"sync/by/{receipt.transport.replace(' ', '_')}", 1)
+        transport = receipt.transport
+        metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
         metrics.sum("sync/bytes", receipt.bytes)
         metrics.max("sync/version", receipt.version)
         return receipt

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.sync.changes import Changes
+from flowrl.sync.digest import tensor_digest
 
 DIGEST = "0123456789abcdef" * 2
 HEADER = 32
@@ -31,6 +32,12 @@ def test_packed_changes_restore_the_tensor(dtype: torch.dtype, share: float) -> 
         found.apply(old)
         assert digest == DIGEST and torch.equal(old, new)
         assert len(found.places) == int((new != changed(size, share, dtype)[0]).sum())
+
+
+def test_the_digest_names_its_algorithm() -> None:
+    old, new = changed(300, 0.1, torch.float32)
+    for digest in (tensor_digest("a", new), tensor_digest("a", new, "hash64")):
+        assert Changes.unpack(Changes.between(old, new).pack(digest), old)[1] == digest
 
 
 def test_bits_are_compared_not_values() -> None:

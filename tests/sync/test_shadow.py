@@ -22,6 +22,7 @@ from flowrl.graphs import grpo
 from flowrl.operators import Sync
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
+from flowrl.sync.changes import Changes
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
 from flowrl.sync.shadow import Shadow
@@ -197,6 +198,24 @@ def test_a_flipped_bit_is_refused_by_name_and_all_weights_follow(folder: str, tr
         next(step)
         nbytes, share, _ = link.sync(trainer, engine)
         assert nbytes < full and share is not None
+
+
+def test_a_change_that_was_not_found_is_refused_by_name(
+    folder: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is that of the trainer's tensor, not of what both sides made of the changes."""
+    link, engine, honest = Link(torch.bfloat16), bfloat16_engine(folder, trainer), Changes.between
+    link.sync(trainer, engine)
+    next(updates(trainer, 1e-5))
+
+    def loses_one(old: Tensor, new: Tensor) -> Changes:
+        found = honest(old, new)
+        return Changes(found.places[1:], found.values[1:], found.size)
+
+    monkeypatch.setattr(Changes, "between", loses_one)
+    with raises("sync.damaged", version=0) as caught:
+        link.sync(trainer, engine)
+    assert "model.layers.1.mlp.up_proj.weight" in str(caught.value.facts["faults"])
 
 
 def test_changes_of_other_weights_are_refused(folder: str, trainer: Any) -> None:
