@@ -103,14 +103,15 @@ class Mesh(Spec):
         return next(one.rank for one in self.positions if one.sends)
 
     def together(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ only on an axis, such as ``"tensor"`` or ``"context"``, or that hold one copy
-        of the weights (``"weights"``)."""
+        """The groups of ranks that differ only on an axis, such as ``"tensor"`` or ``"context"``; that hold one copy of
+        the weights (``"weights"``); or that have the same rows (``"rows"``)."""
         same = {
             "replicate": ("fsdp", "tensor"),
             "fsdp": ("replicate", "tensor"),
             "tensor": ("replicate", "fsdp"),
             "context": ("data_rank", "tensor"),
             "weights": ("replicate",),
+            "rows": ("data_rank",),
         }[axis]
         groups: dict[tuple[int, ...], list[int]] = {}
         for one in self.positions:

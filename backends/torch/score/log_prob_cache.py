@@ -78,10 +78,10 @@ class CachedEngine(FrozenEngine):
         """As `TorchScorerEngine.log_probs`; only rows that are not in the cache are computed."""
         inputs = SequenceInputs(*(getattr(batch, name) for name in SequenceInputs._fields))
         mask, keys = inputs.response_mask.bool().cpu(), list(row_keys(inputs))
-        stored, context = self._cache.read(keys), self._scorer.context
+        stored = self._cache.read(keys)
         found = torch.tensor([key in stored for key in keys], dtype=torch.int64, device=self._scorer.device)
-        # Rows that other ranks write now may be visible to only some of the processes that share a row.
-        missing = (context.total(found) < context.size).nonzero().flatten().cpu()
+        # Rows that other ranks write now may be visible to only some of the processes with the same rows.
+        missing = (self._scorer.mesh.agreed(found) == 0).nonzero().flatten().cpu()
         computed = super().log_probs(cast(Any, take(inputs, missing))).cpu()  # a collective, even without rows
         new = {keys[row]: computed[i][mask[row]].numpy() for i, row in enumerate(missing.tolist())}
         self._cache.write(new)

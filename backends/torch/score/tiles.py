@@ -35,7 +35,7 @@ _PART = 4096
 
 
 class VocabularyPart(NamedTuple):
-    """The tokens from `start` to before `end`, whose logits this process computes, one of the `count` parts of `group`.
+    """The tokens from `start` to before `end`, whose logits this process computes, one of the `parts` of `group`.
 
     Args:
         number: of the part.
@@ -44,7 +44,7 @@ class VocabularyPart(NamedTuple):
     start: int
     end: int
     number: int
-    count: int
+    parts: int
     group: ProcessGroup
 
     def own(self, targets: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class VocabularyPart(NamedTuple):
 
     def mass(self, log_sums: Tensor) -> Tensor:
         """The log-prob of the part, from the log of the sum of its exponentials: ``[tokens]``."""
-        every = log_sums.new_empty(self.count, len(log_sums))
+        every = log_sums.new_empty(self.parts, len(log_sums))
         dist.all_gather(list(every.unbind()), log_sums.contiguous(), group=self.group)
         return every.log_softmax(0)[self.number]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -97,7 +97,7 @@ class TorchCriticEngine(TrainedEngine):
 
     def _values(self, batch: Tokens) -> Tensor:
         def value(states: Tensor) -> Tensor:
-            return self._gathered_head.call(self._head, states.float()).squeeze(1)
+            return cast(Tensor, self._gathered_head.call(self._head, states.float())).squeeze(1)
 
         return self._body.score_states(batch, value)
 

@@ -52,6 +52,9 @@ class ProcessMesh:
     total: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
     """The sum of a tensor over all parts of the rows."""
 
+    agreed: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    """The smallest values of a tensor, of those of all processes with the same rows."""
+
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """All ranks complete the block, or all raise; the argument is the call's name for the message."""
 

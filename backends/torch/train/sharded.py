@@ -80,6 +80,7 @@ class Sharded(ProcessMesh):
             self._fsdp, self._weights = groups[1], self._subgroup("weights")
             self._data = mesh["fsdp"] if spec.replicate == 1 else mesh["replicate", "fsdp"]
             self.tensor = mesh["tensor"] if spec.tensor > 1 else None
+        self._peers = self._subgroup("rows") if spec.data_ranks < spec.ranks else None
         if spec.context > 1:
             self.neighbors = self._subgroup("context")
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -146,6 +147,12 @@ class Sharded(ProcessMesh):
         if not self.position.reports:  # another process has the same rows
             tensor.zero_()
         dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """The smallest values of a tensor, in its place, of those of all processes with the same rows; a collective."""
+        if self._peers is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MIN, self._peers)
         return tensor
 
     @contextmanager

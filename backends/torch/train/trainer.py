@@ -142,6 +142,8 @@ class TorchTrainer(TrainedSpec):
         not verified for offloaded weights and subclasses."""
         if type(self) is not TorchTrainer:
             return super().why_not_fusable
+        if self.geometry.tensor > 1:
+            return "layers that are split (tensor) are computed by other kernels with a gradient"
         return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
 
     @property

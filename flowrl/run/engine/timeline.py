@@ -176,6 +176,7 @@ def _is_sound(span: Span) -> bool:
         and math.isfinite(span.seconds)
         and all(type(n) is int and n >= 0 for n in counts)
         and all(len(pair) == 2 for pair in span.lengths)
+        and type(span.repeats) is bool
     )
 
 

@@ -1,7 +1,7 @@
 """Cases that `test_context.py` runs in one process and on meshes whose processes share rows, and the main program of a
 rank.
 
-``python -m tests.backends.torch.train.context_cases RANK FOLDER FSDP CONTEXT`` runs every case as one rank of a gloo
+``python -m tests.backends.torch.meshes.context_cases RANK FOLDER FSDP CONTEXT`` runs every case as one rank of a gloo
 group, and pickles the results.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flowrl.backends import SGD, AdamW, LoRA, Mesh, TorchCritic, TorchRewardTrainer, TorchScorer, TorchTrainer
+from flowrl.backends import (
+    SGD,
+    AdamW,
+    LoRA,
+    Mesh,
+    TorchCritic,
+    TorchRewardModel,
+    TorchRewardTrainer,
+    TorchScorer,
+    TorchTrainer,
+)
 from flowrl.backends.torch.score.rows import last_of
 from flowrl.data.balance import Shard
 from flowrl.operators import DPO, GSPO, BradleyTerry, KLCov, KLLoss, PPOClip, ValueClip
@@ -94,6 +104,11 @@ class Ranks:
     def position(self) -> Position:
         return self.mesh.position(self.rank)
 
+    @property
+    def sizes(self) -> str:
+        """Those of the mesh, for names of folders."""
+        return "-".join(map(str, astuple(self.mesh)))
+
     def build(self, backend: type, kind: str = "llama", tokens: int = 40, **settings: Any) -> Any:
         """An engine whose micro-batches are the same on every mesh."""
         most = tokens // self.mesh.context
@@ -131,9 +146,18 @@ def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
     # A product with few tokens may be computed by another kernel.
     close = {"short": engine.log_probs(_rows(short, [0])), "one": engine.log_probs(_rows(batch, [3]))}
     close["hole"] = engine.log_probs(hole)
+    rows = [3, 5] if ranks.position.data_rank == 0 else []  # the others are idle
+    own = rows, engine.log_probs(_rows(batch, rows))
     if kind == "mixtral":  # an expert computes other numbers of tokens at a time
-        return {"close": exact | close}
-    return {"exact": exact, "close": close}
+        return {"close": exact | close, "own": own}
+    return {"exact": exact, "close": close, "own": own}
+
+
+def cached(ranks: Ranks) -> dict[str, Any]:
+    """A second engine computes only rows that the first has not."""
+    folder, batch = str(ranks.folder / f"cache-{ranks.sizes}"), ragged(ROWS)
+    first = ranks.build(TorchScorer, cache=folder).log_probs(_rows(batch, [1, 2, 6]))
+    return {"close": {"first": first, "all": ranks.build(TorchScorer, cache=folder).log_probs(batch)}}
 
 
 def gradient(ranks: Ranks, kind: str = "llama", **settings: Any) -> dict[str, Any]:
@@ -200,7 +224,12 @@ def reward_model(ranks: Ranks) -> dict[str, Any]:
     }
     found = {"before": engine.rewards(batch)}
     metrics = engine.update(batch, ranks.minis(batch, loss, ALL, whole=columns), loss)
-    return {"close": last_gradient(engine), "after": found | {"after": engine.rewards(batch)}, "metrics": [metrics]}
+    name = f"reward-{ranks.sizes}"
+    engine.save_pretrained(str(ranks.folder / name))
+    if ranks.mesh.ranks > 1:
+        dist.barrier()
+    found |= {"after": engine.rewards(batch), "saved": ranks.build(TorchRewardModel, name).rewards(batch)}
+    return {"close": last_gradient(engine), "after": found, "metrics": [metrics]}
 
 
 def adapter(ranks: Ranks) -> dict[str, Any]:
@@ -264,6 +293,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     **{f"scores {kind}": lambda ranks, kind=kind: scores(ranks, kind) for kind in KINDS},
     **{f"gradient {kind}": lambda ranks, kind=kind: gradient(ranks, kind) for kind in KINDS},
     "gradient checkpointed": lambda ranks: gradient(ranks, "gemma3_text", gradient_checkpointing=True),
+    "cached": cached,
     "segments": segments,
     "training": training,
     **{name: lambda ranks, name=name: over_rows(ranks, name) for name in OVER_ROWS},

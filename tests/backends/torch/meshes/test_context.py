@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrl.backends import Mesh
 from flowrl.data.metrics import Metrics
 from tests import ROOT
-from tests.backends.torch.train.context_cases import ADAMW, CASES, MINIS, PPO, Ranks, make_inputs
+from tests.backends.torch.meshes.context_cases import ADAMW, CASES, MINIS, PPO, Ranks, make_inputs
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
 
@@ -48,7 +48,7 @@ def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], M
     processes = []
     for rank, log in enumerate(logs):
         arguments = [str(rank), str(folder), str(mesh.fsdp), str(mesh.context)]
-        command = [sys.executable, "-m", "tests.backends.torch.train.context_cases", *arguments]
+        command = [sys.executable, "-m", "tests.backends.torch.meshes.context_cases", *arguments]
         with log.open("w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
         processes.append(process)
@@ -80,6 +80,9 @@ def test_processes_that_share_rows_compute_what_one_does(found: Any, case: str) 
         for group in ("close", "after"):
             if group in expected:
                 assert relative_error(rank[group], expected[group]) < 1e-6
+        if "own" in rank:
+            rows, part = rank["own"]
+            torch.testing.assert_close(part, expected["own"][1][: len(rows)], atol=1e-6, rtol=1e-6)
     counted = [one[case] for one, at in zip(ranks, mesh.positions, strict=True) if at.reports]
     for step, metrics in enumerate(expected.get("metrics", ())):
         merged = Metrics()

@@ -1,4 +1,4 @@
-"""Meshes with the axes ``tensor`` and ``replicate`` (`tensor_parallel.py`, `boxes.py`) against one process.
+"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`) against one process.
 
 The ranks of a mesh run once, through all of `mesh_cases`. Four ranks run nightly.
 """
@@ -21,9 +21,9 @@ from flowrl.backends import Mesh, TorchTrainer
 from flowrl.data.metrics import Metrics
 from flowrl.sync.digest import weights_digest
 from tests import ROOT
-from tests.backends.torch.train.context_cases import ADAMW, MINIS, PPO, Ranks
-from tests.backends.torch.train.mesh_cases import CASES, checkpoint, make_inputs, name_of
-from tests.backends.torch.train.test_context import relative_error
+from tests.backends.torch.meshes.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
+from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs, name_of
+from tests.backends.torch.meshes.test_context import relative_error
 from tests.nightly import nightly
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
@@ -50,12 +50,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.fixture(scope="module", params=MESHES, ids=name_of)
 def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], Mesh, list[dict[str, Any]]]:
     """The results of one process, a mesh, and the results of its ranks."""
-    (folder, truth), mesh = alone, request.param
+    folder, truth = alone
+    return truth, request.param, run(folder, request.param)
+
+
+def run(folder: Path, mesh: Mesh, *which: str) -> list[dict[str, Any]]:
+    """The results of the ranks of a mesh."""
     axes, name = json.dumps(dataclasses.asdict(mesh)), name_of(mesh)
     logs = [folder / f"log-{name}-{rank}.txt" for rank in range(mesh.ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.backends.torch.train.mesh_cases", str(rank), str(folder), axes]
+        command = [sys.executable, "-m", "tests.backends.torch.meshes.mesh_cases", str(rank), str(folder), axes, *which]
         with log.open("w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
         processes.append(process)
@@ -66,7 +71,7 @@ def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], M
             process.kill()
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
     files = [folder / f"found-{name}-{rank}.pickle" for rank in range(mesh.ranks)]
-    return truth, mesh, [pickle.loads(file.read_bytes()) for file in files]
+    return [pickle.loads(file.read_bytes()) for file in files]
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in OTHERS])
@@ -111,3 +116,15 @@ def test_one_process_resumes_from_a_checkpoint_of_a_mesh(found: Any, alone: Any)
     engine.load_checkpoint(checkpoint(Ranks(folder, mesh)))
     engine.update(batch, there.minis(batch, PPO, *MINIS), PPO)
     assert relative_error(dict(engine.weights()), ranks[0]["training"]["close"]) < 1e-6
+
+
+@pytest.mark.nightly
+def test_every_architecture_with_a_plan_is_split(tmp_path: Path) -> None:
+    """Gradients of one update on two ranks that split layers, against one process."""
+    make_inputs(tmp_path, {**ARCHITECTURES, **NOT_SPLIT})
+    alone = {kind: gradient(Ranks(tmp_path), kind) for kind in ARCHITECTURES}
+    found = run(tmp_path, Mesh(tensor=2), "architectures")
+    for here in (rank["architectures"] for rank in found):
+        errors = {kind: relative_error(here[kind]["close"], alone[kind]["close"]) for kind in ARCHITECTURES}
+        assert all(error < 2e-6 for error in errors.values()), errors
+        assert all(here[kind].endswith("[mesh.no-plan]") for kind in NOT_SPLIT)

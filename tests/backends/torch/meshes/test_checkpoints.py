@@ -17,8 +17,8 @@ from flowrl.protocols.mesh import Mesh
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.weight_selection import rounded
 from tests import ROOT
-from tests.backends.torch.train.checkpoint_cases import ENGINES, MESHES, PROCESSES, make_inputs
-from tests.backends.torch.train.mesh_cases import name_of
+from tests.backends.torch.meshes.checkpoint_cases import ENGINES, MESHES, PROCESSES, make_inputs
+from tests.backends.torch.meshes.mesh_cases import name_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.runs, pytest.mark.timeout(1200)]
 
@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     make_inputs(folder)
     logs, processes = [folder / f"log-{rank}.txt" for rank in range(PROCESSES)], []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.backends.torch.train.checkpoint_cases", str(rank), str(folder)]
+        command = [sys.executable, "-m", "tests.backends.torch.meshes.checkpoint_cases", str(rank), str(folder)]
         with log.open("w") as out:
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
     try:

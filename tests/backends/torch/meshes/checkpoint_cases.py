@@ -1,6 +1,6 @@
-"""Checkpoints that `test_checkpoint_meshes.py` writes on real meshes, and reads on all others.
+"""Checkpoints that `test_checkpoints.py` writes on real meshes, and reads on all others.
 
-``python -m tests.backends.torch.train.checkpoint_cases RANK FOLDER`` is one of four processes; a mesh has the first of
+``python -m tests.backends.torch.meshes.checkpoint_cases RANK FOLDER`` is one of four processes; a mesh has the first of
 them.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from flowrl.backends import AdamW, LoRA, Mesh, TorchCritic
 from flowrl.backends.torch.train import saving
 from flowrl.sync.digest import weights_digest
-from tests.backends.torch.train.context_cases import Ranks
-from tests.backends.torch.train.mesh_cases import SIZES, name_of, write_model
+from tests.backends.torch.meshes.context_cases import Ranks
+from tests.backends.torch.meshes.mesh_cases import SIZES, name_of, write_model
 
 MESHES: tuple[Mesh, ...] = (
     Mesh(),

@@ -1,8 +1,8 @@
 """Cases that `test_tensor_parallel.py` runs in one process and on meshes with the axes ``tensor`` and ``replicate``,
 and the main program of a rank.
 
-``python -m tests.backends.torch.train.mesh_cases RANK FOLDER AXES`` runs every case as one rank of a gloo group, and
-pickles the results; ``AXES`` is JSON.
+``python -m tests.backends.torch.meshes.mesh_cases RANK FOLDER AXES`` runs every case as one rank of a gloo group, and
+pickles the results; ``AXES`` is JSON. With ``architectures`` it runs those in place of the cases.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flowrl.backends import SGD, LoRA, Mesh, TorchRollout, TorchScorer
-from tests.backends.torch.train import context_cases as shared
-from tests.backends.torch.train.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
+from tests.backends.torch.meshes import context_cases as shared
+from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
 from tests.backends.torch.train.fsdp_cases import Shared, error_of, last_gradient, weights
+from tests.support.architectures import SETTINGS
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer, ragged
 
 SIZES: dict[str, Any] = dict(
@@ -36,16 +37,43 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """A plain decoder; tied weights, with norms of queries and keys; and experts."""
 
+_EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LATENT: dict[str, Any] = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, n_group=1, topk_group=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
+_WIDE: dict[str, Any] = dict(head_dim=16)
+_PLAIN = (
+    "arcee cohere cohere2 ernie4_5 exaone4 gemma granite mistral olmo olmo2 olmo3 phi phi3 qwen2 smollm3 starcoder2"
+)
+_WITH_HEAD_DIM = "gemma2 gemma3_text glm glm4 helium ministral seed_oss vaultgemma"
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in _PLAIN.split()},
+    **{kind: _WIDE for kind in _WITH_HEAD_DIM.split()},
+    **{kind: _EXPERTS for kind in ("olmoe", "qwen3_moe")},
+    "deepseek_v3": SETTINGS["deepseek_v3"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "dots1": _LATENT,
+    "glm4_moe": _LATENT | _WIDE,
+    "minimax_m2": _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3_next": SETTINGS["qwen3_next"] | {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+"""Further architectures with a tensor-parallel plan."""
+NOT_SPLIT = {
+    "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=96, head_dim=16, attention_chunk_size=64),
+}
+"""One whose layers do not compute in parts."""
 
-def make_inputs(folder: Path) -> None:
+
+def make_inputs(folder: Path, kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> None:
     """Models, and columns with log-probs close to the model's."""
     draw = torch.Generator().manual_seed(1)
 
     def noise(scale: float) -> Tensor:
         return scale * torch.randn(ragged(ROWS).response_mask.shape, generator=draw)
 
-    for kind, settings in KINDS.items():
-        write_model(folder / kind, kind, SIZES | settings)
+    for kind, settings in kinds.items():
+        write_model(folder / kind, kind, SIZES | dict(settings))
         log_probs = Ranks(folder).build(TorchScorer, kind).log_probs(ragged(ROWS))
         columns = {"old_log_probs": log_probs + noise(0.2), "ref_log_prob": log_probs + noise(0.2)}
         torch.save(columns | {"advantages": 1 + noise(0.5), "returns": noise(1.0)}, folder / f"{kind}.pt")
@@ -62,6 +90,13 @@ def write_model(folder: Path, kind: str, settings: dict[str, Any]) -> None:
                 parameter.normal_(0.0, 0.08)
     model.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
+
+
+def architectures(ranks: Ranks) -> dict[str, Any]:
+    """The gradient of each architecture, and the error of one that cannot be split."""
+    found: dict[str, Any] = {kind: shared.gradient(ranks, kind) for kind in ARCHITECTURES}
+    [refused] = NOT_SPLIT
+    return found | {refused: error_of(lambda: ranks.trainer(refused))}
 
 
 def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
@@ -124,6 +159,14 @@ def sync(ranks: Ranks) -> dict[str, Any]:
     return {"digests": digests, "folder": folder}
 
 
+def cached(ranks: Ranks) -> dict[str, Any]:
+    """Log-probs of some rows, and of all, from a cache that has those."""
+    folder, batch = str(ranks.folder / f"cache-{name_of(ranks.mesh)}"), ragged(ROWS)
+    some = batch._replace(**{n: x[[1, 2, 6]] for n, x in batch._asdict().items() if x is not None})
+    first = ranks.build(TorchScorer, cache=folder).log_probs(some)
+    return {"close": {"first": first, "all": ranks.build(TorchScorer, cache=folder).log_probs(batch)}}
+
+
 def turns(ranks: Ranks) -> dict[str, Any]:
     engine, batch = ranks.trainer(offload=ranks.mesh.ranks > 1), ranks.batch()
     before = engine.log_probs(batch)
@@ -155,6 +198,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "critic": shared.critic,
     "reward model": shared.reward_model,
     "adapter": adapter,
+    "cached": cached,
     "turns": turns,
     "sync": sync,
     "bfloat16": lambda ranks: shared.gradient(ranks, "qwen3", dtype="bfloat16", gradient_checkpointing=True),
@@ -165,16 +209,16 @@ def name_of(mesh: Mesh) -> str:
     return f"{mesh.replicate}-{mesh.fsdp}-{mesh.tensor}-{mesh.context}"
 
 
-def main(rank: int, folder: Path, mesh: Mesh) -> None:
+def main(rank: int, folder: Path, mesh: Mesh, every: bool) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / f'group-{name_of(mesh)}'}"
     wait = timedelta(seconds=300)  # imports of one rank may take much longer than of the other
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
     ranks = Ranks(folder, mesh, rank)
-    found = {name: case(ranks) for name, case in CASES.items()}
+    found = {"architectures": architectures(ranks)} if every else {name: case(ranks) for name, case in CASES.items()}
     dist.destroy_process_group()
     (folder / f"found-{name_of(mesh)}-{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Mesh(**json.loads(sys.argv[3])))
+    main(int(sys.argv[1]), Path(sys.argv[2]), Mesh(**json.loads(sys.argv[3])), "architectures" in sys.argv[4:])
