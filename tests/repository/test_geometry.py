@@ -23,6 +23,7 @@ EXCEPTIONS = {
     ("backends/torch/train/sharded.py", "__init__"): "launching: this process's place in the device mesh",
     ("backends/torch/train/sharded.py", "shard_over"): "launching: refuses a group of another size",
     ("backends/torch/train/sharded.py", "all_or_none"): "names the rank that failed",
+    ("backends/torch/train/tensor_parallel.py", "_split_vocabulary"): "the part of a weight",
     ("backends/torch/train/checkpoint.py", "save"): "each process writes its own file",
     ("backends/torch/train/saving.py", "_files"): "each process writes some of the files",
     ("backends/torch/train/trainer.py", "refuse_follow"): "refuses weights in several pieces",

@@ -84,22 +84,7 @@ class TorchModel:
         self.context = Context.of(mesh)
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
-        self.gathered: Gathered
-        if mesh.sharded:
-            from flowrl.backends.torch.train.shards import load_sharded  # here and below, since it takes seconds
-
-            lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, attention, lora, seed)
-        else:
-            lm = load_causal_lm(folder, with_head, attention)
-            self.adapter = None if lora is None else Adapter(lm, lora, folder)
-            if self.adapter is not None:
-                self.adapter.fill(seed)
-            cast(nn.Module, lm).to(self.device)
-        lm.eval()
-        self.module: PreTrainedModel = lm if with_head else cast("PreTrainedModel", lm.base_model)
-        """All weights."""
-        if not mesh.sharded:
-            self.gathered = mesh.gathered(self.module)
+        lm = self._load(folder, with_head, attention, lora, seed)
         bound = tolerance(self._probed_in)
         self.probe(select_attention, self.module, attention, folder, bound)
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
@@ -114,7 +99,8 @@ class TorchModel:
         """The function after the head; None without a head, or if it is unknown."""
         layer = lm.get_output_embeddings() if with_head else None
         self._call_head = operator.call if layer is None else mesh.caller(layer)
-        if self.after_head is not None and type(layer).forward is nn.Linear.forward:  # FSDP has subclasses of its own
+        plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward  # FSDP has subclasses
+        if self.after_head is not None and plain:
             self._head = LMHead(layer, self.after_head, getattr(layer, "vocabulary_part", None))
         elif with_head:  # the logits are not a linear head's: take them from the model
             self._run, self._output = lm, "logits"
@@ -124,6 +110,28 @@ class TorchModel:
         """The adapter's base weights and scaling; see `Adapted`."""
         if self.adapter is not None:
             self._start_adapter(self.adapter, folder)
+
+    def _load(
+        self, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
+    ) -> PreTrainedModel:
+        """Load the causal LM, with its adapter, and set what computes with its weights."""
+        self.gathered: Gathered
+        if self.mesh.sharded:
+            from flowrl.backends.torch.train.shards import load_sharded  # here and below, since it takes seconds
+
+            lm, self.gathered, self.adapter = load_sharded(self.mesh, folder, with_head, attention, lora, seed)
+        else:
+            lm = load_causal_lm(folder, with_head, attention)
+            self.adapter = None if lora is None else Adapter(lm, lora, folder)
+            if self.adapter is not None:
+                self.adapter.fill(seed)
+            cast(nn.Module, lm).to(self.device)
+        lm.eval()
+        self.module: PreTrainedModel = lm if with_head else cast("PreTrainedModel", lm.base_model)
+        """All weights."""
+        if not self.mesh.sharded:
+            self.gathered = self.mesh.gathered(self.module)
+        return lm
 
     def _refuse_not_split(self, folder: str) -> None:
         """Refuse a model whose layers do not compute in parts, forward and backward. Raises `BindError`."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,12 +21,14 @@ from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.backends.torch.train.shards import gathered_weights
 from flowrl.backends.torch.train.tensor_file import TensorFile
-from flowrl.errors import DataError
 from flowrl.sync.buckets import in_buckets
 from flowrl.sync.pieces import in_pieces
 
 _FILE_BYTES = 5 << 30
 """The maximum bytes of a file, which one rank writes (a larger tensor gets its own file)."""
+
+_DRAFTS = ".draft-"
+"""How the folder of the files that are being written begins."""
 
 
 class _File(NamedTuple):
@@ -43,31 +48,36 @@ class _File(NamedTuple):
 def save_gathered(
     mesh: ProcessMesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
 ) -> None:
-    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Ranks write to one folder in turn, which
-    all must see; its weights are replaced when those of all ranks are complete.
-
-    Raises:
-        DataError: the first rank does not see the files of another one.
-    """
-    files = list(_files(mesh, model, folder))
-    weights = gathered_weights(mesh, model, bucket_bytes, adapter)
+    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. The weights of `folder` are replaced when
+    all files are complete. Ranks on machines that do not share the folder of the first rank write none."""
+    token = mesh.max_over_ranks(secrets.randbits(48) if mesh.position.leads else 0)
+    drafts = os.path.join(folder, f"{_DRAFTS}{token}")
     with mesh.all_or_none("save_pretrained"):
-        os.makedirs(folder, exist_ok=True)
-        with ExitStack() as unread:
-            unread.callback(lambda: all(True for _ in weights))  # a collective, even if writing fails here
-            for file in files:
-                _write(file, weights)
+        if mesh.position.leads:
+            for abandoned in Path(folder).glob(f"{_DRAFTS}*"):  # by a process that was killed
+                shutil.rmtree(abandoned)
+            os.makedirs(drafts)
+    files = list(_files(mesh, model, drafts))
+    weights = gathered_weights(mesh, model, bucket_bytes, adapter)
+    with mesh.all_or_none("save_pretrained"), ExitStack() as unread:
+        unread.callback(lambda: all(True for _ in weights))  # a collective, even if writing fails here
+        for file in files:
+            _write(file, weights)
     with mesh.all_or_none("save_pretrained"):
         if mesh.position.leads:
             _complete(model, folder, files)
+            os.rmdir(drafts)
 
 
-def _files(mesh: ProcessMesh, model: PreTrainedModel, folder: str) -> Iterator[_File]:
-    """The files of the folder in the order of their tensors, those of `gathered_weights`."""
+def _files(mesh: ProcessMesh, model: PreTrainedModel, drafts: str) -> Iterator[_File]:
+    """The files of the folder in the order of their tensors, those of `gathered_weights`; ranks that see the folder of
+    `drafts` write them in turn."""
+    own, sees = mesh.position.rank, os.path.isdir(drafts)
+    writers = [rank for rank in range(mesh.spec.ranks) if mesh.max_over_ranks(int(sees and rank == own))]
     stored = (named for piece in in_pieces(model, untied(model)) for named in piece.stored.items())
     for number, bucket in enumerate(in_buckets(stored, _FILE_BYTES)):
-        mine = number % mesh.spec.ranks == mesh.position.rank
-        yield _File(os.path.join(folder, f"draft-{number + 1:05d}.safetensors"), dict(bucket), mine)
+        path = os.path.join(drafts, f"{number + 1:05d}.safetensors")
+        yield _File(path, dict(bucket), writers[number % len(writers)] == own)
 
 
 def _write(file: _File, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -81,26 +91,17 @@ def _write(file: _File, weights: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _complete(model: PreTrainedModel, folder: str, files: Sequence[_File]) -> None:
-    """Give the files their names, and write the index and the configuration."""
-    if missing := [os.path.basename(file.path) for file in files if not os.path.isfile(file.path)]:
-        raise DataError(
-            f"Ranks have written {len(files)} files of the model to {folder!r}, but rank 0 does not see {len(missing)} "
-            f"of them ({', '.join(missing[:3])}). Pass a folder on a disk that all machines share.",
-            code="trainer.folder-not-shared",
-            path=folder,
-            missing=missing,
-        )
+    """Put the files in place of those of before, and write the index and the configuration."""
     with quiet():
-        model.save_pretrained(folder, state_dict={})  # writes the configuration, and removes the weights of before
+        model.save_pretrained(folder, state_dict={})  # writes the configuration, and removes the parts of before
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS]
-    for other in (WEIGHTS, INDEX):
-        if other not in names and os.path.exists(path := os.path.join(folder, other)):
-            os.remove(path)
+    for other in {WEIGHTS, INDEX} - {*names}:
+        Path(folder, other).unlink(missing_ok=True)
     for file, name in zip(files, names, strict=True):
         os.replace(file.path, os.path.join(folder, name))
     if count > 1:
         weight_map = {tensor: name for file, name in zip(files, names, strict=True) for tensor in file.like}
         size = sum(tensor.nbytes for file in files for tensor in file.like.values())
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as index:
-            index.write(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        Path(folder, INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

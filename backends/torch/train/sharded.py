@@ -233,7 +233,7 @@ class Sharded(ProcessMesh):
         gathered = torch.empty(count, sum(rooms), dtype=torch.uint8, device=self.device)
         _all_gather(gathered.view(-1), self._packed(shards, rooms), group=group)
         for piece, size, shard in zip(gathered.split(rooms, dim=1), sizes, shards, strict=True):
-            yield piece[:, :size].view(shard.dtype)
+            yield piece[:, :size].contiguous().view(shard.dtype)
 
     def _joined(self, pieces: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
         """A tensor that the tensor axis cuts, from the parts of its ranks."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -19,6 +22,7 @@ from tests.support.architectures import SETTINGS, architecture, multimodal
 from tests.support.jobs import PROMPTS, job_of
 from tests.support.models import KINDS, tiny_folder
 
+RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
 Make = Callable[[Path], str]
 TRAINABLE = [kind for kind in SETTINGS if kind not in ("deepseek_v4", "rwkv", "xlstm", "recurrent_gemma")]
 EVERY = ["llama", "gemma2", "mixtral", "multimodal"]
@@ -46,6 +50,24 @@ def test_a_folder_is_saved_as_it_was_before_the_first_step(kind: str, tmp_path: 
     source = folder_of(kind, tmp_path / "source")
     TorchTrainer(source, device="cpu").build(CONTEXT).save_pretrained(str(tmp_path / "saved"))
     assert_equal(tensors(tmp_path / "saved"), tensors(source))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_experts_that_are_not_loaded_are_saved_as_they_were(offload: bool, tmp_path: Path) -> None:
+    """Of a layer for multi-token prediction, which transformers ignores by its number."""
+    source = architecture(tmp_path / "source", "deepseek_v3")
+    (file,) = Path(source).glob("*.safetensors")
+    stored = load_file(file)
+    experts = {name: tensor for name, tensor in stored.items() if ".layers.1.mlp.experts." in name}
+    stored |= {name.replace(".layers.1.", ".layers.61."): tensor + 1 for name, tensor in experts.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    try:
+        TorchTrainer(source, device="cpu", offload=offload).build(RANK).save_pretrained(str(tmp_path / "saved"))
+    finally:
+        if offload:
+            dist.destroy_process_group()
+    assert experts
+    assert_equal(tensors(tmp_path / "saved"), stored)
 
 
 def test_training_the_text_of_a_multimodal_model_keeps_its_tower(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flowrl.backends import SGD, LoRA, Mesh, TorchRollout, TorchScorer
+from tests.backends.torch.meshes import context_cases as shared
 from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
-from tests.backends.torch.train import context_cases as shared
 from tests.backends.torch.train.fsdp_cases import Shared, error_of, last_gradient, weights
 from tests.support.architectures import SETTINGS
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer, ragged

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from flowrl.backends import SGD, AdamW, LoRA, TorchScorer, TorchTrainer
 from flowrl.backends.torch.train import saving, sharded, shards
@@ -63,7 +64,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     """The peaks of live bytes while a deep model is loaded, and while it is gathered."""
     shards._READ_BYTES, mesh = 8192, TorchScorer(ranks.model("deep"), ranks=ranks.world_size, device="cpu").join(ranks)
     with LiveBytes() as live:
-        lm, _, _ = shards.load_sharded(mesh, ranks.model("deep"), True, None, None, 0)
+        lm, gathered, _ = shards.load_sharded(mesh, ranks.model("deep"), True, None, None, 0)
         loading, kept = live.peak, live.now
     sizes = {name: tensor.nbytes for name, tensor in lm.named_parameters()}
     with LiveBytes() as live:
@@ -72,6 +73,13 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     saving.TensorFile = lambda path, *args: opened.append(Path(path).name) or TensorFile(path, *args)
     with LiveBytes() as saved:
         saving.save_gathered(mesh, lm, str(ranks.folder / "deep-saved"), BUCKET)
+    block: Any = lm.get_submodule("model.layers.3")
+    ends: list[Any] = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+    whole: list[bool] = []
+    hook = block.register_forward_hook(lambda *_: whole.extend(not isinstance(end.weight, DTensor) for end in ends))
+    with torch.no_grad():
+        gathered.call(lm, torch.arange(5, 15)[None])
+    hook.remove()
     layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
     own = sum(p.to_local().nbytes for p in lm.parameters())
     return {
@@ -80,6 +88,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
         "gathering": live.peak,
         "saving": saved.peak,
         "opened": opened,
+        "ends": whole,
         "layer": layer,
         "all": sum(sizes.values()),
         "shard": own,

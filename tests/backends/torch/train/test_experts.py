@@ -81,6 +81,11 @@ def test_a_sync_needs_memory_for_a_layer(found: Any) -> None:
         assert here["digest"] == found[1]["memory"]
 
 
+def test_the_embedding_and_the_head_are_gathered_only_while_they_compute(found: Any) -> None:
+    for here in (rank["memory"] for rank in found[2]):
+        assert here["ends"] == [False, False]  # while a block computes
+
+
 def test_a_rank_reads_its_shard_only(found: Any) -> None:
     for here in (rank["memory"] for rank in found[2]):
         assert here["shard"] <= 0.51 * here["all"]
