@@ -23,7 +23,8 @@ from flowrl.data.proto.column_math import objects
 from flowrl.data.segments import restart
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
+from flowrl.episodes.broker import RequestBroker
+from flowrl.episodes.chat import Limits, Rewrites
 from flowrl.episodes.endpoint.endpoint import Endpoint
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.parsers import call_format
@@ -239,8 +240,8 @@ class Interact(Sampler, Episodes, Operator):
         for result in results:
             if result.fault is not None and self.failed == "error":
                 raise result.fault
-        now.waits.extend([*broker.environments.recorded(), *broker.idle.recorded()])
-        report(results, broker.idle.seconds, time.perf_counter() - start, metrics)
+        now.waits.extend([*broker.environments.recorded(), *broker.loop.idle.recorded()])
+        report(results, broker.loop.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, results)
 
     def _columns(self, rows: Sequence[Row], results: Sequence[EpisodeResult]) -> EpisodeBatch:

@@ -7,7 +7,8 @@ from typing import Any
 
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
+from flowrl.episodes.broker import RequestBroker
+from flowrl.episodes.chat import Limits, Rewrites
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.tools import Toolbox
