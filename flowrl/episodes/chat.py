@@ -90,6 +90,8 @@ class Chat:
         branching = replace(limits, rewrites="segment", segments=None)
         self.others = {name: Chat(other, row, branching, check, None, clock) for name, other in others.items()}
         """The conversations with the further engines of the episode, by name; see `ask`."""
+        self.exhausted: str | None = None
+        """The name of the one whose limits ended the episode."""
         self.segments: list[Transcript] = []
         """The sequences that the policy read, in the order of their answers; a single one if the context only grew."""
         self._rewritten: Sequence[Message] | None = None
@@ -217,7 +219,11 @@ class Chat:
         other = self.others[name]
         async with other._turn:
             other.rewrite(conversation)
-            return await other.answer()
+            try:
+                return await other.answer()
+            except EpisodeOver:
+                self.exhausted = name
+                raise
 
     async def sample(
         self, name: str, ids: Sequence[int], turn: int, most: int | None = None, stop: tuple[str, ...] = ()

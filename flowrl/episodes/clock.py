@@ -11,7 +11,7 @@ from flowrl.data.waits import WaitRecorder
 
 
 class EpisodeClock:
-    """Ends an episode whose environment takes longer than `seconds` between two answers; it stands still while an engine
+    """Ends an episode whose environment takes longer than `seconds` between two answers. It stops while an engine
     computes for the episode.
 
     Args:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error, protected_loop
 from flowrl.episodes.broker import RequestBroker
+from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error, protected_loop
 from flowrl.episodes.chat import Chat, EpisodeOver, Limits, set_current_chat
 from flowrl.episodes.clock import EpisodeClock
 from flowrl.episodes.environment import Environment, Row, check_reply

@@ -35,7 +35,7 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         environment gave none in the episode), whether its length ``cut`` it, and the ``version`` of the weights that
         sampled its first token; with ``rewrites="segment"``, also its ``segment`` from 0.
         Messages without that entry came from the data or the environment and are masked; of an episode that failed,
-        everything is.
+        everything is. With other engines, ``others`` has their summaries, by name.
     """
     chat = played.chat
     conversation, answers = said(chat)
@@ -51,6 +51,7 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         }
         if chat.limits.rewrites == "segment":
             messages[index]["sampled"]["segment"] = segments[turn]
+    others = {name: summarize(played._replace(chat=other)) for name, other in chat.others.items()}
     return {
         "ended": played.ended,
         "fault": None if played.fault is None else str(played.fault),
@@ -58,4 +59,5 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         "tool_calls": chat.tool_calls,
         "tool_errors": chat.tool_errors,
         "messages": messages,
+        **({"others": others} if others else {}),
     }

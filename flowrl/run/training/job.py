@@ -129,7 +129,8 @@ class Job(Generic[GraphT]):
         self._refuse_unable()
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
         for encoder, roles in vocabularies(self.graph).items():
-            own = {encoder: self.graph[encoder].initial_operator.model} if encoder else {}  # type: ignore[attr-defined]
+            folder = getattr(self.graph[encoder].initial_operator, "model", None) if encoder else None
+            own = {} if folder is None else {encoder: folder}
             refuse_other_vocabularies(own | {r: b.starts_from for r, b in models if b.starts_from and r in roles})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
