@@ -27,12 +27,13 @@ from flowrl.data.now import Now
 from flowrl.data.waits import Wait
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults.faults import Failure, named
+from flowrl.distributed.hosts.remote_engine import EngineAddress, EngineFacts, RequestServer
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.distributed.hosts.wire import Array, ColumnPart, join, pack, unpack, widths
 from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
 from flowrl.errors import FlowrlError, SyncError
 from flowrl.protocols.backend import Backend
-from flowrl.protocols.protocols import Adapted, Sleeper
+from flowrl.protocols.protocols import Adapted, Request, Response, Sleeper
 from flowrl.protocols.scorers import Follower
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
@@ -59,6 +60,7 @@ class HostTask:
         rows: which rows to run on; None for all.
         now: injected into the operator, with the shard of these rows if several ranks split the batch.
         sources: by role of a trainer in another process, the source of its weights.
+        asked: the engines in other processes that the node may ask.
     """
 
     operator: Operator
@@ -71,6 +73,7 @@ class HostTask:
     rows: Array | None
     now: Now
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
+    asked: Sequence[EngineAddress] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Host:
         self.engines: dict[str, Any] = {}
         self._built: EngineBuilder | None = None
         self._store: Any = None
+        self._servers: dict[str, RequestServer] = {}  # by role
 
     def load_modules(self, backends: Sequence[Backend]) -> Location:
         """Import the modules of these backends; returns where Ray placed this process."""
@@ -287,6 +291,30 @@ class Host:
             message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message, **task.task, host=named(self.plan))
 
+    def open_requests(self, role: str, asker: str) -> EngineFacts | Failure:
+        """Get ready for the requests of another process to an engine that generates."""
+        engine = self.engines[role]
+        server = self._servers.setdefault(role, RequestServer(engine))
+        try:
+            server.open(asker)
+            return EngineFacts(str(engine.tokenizer.folder), engine.receipt)
+        except Exception as error:
+            return self._refused(role, error)
+
+    def exchange(
+        self, role: str, asker: str, requests: Sequence[Request], dropped: Sequence[str]
+    ) -> list[tuple[str, Response]] | Failure:
+        """Serve requests of another process; see `RequestServer.exchange`."""
+        try:
+            return self._servers[role].exchange(asker, requests, dropped)
+        except Exception as error:
+            return self._refused(role, error)
+
+    def _refused(self, role: str, error: Exception) -> Failure:
+        text = error.message if isinstance(error, FlowrlError) else error
+        message = f"The engine {role!r}, which was asked, failed on {named(self.plan)}: {type(error).__name__}: {text}"
+        return Failure.of(error, message, role=role, host=named(self.plan))
+
     def _run(self, task: HostTask, inputs: dict[PortField, Any], warnings: Sequence[Warned]) -> Report:
         started = time.time()
         received, read = self._gather(task, inputs)
@@ -294,7 +322,8 @@ class Host:
         with ExitStack() as stack:
             rank = 0 if self.plan is None else self.plan.rank
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
-            session = Session({**self.engines, **sources}, task.seed, task.state)
+            handles = {address.role: address.connect() for address in task.asked}
+            session = Session({**self.engines, **sources, **handles}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)

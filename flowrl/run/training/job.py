@@ -32,7 +32,7 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
-from flowrl.run.placement.place import Place, lay_out
+from flowrl.run.placement.place import Place, lay_out, together
 from flowrl.run.training.prompt_lengths import folder_of
 from flowrl.spec import written
 
@@ -290,6 +290,10 @@ class Job(Generic[GraphT]):
             f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
             for host in hosts
             if len(host.slots) > 1
+        ]
+        lines += [
+            f"  {node.name} keeps {' and '.join(host.name for host in sharing)} awake together on slot {slot}"
+            for node, slot, sharing in together(self.graph, hosts)
         ]
         if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
