@@ -10,8 +10,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from flowrl.data.text.transcript import Check, Message, SampledSpan, Transcript
-from flowrl.episodes.broker import RequestBroker
-from flowrl.episodes.clock import EpisodeClock
 from flowrl.episodes.environment import (
     MAX_EXTRA,
     Answer,
@@ -23,6 +21,8 @@ from flowrl.episodes.environment import (
     text_size,
 )
 from flowrl.episodes.parsers.call_format import Tools
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from flowrl.episodes.tools import Toolbox, result_text, template_arguments
 from flowrl.errors import EpisodeError, offer
 from flowrl.protocols.protocols import Request, Response

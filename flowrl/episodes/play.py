@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.broker import RequestBroker
 from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error, protected_loop
 from flowrl.episodes.chat import Chat, EpisodeOver, Limits, set_current_chat
-from flowrl.episodes.clock import EpisodeClock
 from flowrl.episodes.environment import Environment, Row, check_reply
 from flowrl.episodes.processes import ProcessEnvironment
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.workers.fork_server import ForkServer

@@ -165,7 +165,12 @@ def _segments_are_apart(graph: Graph, prompts: int | None) -> Findings:
                 )
 
 
-@rule("FR047", "The rows of another engine of episodes must be of a role that the episodes ask by that name.")
+@rule(
+    "FR047",
+    "The rows of another engine of episodes must be of the role that they ask by that name.",
+    "NVIDIA-NeMo/Gym#3083",
+    everywhere=True,
+)
 def _asked_by_its_name(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
         if Effect.ASKED not in node.effects:

@@ -21,7 +21,6 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.broker import RequestBroker
 from flowrl.episodes.chat import Chat, Limits, Rewrites
 from flowrl.episodes.endpoint.endpoint import Endpoint
 from flowrl.episodes.environment import Environment, Row
@@ -29,6 +28,7 @@ from flowrl.episodes.parsers import call_format
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.processes import call_tool, environment_server, reference_of
 from flowrl.episodes.rehearsal import rehearse
+from flowrl.episodes.requests.broker import RequestBroker
 from flowrl.episodes.sequences import OtherSide, RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
@@ -338,13 +338,13 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
 
 def _report_others(chats: Sequence[Chat], metrics: Metrics) -> None:
     """Report on what the other engines answered in these episodes."""
-    for name, other in (pair for chat in chats for pair in chat.others.items()):
-        answers = len(other.rewards)
-        metrics.mean(f"others/{name}/answers", answers)
-        metrics.mean(f"others/{name}/length", sum(len(answer.ids) for answer in other.answers), answers)
-        metrics.mean(f"others/{name}/cut", sum(other.cuts), answers)
-        if other.rewarded:
-            metrics.mean(f"others/{name}/reward", sum(other.rewards))
+    for other, asked in (pair for chat in chats for pair in chat.others.items()):
+        answers = len(asked.rewards)
+        metrics.mean(f"others/{other}/answers", answers)
+        metrics.mean(f"others/{other}/length", sum(len(answer.ids) for answer in asked.answers), answers)
+        metrics.mean(f"others/{other}/cut", sum(asked.cuts), answers)
+        if asked.rewarded:
+            metrics.mean(f"others/{other}/reward", sum(asked.rewards))
 
 
 def refuse_invalid_environment(environment: Any) -> None:

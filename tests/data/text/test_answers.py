@@ -16,12 +16,12 @@ from jinja2 import TemplateError
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Transcript
-from flowrl.episodes.broker import RequestBroker
 from flowrl.episodes.chat import Chat, Limits
-from flowrl.episodes.clock import EpisodeClock
 from flowrl.episodes.environment import Answer, InvalidToolCall, ToolCall
 from flowrl.episodes.parsers import PARSERS
 from flowrl.episodes.parsers.call_format import Tools
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from tests import ROOT
 from tests.episodes.parsers.test_parsers import marked
 from tests.episodes.scripted import KEY, SAMPLING, Scripted, row

@@ -1,4 +1,4 @@
-"""Episodes that ask engines of other processes; also `flowrl.distributed.hosts.remote_engine`."""
+"""Episodes that ask engines of other processes: `flowrl/distributed/hosts/remote_engine.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.distributed.place import Colocate, Split
 from flowrl.run.placement.place import Place
 from tests.on_ray.faults.test_faults import kill_at
 from tests.on_ray.parity.test_parity import numbers
-from tests.support import two_policies
+from tests.operators.engines import two_policies
 from tests.support.errors import raises
 from tests.support.jobs import prompt_batch, proto
 from tests.support.models import tiny_folder

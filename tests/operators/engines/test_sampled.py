@@ -17,13 +17,13 @@ from flowrl.operators import Interact, Sampled, Sampler
 from flowrl.operators.engines.episode_rows import episode_batch
 from flowrl.records import EpisodeBatch
 from flowrl.run.engine.build import EngineBuilder
+from tests.operators.engines import two_policies
 from tests.operators.engines.test_interact import KEY, prompts_of
+from tests.operators.engines.two_policies import SETTINGS, both, talk
 from tests.run.training.interrupted import Stop, Stopper, without_times
-from tests.support import two_policies
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
 from tests.support.runs import lines
-from tests.support.two_policies import SETTINGS, both, talk
 
 CONTEXT = EngineBuilder({}, seed=0)
 OTHER = Sampler(temperature=0.7, max_new_tokens=5)

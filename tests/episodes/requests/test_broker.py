@@ -1,4 +1,4 @@
-"""Episodes that ask other engines; the modules are `broker`, `chat`, `clock` and `play`."""
+"""Episodes that ask other engines; also tests of `flowrl/episodes/sequences.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row, current_chat
-from flowrl.episodes.broker import RequestBroker
 from flowrl.episodes.chat import Limits
 from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
+from flowrl.episodes.requests.broker import RequestBroker
 from flowrl.episodes.sequences import OtherSide, RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
