@@ -1,7 +1,7 @@
 """A guessing game in self-play: one policy hints at a number, and guesses numbers by its own hints.
 
-The episode is played by the side that hints; it asks the same engine, in a conversation of its own, to guess. The policy
-trains on both sides.
+The episode is played by the side that hints; it asks the same engine, in a conversation of its own, to guess. The
+policy trains on both sides.
 
 flowrl show examples/hints.py:graph       show the graph
 flowrl run examples/hints.py:training     train, as `python examples/hints.py` does

@@ -1,4 +1,4 @@
-"""The environment of `propose.py`: sums of two numbers from 1 to 5, and two small models that imitate a weak proposer and solver."""
+"""The environment of `propose.py`: sums of two numbers from 1 to 5, and small models of a weak proposer and solver."""
 
 from __future__ import annotations
 
