@@ -51,7 +51,7 @@ def _code(names: Any) -> str:
 
 
 OPERATORS = {
-    "sampling": ("Repeat", "Generate", "Interact"),
+    "sampling": ("Repeat", "Generate", "Interact", "Sampled"),
     "log-probs": (
         *("OldLogProb", "RefLogProb", "Value", "LogitNorm", "Mismatch", "TeacherTopK", "TeacherHiddenStates"),
         "MismatchResponses",

@@ -313,6 +313,10 @@ Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of turns")]
 TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
 """The turn of a token in its episode, from 0; -1 if the policy did not sample it."""
 
+Asked = Annotated[Shaped[np.ndarray, "batch"], Column("asked", "episodes of other engines")]
+"""By the name of each other engine that an episode may ask, what that engine read and sampled: a dict of
+`flowrl.episodes.sequences.OtherSide`."""
+
 RowMask = Annotated[Bool[Tensor, "batch"], Column("row_mask", "row mask", pad=False)]
 """Whether a row passes a `Filter` or a `Collect`."""
 

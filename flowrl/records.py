@@ -160,7 +160,7 @@ class UnpairedBatch(NamedTuple):
 
 class EpisodeBatch(NamedTuple):
     """The transcripts of episodes: the columns of `RolloutBatch`, whose responses go from the first turn to the last,
-    including the replies of the environment (off `response_mask`); and the rewards."""
+    including the replies of the environment (off `response_mask`); the rewards; and what other engines were asked."""
 
     prompts: c.Prompts
     responses: c.Responses
@@ -178,6 +178,7 @@ class EpisodeBatch(NamedTuple):
     turn_ids: c.TurnIds
     conversation: c.Conversation
     episode: c.Episode
+    asked: c.Asked
 
 
 class Tokens(Protocol):

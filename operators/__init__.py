@@ -15,8 +15,9 @@ from flowrl.operators.advantages.token_baseline import OptimalTokenBaseline
 from flowrl.operators.advantages.turns import TurnGAE, TurnGroupAdvantage
 from flowrl.operators.corrections import CorrectLogitNorms, Mismatch, RolloutCorrection
 from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherHiddenStates, TeacherTopK
-from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
+from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Sampler, Value
 from flowrl.operators.engines.interact import Interact
+from flowrl.operators.engines.sampled import Sampled
 from flowrl.operators.explains import Explains, exact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.losses.objective import KLLoss
@@ -107,6 +108,8 @@ __all__ = [
     "Reward",
     "RolloutCorrection",
     "RowScore",
+    "Sampled",
+    "Sampler",
     "SimPO",
     "Spread",
     "SubtractBaseline",

@@ -47,7 +47,7 @@ from flowrl.run.engine.runner import Lengths, Task, TaskResult, load_of, pairs
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
-from flowrl.run.placement.place import ProcessSpec, lay_out
+from flowrl.run.placement.place import ProcessSpec, asked_by, lay_out
 from flowrl.run.placement.placement import refuse_unplaceable, rows_of_ranks, slots_of, uid_field
 from flowrl.sync.group import Interrupted
 
@@ -156,8 +156,9 @@ class RayRunner:
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
         keep_awake = delivery.stay_awake if delivery else []
-        self.hosts.take_turns([host for host in hosts if host is not None], str(task), keep_awake)
-        running = Running(task, {}, {}, time.monotonic(), delivery)
+        asked = asked_by(task.node, self.hosts.processes)
+        self.hosts.take_turns([host for host in (*hosts, *asked) if host is not None], str(task), keep_awake)
+        running = Running(task, {}, {}, time.monotonic(), delivery, asked)
         operator = task.node.operator
         data_ranks = 1 if hosts[0] is None else hosts[0].mesh.data_ranks
         dealt = self._rows(task, data_ranks)
@@ -179,6 +180,7 @@ class RayRunner:
                     now,
                     sources,
                     delivery.engine if delivery else "",
+                    self.hosts.addresses(task.node, 0 if host is None else host.rank) if asked else (),
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows
@@ -267,7 +269,8 @@ class RayRunner:
             report: Report | Sent | Failure = result_of(ref, host, str(running.task), self.hosts.place)
             if isinstance(report, Failure):
                 running, report = self._swap_under(running, report, host)
-                raise self._blame(*self._cause(report, running, host), str(running.task), running.hosts.values())
+                peers = [*running.hosts.values(), *running.asked]
+                raise self._blame(*self._cause(report, running, host), str(running.task), peers)
             running.reports[ref] = report
             self._enter(running, report, host, running.rows.get(ref))
             if len(running.reports) == len(running.hosts):

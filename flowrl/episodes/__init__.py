@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowrl.episodes.chat import Chat, EpisodeOver
+from flowrl.episodes.chat import Chat, EpisodeOver, current_chat
 from flowrl.episodes.environment import Answer, Environment, InvalidToolCall, Reply, Row, ToolCall
 from flowrl.episodes.tools import Tool, Toolbox
 from flowrl.lazy import lazy
@@ -31,6 +31,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Toolbox",
+    "current_chat",
     "play_as_trl",
 ]
 

@@ -1,17 +1,15 @@
-"""`Chat`, an episode's side of the conversation, and `RequestBroker`, which batches the requests of all episodes."""
+"""`Chat`: an agent's conversation with an engine in an episode."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from flowrl.data.keys import Key
-from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, SampledSpan, Transcript
-from flowrl.data.waits import WaitRecorder
 from flowrl.episodes.environment import (
     MAX_EXTRA,
     Answer,
@@ -23,10 +21,11 @@ from flowrl.episodes.environment import (
     text_size,
 )
 from flowrl.episodes.parsers.call_format import Tools
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from flowrl.episodes.tools import Toolbox, result_text, template_arguments
-from flowrl.errors import DataError, EpisodeError
-from flowrl.protocols.partial_responses import PartialResponses
-from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
+from flowrl.errors import EpisodeError, offer
+from flowrl.protocols.protocols import Request, Response
 
 Limit = Literal["turns", "context", "segments"]
 """The limits that end an episode."""
@@ -65,80 +64,13 @@ class Limits:
     segments: int | None = None
 
 
-class RequestBroker:
-    """Submits the requests of all episodes, coroutines of one event loop, to an engine that computes in that thread.
-
-    Between two steps of the engine, every coroutine that can continue takes its response, and its next request is part
-    of the engine's next step.
-    """
-
-    def __init__(self, engine: StreamingRollout, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
-        self.tokenizer, self.sampling, self.key = tokenizer, sampling, key
-        self.environments = WaitRecorder("some wait for their environments")
-        self.idle = WaitRecorder("all wait for their environments")
-        """When the engine had nothing to compute."""
-        self._engine = engine
-        self._new: list[Request] = []
-        self._pending: dict[str, asyncio.Future[Response]] = {}
-        self._more = asyncio.Event()
-
-    async def ask(self, request: Request) -> Response:
-        """The response to a request."""
-        response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._pending[request.name] = response
-        self._new.append(request)
-        self._more.set()
-        return await response
-
-    def enter(self) -> None:
-        """Count an episode that starts, with its environment."""
-        self.environments.begin()
-
-    def leave(self, name: str) -> None:
-        """Remove an episode that is over: drop its requests."""
-        self.environments.end()
-        self.drop(name)
-
-    def drop(self, name: str) -> None:
-        """Drop a request, and what the engine retains for it."""
-        self._pending.pop(name, None)
-        self._new = [request for request in self._new if request.name != name]
-        self._engine.drop(name)
-
-    def sampled_so_far(self, name: str, start: int) -> list[int] | None:
-        """The tokens of a request in flight from this number on; None if the engine gives only whole responses."""
-        return self._engine.sampled_so_far(name, start) if isinstance(self._engine, PartialResponses) else None
-
-    async def serve(self) -> None:
-        """Compute all requests, until canceled; raises what the engine raises."""
-        while True:
-            if not self._pending:
-                self._more.clear()
-                self.idle.begin()
-                try:
-                    await self._more.wait()
-                finally:  # the wait for an environment's last reply counts too, though no request follows
-                    self.idle.end()
-            new, self._new = self._new, []
-            for request in new:
-                try:
-                    self._engine.submit(request)
-                except DataError as error:  # of the episode, whose context the model cannot process
-                    if not (asked := self._pending.pop(request.name)).done():
-                        asked.set_exception(error)
-            for name in self._engine.step():
-                response, asked = self._engine.take(name), self._pending.pop(name)
-                if not asked.cancelled():  # by an episode that has ended meanwhile
-                    asked.set_result(response)
-            await asyncio.sleep(0)
-
-
 class Chat:
     """An agent's conversation with the policy: ``answer = await chat.answer()``, then ``await chat.answer("Sure?")``.
 
     Args:
         check: how to compare the chat template with the tokens of the episode; see `Transcript`.
         clock: ends the episode; every answer moves its deadline.
+        others: of the further engines that the episode may ask, by name.
     """
 
     def __init__(
@@ -148,13 +80,18 @@ class Chat:
         limits: Limits,
         check: Check,
         toolbox: Toolbox | None,
-        clock: asyncio.Timeout,
+        clock: EpisodeClock,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        others: Mapping[str, RequestBroker] = MappingProxyType({}),
     ) -> None:
         self.broker, self._row, self.limits, self.check = broker, row, limits, check
         self._toolbox, self._clock, self.template_kwargs = toolbox, clock, template_kwargs
-        self._requests = 0  # in flight
-        broker.enter()
+        self._turn = asyncio.Lock()
+        branching = replace(limits, rewrites="segment", segments=None)
+        self.others = {name: Chat(other, row, branching, check, None, clock) for name, other in others.items()}
+        """The conversations with the further engines of the episode, by name; see `ask`."""
+        self.exhausted: str | None = None
+        """The name of the one whose limits ended the episode."""
         self.segments: list[Transcript] = []
         """The sequences that the policy read, in the order of their answers; a single one if the context only grew."""
         self._rewritten: Sequence[Message] | None = None
@@ -242,8 +179,50 @@ class Chat:
         except EpisodeOver:
             await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
             raise
-        response = await self.sample(self._row.row_id, transcript.ids, turn)
+        response = await self.sample(self.broker.request_name(self._row.row_id), transcript.ids, turn)
         return self.record(transcript, response)
+
+    async def ask(self, name: str, messages: Sequence[Message] | str) -> Answer:
+        """The answer of another engine of the episode, such as a simulated user: ``await chat.ask("user", messages)``.
+
+        The engine reads these messages and nothing else of the episode. Where they repeat an earlier conversation with
+        it up to one of its answers, the recorded tokens continue. It samples with random numbers of its own, which
+        depend on the row, its name and the number of its answer. Questions to one engine are answered one after
+        another, in the order of the calls.
+
+        Args:
+            name: a key of ``Interact(others=...)``.
+            messages: the whole conversation, up to the message that it answers. A string is a user message.
+
+        Raises:
+            EpisodeOver: its turns are used up, or its context has no room.
+            EpisodeError: there is no engine of that name, or no message to answer.
+            DataError: its chat template does not support the messages.
+        """
+        if name not in self.others:
+            raise EpisodeError(
+                f"The episode asks {name!r}, which it has not; {offer(name, self.others, 'it has')} Pass "
+                f"Interact(others={{{name!r}: Role({name!r})}}), and bind the role.",
+                code="episode.unknown-engine",
+                name=name,
+                known=sorted(self.others),
+            )
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+        if not conversation or _is_answer(conversation[-1]):
+            raise EpisodeError(
+                f"The episode asks {name!r} to answer {'its own answer' if conversation else 'no messages'}. Pass the "
+                f"conversation up to a message of another role, such as user.",
+                code="episode.no-question",
+                name=name,
+            )
+        other = self.others[name]
+        async with other._turn:
+            other.rewrite(conversation)
+            try:
+                return await other.answer()
+            except EpisodeOver:
+                self.exhausted = name
+                raise
 
     async def sample(
         self, name: str, ids: Sequence[int], turn: int, most: int | None = None, stop: tuple[str, ...] = ()
@@ -258,20 +237,10 @@ class Chat:
         room = min(self.limits.context - len(ids), sampling.max_new_tokens if most is None else most)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), stop=(*sampling.stop, *stop))
         row_id = self._row.row_id
-        request = Request(name, list(ids), sampling, broker.key.response(row_id, turn), True, cache_key=row_id)
-        if not self._requests:
-            self._clock.reschedule(None)  # the policy has no time limit
-            broker.environments.end()
-        self._requests += 1
-        try:
-            response = await broker.ask(request)
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                broker.environments.begin()
-        if not self._requests:
-            self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
-        return response
+        key, caches = broker.key.response(row_id, turn), broker.request_name(row_id)
+        request = Request(name, list(ids), sampling, key, True, cache_key=caches)
+        with self._clock.paused():  # an engine has no time limit
+            return await broker.ask(request)
 
     def record(self, transcript: Transcript, response: Response) -> Answer:
         """Append what the policy sampled to a segment, the last one."""
@@ -281,10 +250,10 @@ class Chat:
         self.cuts.append(response.ended == "length")
         return Answer(answered.text, response.ids, len(self.rewards) - 1, response.ended == "length")
 
-    def stop_clock(self) -> None:
-        """Stop this episode's clock, unless its time is over."""
-        if not self._clock.expired():
-            self._clock.reschedule(None)
+    def close(self) -> None:
+        """Drop the requests of an episode that is over, and what the engines retain for it."""
+        for chat in (self, *self.others.values()):
+            chat.broker.drop(chat.broker.request_name(self._row.row_id))
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last answer.
@@ -445,6 +414,29 @@ class Chat:
             )
         if self.limits.segments is not None and number >= self.limits.segments:
             raise EpisodeOver("segments")
+
+
+_current: ContextVar[Chat] = ContextVar("flowrl_chat")
+
+
+def current_chat() -> Chat:
+    """The `Chat` of the episode that calls this, in a coroutine of an environment, a tool or an agent.
+
+    Raises:
+        EpisodeError: no episode calls this, but a thread, another process, or code outside of an episode.
+    """
+    if (chat := _current.get(None)) is None:
+        raise EpisodeError(
+            "current_chat() was called outside of an episode, or in a thread or process of its own. Call it in a "
+            "coroutine: define the method or tool with `async def`, without Interact(processes=True).",
+            code="episode.no-chat",
+        )
+    return chat
+
+
+def set_current_chat(chat: Chat) -> None:
+    """Make this the `current_chat` of the task of its episode."""
+    _current.set(chat)
 
 
 def _is_answer(message: object) -> bool:

@@ -11,9 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
 from flowrl.episodes.calls import EndedCallError, call_user_code, describe_error, protected_loop
-from flowrl.episodes.chat import Chat, EpisodeOver, Limits, RequestBroker
+from flowrl.episodes.chat import Chat, EpisodeOver, Limits, set_current_chat
 from flowrl.episodes.environment import Environment, Row, check_reply
 from flowrl.episodes.processes import ProcessEnvironment
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.workers.fork_server import ForkServer
@@ -49,6 +51,7 @@ class EpisodeSetup:
         tries: how often to start an episode whose environment fails.
         concurrency: maximum number of episodes in flight; None is all.
         server: forks the processes of environments; None runs them in this process.
+        others: of the further engines that episodes may ask, by name.
     """
 
     environment: EnvironmentOrAgent | None
@@ -59,6 +62,7 @@ class EpisodeSetup:
     concurrency: int | None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     server: ForkServer | None = None
+    others: Mapping[str, RequestBroker] = field(default_factory=dict)
 
 
 def play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
@@ -75,20 +79,26 @@ async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup)
         async with semaphore:
             return await _tried(broker, row, setup)
 
-    server = asyncio.create_task(broker.serve())
+    loops = {id(one.loop): one.loop for one in (broker, *setup.others.values())}
+    servers = [asyncio.create_task(loop.serve()) for loop in loops.values()]
     episodes = [asyncio.create_task(limited(row)) for row in rows]
     played = asyncio.gather(*episodes)
-    server.add_done_callback(lambda _: played.cancel())  # the server ends only if the engine raises
+    for server in servers:
+        server.add_done_callback(lambda _: played.cancel())  # a server ends only if its engine raises
     try:
         with protected_loop():
             return await played
     except asyncio.CancelledError:
-        if server.done():
-            await server
+        for server in servers:
+            if server.done():
+                await server
         raise
     finally:
-        server.cancel()
-        await asyncio.gather(server, *episodes, return_exceptions=True)
+        for server in servers:
+            server.cancel()
+        await asyncio.gather(*servers, *episodes, return_exceptions=True)
+        for loop in loops.values():
+            await loop.close()
 
 
 async def _tried(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> EpisodeResult:
@@ -103,11 +113,12 @@ async def _tried(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> Episod
 async def _once(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> EpisodeResult:
     fault: EpisodeError | None = None
     ended: Ended = "failed"
-    clock = asyncio.timeout(setup.limits.seconds)
-    chat = Chat(broker, row, setup.limits, setup.check, setup.toolbox, clock, setup.template_kwargs)
+    clock = EpisodeClock(setup.limits.seconds, broker.environments)
+    chat = Chat(broker, row, setup.limits, setup.check, setup.toolbox, clock, setup.template_kwargs, setup.others)
+    set_current_chat(chat)
     try:
         async with clock:
-            ended = await _episode(chat, row, setup)
+            ended = await _episode(chat, row, setup, clock)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():  # by `_play`, since the batch ends
@@ -117,11 +128,11 @@ async def _once(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> Episode
         fault = _fault(row, chat, _late(setup.limits.seconds) if clock.expired() else error)
         fault.__cause__ = error
     finally:
-        broker.leave(row.row_id)
+        chat.close()
     return EpisodeResult(chat, "failed" if fault else ended, row.attempt + 1, fault)
 
 
-async def _episode(chat: Chat, row: Row, setup: EpisodeSetup) -> Ended:
+async def _episode(chat: Chat, row: Row, setup: EpisodeSetup, clock: EpisodeClock) -> Ended:
     source = setup.environment
     if isinstance(source, type):
         make = source if setup.server is None else partial(ProcessEnvironment, setup.server, source)
@@ -130,11 +141,11 @@ async def _episode(chat: Chat, row: Row, setup: EpisodeSetup) -> Ended:
             ended = await _until_over(_by_environment(chat, row, environment))
         except BaseException as error:
             try:
-                await _closed(chat, environment)
+                await _closed(environment, setup.limits.seconds, clock)
             except Exception as another:  # the first error is the one to fix
                 error.add_note(f"and close() failed then: {describe_error(another)}")
             raise
-        await _closed(chat, environment)
+        await _closed(environment, setup.limits.seconds, clock)
         return ended
     return await _until_over(chat.answer_by_tools() if source is None else _by_agent(chat, row, source))
 
@@ -163,10 +174,10 @@ async def _by_environment(chat: Chat, row: Row, environment: Environment) -> Non
             chat.reward(reply.reward)
 
 
-async def _closed(chat: Chat, environment: Environment) -> None:
+async def _closed(environment: Environment, seconds: float, clock: EpisodeClock) -> None:
     """Close an environment, within the time limit of a reply."""
-    chat.stop_clock()
-    async with asyncio.timeout(chat.limits.seconds):
+    clock.stop()
+    async with asyncio.timeout(seconds):
         await _of(environment.close)
 
 

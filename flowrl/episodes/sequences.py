@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from flowrl.data.text.transcript import Message, SampledSpan, Transcript
 from flowrl.episodes.environment import Row
 from flowrl.episodes.play import EpisodeResult
-from flowrl.episodes.summary import said
+from flowrl.episodes.summary import said, summarize
 from flowrl.errors import DataError
 
 
@@ -40,14 +40,14 @@ class RowRecord(NamedTuple):
     def of(cls, row: Row, result: EpisodeResult, filler: int) -> Self:
         """The row of an episode; `filler` is the prompt of one that has none."""
         chat = result.chat
-        if result.ended == "context" and not chat.answers:
+        if result.ended == "context" and not chat.answers and chat.exhausted is None:
             _refuse_long_prompt(row, chat.transcript, chat.limits.context)
         if not chat.segments:
-            return cls([filler])
+            return cls([filler], rewards={})
         first = chat.segments[0]
         prompt = first.ids[: first.prompt_length]
         if not chat.answers or result.fault is not None:
-            return cls(prompt)
+            return cls(prompt, rewards={})
         ids, starts, spans = list[int](), list[int](), list[tuple[int, SampledSpan]]()
         for segment in (one for one in chat.segments if one.own):
             skipped = first.prompt_length if segment is first else 0
@@ -64,6 +64,31 @@ class RowRecord(NamedTuple):
         versions = list(itertools.chain.from_iterable(chat.versions))
         rewards = dict(zip(ends, chat.rewards, strict=True))
         return cls(prompt, ids, starts, sampled, log_probs, versions, rewards, spans[-1][1].text, said(chat)[0])
+
+
+class OtherSide(NamedTuple):
+    """An episode as one of its other engines saw it.
+
+    Args:
+        summary: see `flowrl.episodes.summary`.
+        temperature: of its sampling.
+        version: of its weights, for an episode in which it sampled nothing.
+    """
+
+    record: RowRecord
+    summary: Mapping[str, Any]
+    temperature: float
+    version: int
+
+    @classmethod
+    def all(cls, row: Row, result: EpisodeResult, versions: Mapping[str, int]) -> dict[str, Self]:
+        """The sides of all other engines, by name, given the versions of their weights."""
+        found = {}
+        for name, chat in result.chat.others.items():
+            own = result._replace(chat=chat, ended="done" if result.fault is None else "failed")
+            record = RowRecord.of(row, own, chat.broker.tokenizer.eos_id)
+            found[name] = cls(record, summarize(own), chat.broker.sampling.temperature, versions[name])
+        return found
 
 
 def _refuse_long_prompt(row: Row, prompt: Transcript | None, context: int) -> None:

@@ -37,6 +37,7 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         Messages without that entry came from the data or the environment and are masked; of an episode that failed,
         everything is. Of an episode that a program played at an `Endpoint`, ``program`` has its exit ``status``, None
         if it was killed, and the ends of its ``stdout`` and ``stderr``.
+        With other engines, ``others`` has their summaries, by name.
     """
     chat = played.chat
     conversation, answers = said(chat)
@@ -52,6 +53,7 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         }
         if chat.limits.rewrites == "segment":
             messages[index]["sampled"]["segment"] = segments[turn]
+    others = {name: summarize(played._replace(chat=other)) for name, other in chat.others.items()}
     summary = {
         "ended": played.ended,
         "fault": None if played.fault is None else str(played.fault),
@@ -59,5 +61,6 @@ def summarize(played: EpisodeResult) -> dict[str, Any]:
         "tool_calls": chat.tool_calls,
         "tool_errors": chat.tool_errors,
         "messages": messages,
+        **({"others": others} if others else {}),
     }
     return summary if chat.program is None else {**summary, "program": chat.program}

@@ -1,8 +1,16 @@
-"""`RemoteWeights`: the weights of a trainer in another process, and what was sent of them."""
+"""Handles of engines in other processes: `RemoteWeights` of a trainer, `RemoteRollout` of an engine that is asked."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from flowrl.errors import DataError
+from flowrl.protocols.protocols import Request, Response, StreamingRollout
+from flowrl.records import Receipt
+
+if TYPE_CHECKING:
+    from flowrl.data.text.tokenizer import ChatTokenizer
 
 
 class SentChanges(NamedTuple):
@@ -26,3 +34,38 @@ class RemoteWeights(Protocol):
     def changes(self) -> SentChanges | None:
         """What was sent, once all weights arrived; None if the sync sends all weights every time."""
         ...
+
+
+@runtime_checkable
+class RemoteRollout(Protocol):
+    """A handle of a `StreamingRollout` in another process, which computes there."""
+
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+
+    @property
+    def receipt(self) -> Receipt | None: ...
+
+    async def exchange(
+        self, requests: Sequence[Request], dropped: Sequence[str]
+    ) -> Sequence[tuple[str, Response | DataError]]:
+        """Drop the requests of these names, submit others, and compute until some response ends, or for some steps.
+
+        Returns:
+            the responses that ended, by the names of their requests, and why the engine refuses others.
+
+        Raises:
+            EngineError: the engine or its process failed.
+        """
+        ...
+
+
+def submit(engine: StreamingRollout, requests: Sequence[Request]) -> list[tuple[str, DataError]]:
+    """Submit requests to an engine; those that it refuses, by name."""
+    refused = []
+    for request in requests:
+        try:
+            engine.submit(request)
+        except DataError as error:
+            refused.append((request.name, error))
+    return refused

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, line, origin
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
 from flowrl.rules.environment_source import EnvironmentSource
-from flowrl.rules.rule import Findings, rule, writers
+from flowrl.rules.rule import Findings, episodes_of, rule, writers
 from flowrl.spec import parameters
 
 _BY_TOOLS = frozenset({"answer_by_tools", "calls", "tool"})
@@ -144,10 +145,10 @@ def _placed_on_the_mask(graph: Graph, prompts: int | None) -> Findings:
     "huggingface/alignment-handbook#204",
 )
 def _segments_are_apart(graph: Graph, prompts: int | None) -> Findings:
-    for one in _episodes(graph):
-        if one.given.get("rewrites") != "segment":
-            continue
-        ids, places = (Edge(one.node.name, name) for name in ("input_ids", "position_ids"))
+    asked = [node.name for node in graph.nodes.values() if Effect.ASKED in node.effects]
+    segmented = [one.node.name for one in _episodes(graph) if one.given.get("rewrites") == "segment"]
+    for name in (*segmented, *asked):
+        ids, places = (Edge(name, column) for column in ("input_ids", "position_ids"))
         for node in graph.nodes.values():
             read = {origin(graph, edge) for edge in node.inputs.values()}
             if ids not in read or isinstance(node.initial_operator, Gate):
@@ -155,13 +156,42 @@ def _segments_are_apart(graph: Graph, prompts: int | None) -> Findings:
             bound = [(role, graph.bindings[role]) for role in (*node.reads, *node.writes) if role in graph.bindings]
             joined = [f"{role!r} is bound to {type(backend).__name__}" for role, backend in bound if _joins(backend)]
             if joined or places not in read:
+                keep = f"Keep each episode in one: edit(set={{'{name}.rewrites': 'refuse'}}), or separate"
                 yield (
                     node.name,
-                    f"The episodes of {one.node.name} have segments, but it reads a row as a single sequence"
-                    f"{': ' if joined else ''}{', '.join(joined)}. Keep each episode in one: "
-                    f"edit(set={{'{one.node.name}.rewrites': 'refuse'}}), or separate the tokens of a row where its "
-                    f"position_ids are 0 (a backend then declares reads_segments).",
+                    f"The episodes of {name} have segments, but it reads a row as a single sequence"
+                    f"{': ' if joined else ''}{', '.join(joined)}. {'Separate' if name in asked else keep} the tokens "
+                    f"of a row where its position_ids are 0 (a backend then declares reads_segments).",
                 )
+
+
+@rule(
+    "FR047",
+    "The rows of another engine of episodes must be of the role that they ask by that name.",
+    "NVIDIA-NeMo/Gym#3083",
+    everywhere=True,
+)
+def _asked_by_its_name(graph: Graph, prompts: int | None) -> Findings:
+    for node in graph.nodes.values():
+        if Effect.ASKED not in node.effects:
+            continue
+        episodes, given = episodes_of(graph, node), parameters(node.initial_operator)
+        [role], name = node.reads, given["other"]
+        asked = {use.field.rpartition(".")[2]: use.role for use in episodes.uses if use.asked}
+        fitting = next((known for known, other in asked.items() if other == role), None)
+        if asked.get(name) == role:
+            continue
+        fix = f"Name it: edit(set={{'{node.name}.other': {fitting!r}}})"
+        if fitting is None and name in asked:
+            fix = f"Use the role: edit(set={{'{node.name}.role': Role({asked[name]!r})}})"
+        elif fitting is None:
+            others = ", ".join(f"{known!r}: Role({other!r})" for known, other in {**asked, name: role}.items())
+            fix = f"Let the episodes ask it: edit(set={{'{episodes.name}.others': {{{others}}}}})"
+        yield (
+            node.name,
+            f"It makes rows of the engine {name!r} of the role {role!r}, but {episodes.name} asks "
+            f"{', '.join(f'{other!r} as {known!r}' for known, other in asked.items()) or 'no other engine'}. {fix}.",
+        )
 
 
 def _joins(backend: Any) -> bool:

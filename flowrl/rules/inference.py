@@ -15,10 +15,9 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, origin
 from flowrl.core.operators.effects import Effect, HasEffects
 from flowrl.core.operators.loss import Loss
-from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.core.operators.symbols import Edge
 from flowrl.rules.deviation import divides_by_deviation
-from flowrl.rules.rule import PENALTIES
+from flowrl.rules.rule import PENALTIES, sampling_of
 from flowrl.spec import parameters
 
 OF_REFERENCE = "log-prob of the reference"
@@ -29,6 +28,8 @@ OF_OLD = "log-prob of the old policy"
 def effects(graph: Graph, node: Node) -> frozenset[str]:
     """What a node does: the effects that it and its losses declare, else those that its columns show."""
     found = {*node.effects}
+    if Effect.ASKED in found:
+        found |= _of_sampling(graph, node)
     if not _declares(node.operator):
         found |= _inferred(graph, node)
     for loss in (value for value in parameters(node.initial_operator).values() if isinstance(value, Loss)):
@@ -65,7 +66,7 @@ def references(graph: Graph, node: Node) -> frozenset[str]:
 def _inferred(graph: Graph, node: Node) -> set[str]:
     """The effects of an operator that declares none."""
     if generates(node):
-        return _of_sampling(node)
+        return _of_sampling(graph, node)
     written = {getattr(type, "kind", "") for type in node.signature.outputs.values()}
     read = sources(graph, list(node.inputs.values()))
     kinds = {_kind(graph, edge) for edge in read}
@@ -81,11 +82,10 @@ def _inferred(graph: Graph, node: Node) -> set[str]:
     return found
 
 
-def _of_sampling(node: Node) -> set[str]:
+def _of_sampling(graph: Graph, node: Node) -> set[str]:
     """The effects of the sampling parameters, by their names, of an operator that generates."""
     found: set[str] = set()
-    for now in sample_steps(node.operator):
-        given = parameters(now)
+    for given in sampling_of(graph, node)[1]:
         if given.get("temperature") == 0 or given.get("top_k") == 1 or given.get("min_p") == 1:
             found.add(Effect.GREEDY)
         if (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0:

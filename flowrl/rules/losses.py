@@ -12,14 +12,25 @@ from flowrl.core.graphs.lineage import (
     rearranges_rows,
     rows_of_step,
     rows_per_prompt,
+    samplers,
     trained_on,
 )
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
-from flowrl.protocols.protocols import Synced, Trainer
+from flowrl.protocols.protocols import Trainer
 from flowrl.rules.inference import effects
-from flowrl.rules.rule import Findings, kinds_of_loss, losses_of, of_kind, read_through, repeated, rule, writers, writes
+from flowrl.rules.rule import (
+    Findings,
+    kinds_of_loss,
+    losses_of,
+    of_kind,
+    repeated,
+    rule,
+    sampling_of,
+    writers,
+    writes,
+)
 from flowrl.spec import parameters
 
 
@@ -146,13 +157,14 @@ def _no_ratio_of_cold_responses(graph: Graph, prompts: int | None) -> Findings:
         if not any(kind.startswith("log-prob") for kind in kinds_of_loss(loss)):
             continue
         for n in makers(graph, node.name):
-            lowest = min(float(parameters(now).get("temperature", 1.0)) for now in sample_steps(n.operator))
+            path, given = sampling_of(graph, n)
+            lowest = min(float(now.get("temperature", 1.0)) for now in given)
             if 0 < lowest < COLD:
                 yield (
                     n.name,
                     f"It samples at temperature {lowest:g}, but {node.name} trains on the ratio of log-probs, which "
                     f"a change of a logit by 0.01 multiplies by exp({0.01 / lowest:.3g}). Pass a temperature of at "
-                    f"least {COLD}: edit(set={{'{n.name}.temperature': 1.0}}).",
+                    f"least {COLD}: edit(set={{'{path}.temperature': 1.0}}).",
                 )
 
 
@@ -193,7 +205,7 @@ def _whole_groups(graph: Graph, prompts: int | None) -> Findings:
 def _imitates_selected(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
-        engines = read_through(trained_on(graph, node.name), Synced)
+        engines = {use.role for use in samplers(graph, node.name)}
         own = any(engines & set(n.writes) and roles & set(n.reads) for n in graph.nodes.values() if n.is_sync)
         chosen = any(_selects(graph, n) for n in own_lineage(graph, node.name))
         if own and not chosen and kinds_of_loss(loss) <= {"mask"}:

@@ -68,11 +68,12 @@ def _responses_differ(graph: Graph, prompts: int | None) -> Findings:
         if Effect.SEVERAL_RESPONSES in effects(graph, node):
             for name in sorted(response_makers(graph, node.name)):
                 if Effect.GREEDY in effects(graph, graph[name]):
+                    free = sampling(graph, graph[name])
                     yield (
                         node.name,
                         f"It compares several responses to a prompt, but {name} samples greedily, so they are "
                         f"identical. Pass a temperature above 0 and more than the likeliest token: "
-                        f"edit(set={sampling(graph[name])}), or in a validation changes={sampling(graph[name])}.",
+                        f"edit(set={free}), or in a validation changes={free}.",
                     )
 
 

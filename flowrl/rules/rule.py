@@ -6,11 +6,14 @@ import bisect
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from flowrl.core.graphs.gate import ROWS
 from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.graphs.lineage import origin, own_lineage
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
+from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import DefinitionError
@@ -130,24 +133,40 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 """The parameters of operators that penalize tokens of the context, with values that do not."""
 
 
-def sampling(node: Node) -> dict[str, float]:
+def episodes_of(graph: Graph, node: Node) -> Node:
+    """The node that plays the episodes whose other side a node with `Effect.ASKED` writes."""
+    return graph[next(origin(graph, edge).node for field, edge in node.inputs.items() if field.name == "asked")]
+
+
+def sampling_of(graph: Graph, node: Node) -> tuple[str, list[dict[str, Any]]]:
+    """The path of the parameters by which a node's tokens are sampled, and their values in each sample step."""
+    if Effect.ASKED not in node.effects:
+        return node.name, [parameters(now) for now in sample_steps(node.operator)]
+    episodes, other = episodes_of(graph, node), parameters(node.initial_operator)["other"]
+    given = [parameters(now).get("others_sampling", {}) for now in sample_steps(episodes.operator)]
+    if any(other not in by_name for by_name in given):
+        return sampling_of(graph, episodes)
+    return f"{episodes.name}.others_sampling.{other}", [parameters(by_name[other]) for by_name in given]
+
+
+def sampling(graph: Graph, node: Node) -> dict[str, float]:
     """The parameters that make a node sample greedily, as ``"node.parameter"``, with values that do not."""
-    given, free = parameters(node.initial_operator), {"temperature": 1.0, "top_k": 0, "min_p": 0.0}
+    (path, [given, *_]), free = sampling_of(graph, node), {"temperature": 1.0, "top_k": 0, "min_p": 0.0}
     greedy = {
         "temperature": given.get("temperature") != 1.0,
         "top_k": given.get("top_k") == 1,
         "min_p": given.get("min_p") == 1,
     }
-    every = {f"{node.name}.{name}": value for name, value in free.items() if greedy[name]}
-    return every or {f"{node.name}.temperature": 1.0}
+    every = {f"{path}.{name}": value for name, value in free.items() if greedy[name]}
+    return every or {f"{path}.temperature": 1.0}
 
 
-def whole_distribution(node: Node) -> dict[str, float]:
+def whole_distribution(graph: Graph, node: Node) -> dict[str, float]:
     """The parameters that make a node sample from another distribution than the policy's, as ``"node.parameter"``, with
     values that do not."""
-    given, free = parameters(node.initial_operator), TRUNCATIONS | PENALTIES
-    found = {f"{node.name}.{name}": value for name, value in free.items() if given.get(name, value) != value}
-    return found or {f"{node.name}.{name}": value for name, value in TRUNCATIONS.items()}
+    (path, [given, *_]), free = sampling_of(graph, node), TRUNCATIONS | PENALTIES
+    found = {f"{path}.{name}": value for name, value in free.items() if given.get(name, value) != value}
+    return found or {f"{path}.{name}": value for name, value in TRUNCATIONS.items()}
 
 
 def set_role(use: Use, role: str) -> str:

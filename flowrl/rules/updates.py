@@ -86,7 +86,7 @@ def _samples(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     n.name,
                     f"It samples greedily, but {node.name} trains on its responses. Pass a temperature above 0 and "
-                    f"more than the likeliest token: edit(set={sampling(n)}).",
+                    f"more than the likeliest token: edit(set={sampling(graph, n)}).",
                 )
 
 
@@ -145,8 +145,8 @@ def _full_distribution(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     n.name,
                     f"It samples from a {how}, but {by[0]} compares its log-probs with the trainer's, which are those "
-                    f"of the policy. Sample from the full distribution: edit(set={whole_distribution(n)}), or remove "
-                    f"the ratio.",
+                    f"of the policy. Sample from the full distribution: edit(set={whole_distribution(graph, n)}), "
+                    f"or remove the ratio.",
                 )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 from flowrl.core.graphs.gate import Gate
-from flowrl.core.graphs.graph import Graph, Node, Use
-from flowrl.core.graphs.lineage import line, own_lineage, trained_on
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.lineage import line, own_lineage, samplers
 from flowrl.core.graphs.plan import in_order, later_writers
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.when import When
-from flowrl.protocols.protocols import Critic, Synced, Trainer
+from flowrl.protocols.protocols import Critic, Trainer
 from flowrl.record_types import accepts
 from flowrl.rules.rule import (
     Findings,
@@ -34,7 +34,7 @@ from flowrl.spec import parameters
 def _synced(graph: Graph, prompts: int | None) -> Findings:
     for node, role in writers(graph, Trainer):
         updates = {node.name, *later_writers(graph, node.name, role)}
-        for engine in sorted(read_through(trained_on(graph, node.name), Synced)):
+        for engine in sorted({use.role for use in samplers(graph, node.name)}):
             syncs = [
                 sync.name
                 for sync in graph.nodes.values()
@@ -84,8 +84,8 @@ def _own_engine(graph: Graph, update: Node, role: str, engine: str) -> str:
     """How an update gets responses of the policy that it trains."""
     syncs = [node for node in graph.nodes.values() if node.is_sync]
     own = sorted({to for sync in syncs if role in sync.reads for to in sync.writes})
-    sampling = [use for use in _sampling(graph, update) if use.role == engine]
-    readers = {node.name for node, _ in writers(graph, Trainer) if {*sampling} & {*_sampling(graph, node)}}
+    sampling = [use for use in samplers(graph, update.name) if use.role == engine]
+    readers = {node.name for node, _ in writers(graph, Trainer) if {*sampling} & {*samplers(graph, node.name)}}
     theirs = [use for sync in syncs if engine in sync.writes for use in sync.uses if use.mode == "reads"]
     trained = {other for _, other in writers(graph, Trainer)}
     if own and readers == {update.name}:
@@ -103,11 +103,6 @@ def _own_engine(graph: Graph, update: Node, role: str, engine: str) -> str:
     name = "sync" if "sync" not in graph else f"sync_{engine}"
     inserted = f"edit(insert={{{name!r}: After('{update.name}', {sync})}})"
     return f"Insert a sync: {inserted}, or return {sync}({update.name}) too"
-
-
-def _sampling(graph: Graph, update: Node) -> list[Use]:
-    """The uses of engines that sample what an update trains on."""
-    return [use for node in trained_on(graph, update.name) for use in node.uses if use.goes_through(Synced)]
 
 
 @rule(

@@ -185,9 +185,9 @@ def report_contexts(engine: Rollout, metrics: Metrics) -> Iterator[None]:
         metrics.mean("throughput/cached_share", engine.cached_tokens - cached, tokens)
 
 
-def oldest_version(versions: Tensor, mask: Tensor, default: int) -> Tensor:
-    """The oldest version of each row's tokens, `default` for rows without one: int64 ``[batch response]`` to
-    ``[batch]``."""
+def oldest_version(versions: Tensor, mask: Tensor, default: int | Tensor) -> Tensor:
+    """The oldest version of each row's tokens, `default` (one, or int64 ``[batch]``) for rows without one: int64
+    ``[batch response]`` to ``[batch]``."""
     newest = torch.iinfo(versions.dtype).max
     oldest = versions.masked_fill(~mask, newest).amin(1) if mask.shape[1] else versions.new_full((len(mask),), newest)
     return oldest.where(mask.any(1), default)

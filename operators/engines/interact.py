@@ -19,22 +19,22 @@ from flowrl.core.operators.roles import Reads, Role, RoleRef
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.data.proto.column_math import objects
-from flowrl.data.segments import restart
-from flowrl.data.text.tokenizer import ChatTokenizer, assemble
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
+from flowrl.episodes.chat import Chat, Limits, Rewrites
 from flowrl.episodes.endpoint.endpoint import Endpoint
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.parsers import call_format
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.processes import call_tool, environment_server, reference_of
 from flowrl.episodes.rehearsal import rehearse
-from flowrl.episodes.sequences import RowRecord
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.sequences import OtherSide, RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
-from flowrl.errors import ParameterError
-from flowrl.operators.engines.engines import Sampler, oldest_version, report_contexts
+from flowrl.errors import ParameterError, offer
+from flowrl.operators.engines.engines import Sampler, report_contexts
+from flowrl.operators.engines.episode_rows import episode_batch, version_of
 from flowrl.protocols.protocols import Rollout, StreamingRollout
 from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
@@ -78,6 +78,7 @@ class Episodes(Spec):
     processes: bool = False
     rewrites: Rewrites = "refuse"
     max_segments: int | None = Field(default=None, ge=1)
+    others_sampling: Mapping[str, Sampler] = Field(default_factory=dict)
 
 
 class Interact(Sampler, Episodes, Operator):
@@ -113,16 +114,21 @@ class Interact(Sampler, Episodes, Operator):
             earlier turns or the agent calls ``chat.rewrite()``: ``"refuse"`` is an error; ``"segment"`` begins a new
             segment, see `flowrl.data.segments`. An episode remains one row.
         max_segments: maximum number of segments in an episode, which then ends; None is no limit.
+        others_sampling: how other engines sample, by name, such as ``{"judge": Sampler(temperature=0.0)}``; the default
+            is as the policy does.
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos, min_p, repetition_penalty,
             presence_penalty, frequency_penalty: for each response; see `Sampler`. A repetition penalty counts the
             conversation so far as the prompt.
         rollout: the engine.
+        others: further engines, which an agent, environment or tool may ask: ``await chat.ask("user", messages)`` with
+            ``{"user": Role("user")}``; see `Chat.ask` and `current_chat`. `max_turns` and `context` also limit each of
+            them. `Sampled` makes rows of what they sampled.
 
     Returns:
         The columns of `Generate`, with the last response as `response_text`; `token_level_scores`, with the reward of
         each turn on its last token; `turns`, the number of responses (int64 ``[batch]``); `turn_ids`, the turn of each
         token (int64 ``[batch response]``, -1 off the mask); `conversation`, the messages; `episode`, a summary (see
-        `flowrl.episodes.summary`).
+        `flowrl.episodes.summary`); `asked`, for `Sampled`.
 
     Raises:
         EpisodeError: the environment fails, and `failed` is ``"error"``.
@@ -133,6 +139,7 @@ class Interact(Sampler, Episodes, Operator):
     references: ClassVar[frozenset[str]] = frozenset({"environment"})
     granularity: ClassVar[Granularity] = "row"
     rollout: Reads[InteractiveRollout] = Role("rollout")
+    others: Reads[Mapping[str, InteractiveRollout]] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.environment, str):
@@ -151,6 +158,14 @@ class Interact(Sampler, Episodes, Operator):
                 f"segment. Pass rewrites='segment', or leave max_segments out.",
                 code="episode.single-segment",
                 given=self.max_segments,
+            )
+        if unknown := [name for name in self.others_sampling if name not in self.others]:
+            raise ParameterError(
+                f"others_sampling has {unknown[0]!r}, which is no other engine of the episodes; "
+                f"{offer(unknown[0], self.others, 'others has')}",
+                code="episode.unknown-engine",
+                name=unknown[0],
+                known=sorted(self.others),
             )
         if self.processes and not isinstance(self.environment, str) and not self._isolated(self.environment):
             raise ParameterError(
@@ -235,67 +250,51 @@ class Interact(Sampler, Episodes, Operator):
         toolbox = self._toolbox
         if server is not None and toolbox is not None:
             toolbox = Toolbox(self.tools, self.parser, partial(call_tool, server))
-        limits = Limits(self.max_turns, self.context, self.timeout, self.rewrites, self.max_segments)
+        broker, start = RequestBroker(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
         setup = EpisodeSetup(
             cast("EnvironmentOrAgent | None", environment),
-            limits,
+            Limits(self.max_turns, self.context, self.timeout, self.rewrites, self.max_segments),
             self.check,
             toolbox,
             self.tries,
             self.concurrency,
             self.chat_template_kwargs,
             server,
+            self._brokers(broker),
         )
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]
-        broker, start = RequestBroker(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
         with report_contexts(engine, metrics):
             results = play(broker, rows, setup)
         for result in results:
             if result.fault is not None and self.failed == "error":
                 raise result.fault
-        now.waits.extend([*broker.environments.recorded(), *broker.idle.recorded()])
-        report(results, broker.idle.seconds, time.perf_counter() - start, metrics)
+        now.waits.extend([*broker.environments.recorded(), *broker.loop.idle.recorded()])
+        report(results, broker.loop.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, results)
 
+    def _brokers(self, policy: RequestBroker) -> dict[str, RequestBroker]:
+        """How episodes ask the other engines; those with one engine share its loop."""
+        found, loops = {}, {id(self.rollout): policy.loop}
+        for name, engine in self.others.items():
+            sampling = self.others_sampling.get(name, self).sampling
+            key, loop = policy.key.derive("ask", name), loops.get(id(engine))
+            found[name] = RequestBroker(engine, engine.tokenizer, sampling, key, name, loop)
+            loops[id(engine)] = found[name].loop
+        return found
+
     def _columns(self, rows: Sequence[Row], results: Sequence[EpisodeResult]) -> EpisodeBatch:
-        tokenizer, receipt = self.rollout.tokenizer, self.rollout.receipt
+        receipt = self.rollout.receipt
         assert receipt is not None  # an engine without a receipt generates nothing
-        records = [RowRecord.of(row, result, tokenizer.eos_id) for row, result in zip(rows, results, strict=True)]
-        prompts, prompt_mask = tokenizer.pad_left([record.prompt for record in records])
-        width = max((len(record.ids) for record in records), default=0)
-        responses = torch.full((len(records), width), tokenizer.pad_id)
-        present = torch.zeros(len(records), width, dtype=torch.bool)
-        sampled, log_probs, scores = present.clone(), torch.zeros(len(records), width), torch.zeros(len(records), width)
-        versions = torch.full_like(responses, -1)
-        ends, starts = present.clone(), present.clone()  # the last token of each turn, the first of a further segment
-        for i, record in enumerate(records):
-            length = len(record.ids)
-            responses[i, :length], present[i, :length] = torch.tensor(record.ids, dtype=torch.int64), True
-            sampled[i, :length], log_probs[i, :length] = torch.tensor(record.sampled), torch.tensor(record.log_probs)
-            versions[i, :length][sampled[i, :length]] = torch.tensor(record.versions, dtype=torch.int64)
-            starts[i, list(record.starts)] = True
-            for position, reward in record.rewards.items():
-                scores[i, position], ends[i, position] = reward, True
-        input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, present)
-        position_ids = restart(position_ids, torch.cat([torch.zeros_like(prompt_mask), starts], 1))
-        return EpisodeBatch(
-            prompts=prompts,
-            responses=responses,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            response_mask=sampled,
-            rollout_log_probs=log_probs,
-            response_text=objects(record.text for record in records),
-            temperature=torch.full((len(records),), self.temperature),
-            policy_version=oldest_version(versions, sampled, receipt.version),
-            token_version=versions,
-            token_level_scores=scores,
-            turns=torch.tensor([len(record.rewards) for record in records], dtype=torch.int64),
-            turn_ids=torch.where(sampled, ends.cumsum(1) - ends.long(), -1),
-            conversation=objects(record.conversation for record in records),
-            episode=objects(map(summarize, results)),
+        versions = {name: version_of(engine, name) for name, engine in self.others.items()}
+        pairs = [*zip(rows, results, strict=True)]
+        return episode_batch(
+            [RowRecord.of(row, result, self.rollout.tokenizer.eos_id) for row, result in pairs],
+            [summarize(result) for result in results],
+            [OtherSide.all(row, result, versions) for row, result in pairs],
+            self.rollout.tokenizer,
+            torch.full((len(rows),), self.temperature),
+            torch.full((len(rows),), receipt.version),
         )
 
 
@@ -345,10 +344,22 @@ def report(results: Sequence[EpisodeResult], waited: float, seconds: float, metr
     metrics.sum("episodes/tool_errors", sum(one.chat.tool_errors for one in results))
     for name in sorted({name for one in results for name in one.chat.counts}):
         metrics.sum(f"episodes/{name}", sum(one.chat.counts.get(name, 0) for one in results))
+    _report_others([one.chat for one in complete], metrics)
     for limit in ("turns", "context", "segments") if segmented else ("turns", "context"):
         metrics.sum(f"episodes/out_of_{limit}", sum(one.ended == limit for one in results))
     metrics.mean("episodes/waiting", waited, seconds)
     metrics.max("timing/waiting", waited)
+
+
+def _report_others(chats: Sequence[Chat], metrics: Metrics) -> None:
+    """Report on what the other engines answered in these episodes."""
+    for other, asked in (pair for chat in chats for pair in chat.others.items()):
+        answers = len(asked.rewards)
+        metrics.mean(f"others/{other}/answers", answers)
+        metrics.mean(f"others/{other}/length", sum(len(answer.ids) for answer in asked.answers), answers)
+        metrics.mean(f"others/{other}/cut", sum(asked.cuts), answers)
+        if asked.rewarded:
+            metrics.mean(f"others/{other}/reward", sum(asked.rewards))
 
 
 def refuse_invalid_environment(environment: Any) -> None:

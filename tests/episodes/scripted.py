@@ -8,9 +8,10 @@ from typing import Any
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.chat import Limits, RequestBroker, Rewrites
+from flowrl.episodes.chat import Limits, Rewrites
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
+from flowrl.episodes.requests.broker import RequestBroker
 from flowrl.episodes.tools import Toolbox
 from flowrl.protocols.protocols import Request, Response, Sampling
 from flowrl.workers.fork_server import ForkServer

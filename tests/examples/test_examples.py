@@ -83,6 +83,27 @@ def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("environments")
+def test_a_proposer_and_a_solver_train_on_their_own_answers(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("propose.py", "propose_environment.py", tmp_path, "build_solver")
+    assert trained["others/solver/answers"] <= 1 and trained["sync_solver/sync/version"] == 1
+    assert trained["update_solver/actor/grad_norm"] > 0 < trained["update_actor/actor/grad_norm"]
+    assert 0 <= last["val/others/solver/reward"] <= 1 and last["val/episodes/failed"] == 0
+
+
+@pytest.mark.usefixtures("environments")
+def test_a_policy_trains_on_its_hints_and_on_its_guesses(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("hints.py", "hints_environment.py", tmp_path)
+    assert trained["others/guesser/reward"] == trained["reward/mean"] and trained["others/guesser/answers"] == 1
+    assert trained["sync/version"] == 2 and last["val/episodes/failed"] == 0  # two updates in a step
+
+
+@pytest.mark.usefixtures("environments")
+def test_only_sums_of_two_numbers_from_1_to_5_are_problems() -> None:
+    value_of = load_object(f"{EXAMPLES / 'propose_environment.py'}:value_of")
+    assert [value_of(text) for text in ("2+5", "5+5", "6+1", "2+", "12", "2+5+1")] == [7, 10, None, None, None, None]
+
+
+@pytest.mark.usefixtures("environments")
 def test_guess_takes_at_most_six_turns_with_a_reward_each(tmp_path: Path) -> None:
     _, trained, *_, last = learned("guess.py", "guess_environment.py", tmp_path)
     assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] == 6

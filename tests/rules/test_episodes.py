@@ -15,10 +15,12 @@ from flowrl import columns as c
 from flowrl.backends import TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Role
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Interact, ModelReward, OverlongPenalty
+from tests.operators.engines.two_policies import both
 from tests.rules.findings import edited_by, fixed, found, the_message
 from tests.support.kernel import exact
 
@@ -217,6 +219,43 @@ class TestSegmentsAreApart:  # FR046
 
         graph = episodes(Pays, rewrites="segment").edit(insert={"repeats": After("interact", Repeats())})
         assert [node for rule, node in found(graph) if rule == "FR046"] == ["repeats"]
+
+
+class TestOtherEngines:  # FR047
+    """The rows of a second policy; FR002 and FR007 hold for it as for the first."""
+
+    def test_rows_of_a_role_that_is_not_asked_by_that_name_are_found(self) -> None:
+        graph = both()
+        assert found(graph) == []
+        for wrong, count in (
+            ({"sampled.other": "usr"}, 1),
+            ({"sampled.role": Role("guest"), "sync_user.rollout": Role("guest")}, 1),
+            ({"interact.others": {}, "interact.others_sampling": {}}, 1),
+            ({"interact.others": {"guest": Role("user")}, "interact.others_sampling": {}}, 1),
+        ):
+            edited = graph.edit(set=wrong)
+            assert [node for rule, node in found(edited) if rule == "FR047"] == ["sampled"] * count
+            assert "FR047" not in {rule for rule, _ in found(edited_by(edited, the_message(edited, "FR047")))}
+
+    def test_an_asked_engine_needs_its_own_sync_and_not_that_of_the_policy(self) -> None:
+        graph = both().edit(drop=["sync_user"])
+        assert found(graph) == [("FR002", "update_user")]
+        fixed = edited_by(graph, the_message(graph, "FR002"))
+        assert found(fixed) == []
+
+    def test_greedy_answers_of_the_other_engine_are_found_where_they_are_sampled(self) -> None:
+        cold = both().edit(set={"interact.others_sampling.user.temperature": 0.0})
+        assert found(cold) == [("FR007", "sampled")]
+        assert "'interact.others_sampling.user.temperature': 1.0" in the_message(cold, "FR007")
+        assert found(edited_by(cold, the_message(cold, "FR007"))) == []
+        shared = both().edit(set={"interact.others_sampling": {}, "interact.temperature": 0.0})
+        assert found(shared) == [("FR007", "interact"), ("FR007", "sampled")]
+        frozen = both().edit(drop=["sync_user", "update_user"], set={"interact.others_sampling.user.temperature": 0.0})
+        assert found(frozen) == []
+
+    def test_a_trainer_that_joins_segments_is_found(self) -> None:
+        graph = both().edit(bind={"user_actor": OwnTrainer("model")})
+        assert ("FR046", "update_user") in found(graph) and ("FR046", "update_actor") not in found(graph)
 
 
 class TestEnvironmentsByReference:

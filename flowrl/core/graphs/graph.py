@@ -16,9 +16,8 @@ from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.inference import infer
 from flowrl.core.graphs.lag import ON_POLICY, Lag, SupportsLiveSync, lag_of
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
+from flowrl.core.operators.operator_validation import refuse_live_engines, refuse_misdeclared, sample_steps
 from flowrl.core.operators.ports import PortField, Signature, signature_of_record
-from flowrl.core.operators.roles import RoleRef
 from flowrl.core.operators.symbols import Edge, EdgeType
 from flowrl.core.operators.when import ALWAYS, When, first_idle
 from flowrl.errors import BindError, GraphError, offer, type_of
@@ -46,13 +45,18 @@ class Input(Operator):
 
 
 class Use(NamedTuple):
-    """One node's use of a role's weights, through one role field of its operator."""
+    """One node's use of a role's weights, through one role field of its operator.
+
+    `asked` is a use by a field of several roles, such as ``others.user``: the node may ask it, but what the node writes
+    are not its samples.
+    """
 
     node: str
     field: str
     role: str
     mode: Literal["reads", "writes"]
     protocol: type
+    asked: bool = False
 
     def goes_through(self, protocol: type) -> bool:
         """Whether the use needs every member of `protocol`."""
@@ -70,23 +74,15 @@ class Node:
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
         refuse_misdeclared(self.name, self.operator)
-        for name in self.operator.role_uses:
-            if not isinstance(engine := getattr(self.operator, name), RoleRef):
-                raise GraphError(
-                    f"{self.name}.{name} is a live engine ({type(engine).__name__}), but the nodes of a graph only "
-                    f"name roles. Write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
-                    f"graph.bind({name}=...). An operator with a live engine can be called on tensors.",
-                    code="graph.live-engine",
-                    node=self.name,
-                    field=name,
-                )
+        refuse_live_engines(self.name, self.operator)
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
         """Its uses of roles, in the order of the operator's fields."""
         return tuple(
-            Use(self.name, field_name, getattr(self.operator, field_name).name, use.mode, use.protocol)
-            for field_name, use in self.operator.role_uses.items()
+            Use(self.name, path, ref.name, use.mode, use.protocol, use.several)
+            for field, use in self.operator.role_uses.items()
+            for path, ref in use.of(self.operator, field).items()
         )
 
     @cached_property

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator
 
 from flowrl.columns import ColumnType
 from flowrl.core.graphs.gate import ROWS, Gate
-from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.graph import Graph, Node, Use
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Synced
 from flowrl.protocols.scorers import Follower
+
+_ENCODES = {Effect.RETOKENIZES, Effect.ASKED}
 
 
 def line(graph: Graph, name: str) -> list[Node]:
@@ -31,7 +33,7 @@ def transfers(node: Node) -> bool:
 
 def generates(node: Node) -> bool:
     """Whether an engine generates responses in this node."""
-    return any(use.mode == "reads" and use.goes_through(Synced) for use in node.uses)
+    return any(use.mode == "reads" and not use.asked and use.goes_through(Synced) for use in node.uses)
 
 
 def makers(graph: Graph, name: str) -> list[Node]:
@@ -46,6 +48,12 @@ def makers(graph: Graph, name: str) -> list[Node]:
 def trained_on(graph: Graph, name: str) -> list[Node]:
     """Those of the `makers` in which an engine generates responses."""
     return [node for node in makers(graph, name) if generates(node)]
+
+
+def samplers(graph: Graph, name: str) -> list[Use]:
+    """The uses of the engines that sample what an update trains on."""
+    uses = (use for node in trained_on(graph, name) for use in node.uses if use.mode == "reads" and not use.asked)
+    return [use for use in uses if use.goes_through(Synced)]
 
 
 def own_lineage(graph: Graph, name: str) -> list[Node]:
@@ -67,13 +75,13 @@ def response_makers(graph: Graph, name: str) -> set[str]:
 
 
 def vocabularies(graph: Graph) -> dict[str, set[str]]:
-    """The roles whose engines read tokens of the graph, by the node that retokenized them; ``""`` for the data's
-    tokens. Other roles, such as a judge, read text and tokenize it."""
+    """The roles whose engines read tokens of the graph, by the node that retokenized them or has them from another
+    engine; ``""`` for the data's tokens. Other roles, such as a judge, read text and tokenize it."""
     found: dict[str, set[str]] = {}
     for node in graph.nodes.values():
         if read := [*_tokens(graph, node)]:
             makers = dict.fromkeys(_makers_of(graph, read))
-            encoders = [name for name in makers if Effect.RETOKENIZES in graph[name].effects]
+            encoders = [name for name in makers if _ENCODES & graph[name].effects]
             found.setdefault(next(iter(encoders), ""), set()).update(use.role for use in node.uses)
     return found
 

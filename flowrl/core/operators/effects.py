@@ -42,6 +42,8 @@ class Effect(StrEnum):
     """It adds rows of earlier steps, of at most its parameter `max_age` versions before."""
     RETOKENIZES = "retokenizes"
     """It writes tokens of another tokenizer than that of what it reads."""
+    ASKED = "asked"
+    """Its rows are episodes as another engine saw them, which its parameter `other` names."""
     SPANS = "spans"
     """It swaps weights while requests are in flight."""
     SAMPLER_FEEDBACK = "sampler feedback"

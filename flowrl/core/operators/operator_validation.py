@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import RoleRef
 from flowrl.errors import GraphError
 from flowrl.spec import schedules
 
@@ -40,6 +41,23 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
                     where=name,
                     attribute=what,
                     found=[repr(before), repr(after)],
+                )
+
+
+def refuse_live_engines(name: str, operator: Operator) -> None:
+    """Raise a `GraphError` if a role field contains an engine instead of a role."""
+    for field, use in operator.role_uses.items():
+        for path, engine in use.of(operator, field).items():
+            if not isinstance(engine, RoleRef):
+                role = path.rpartition(".")[2]
+                named = f"{{{role!r}: Role({role!r})}}" if use.several else f"Role({role!r})"
+                raise GraphError(
+                    f"{name}.{path} is a live engine ({type(engine).__name__}), but the nodes of a graph only name "
+                    f"roles. Write {type(operator).__name__}({field}={named}), and bind the role: "
+                    f"graph.bind({role}=...). An operator with a live engine can be called on tensors.",
+                    code="graph.live-engine",
+                    node=name,
+                    field=path,
                 )
 
 

@@ -1,13 +1,14 @@
 """Roles: the weights that an operator needs, and whether it reads or writes them.
 
 ``actor: Reads[Scorer] = Role("actor")`` declares that the operator reads the weights of the role ``actor`` through the
-Protocol `Scorer`; ``Writes[...]`` declares that it changes them. For calls on tensors the field may contain a live
-engine; the nodes of a graph only name roles.
+Protocol `Scorer`; ``Writes[...]`` declares that it changes them. ``others: Reads[Mapping[str, Rollout]]`` is a field of
+several roles by name. For calls on tensors the field may contain a live engine; the nodes of a graph only name roles.
 """
 
 from __future__ import annotations
 
 import keyword
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -69,12 +70,24 @@ class Access:
     mode: Literal["reads", "writes"]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def check(value: Any) -> Any:
-            if isinstance(value, RoleRef | source):
-                return value
-            raise ValueError(f"expected a Role, or an engine that is a {source.__name__}, not {type(value).__name__}")
+        protocol, several = _protocol_of(source)
 
-        return core_schema.no_info_plain_validator_function(check)
+        def check(value: Any) -> Any:
+            if isinstance(value, RoleRef | protocol):
+                return value
+            found = type(value).__name__
+            raise ValueError(f"expected a Role, or an engine that is a {protocol.__name__}, not {found}")
+
+        def check_each(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                found = type(value).__name__
+                raise ValueError(f"expected roles by name, such as {{'user': Role('user')}}, not {found}")
+            for name in value:
+                if not isinstance(name, str) or not name.isidentifier():
+                    raise ValueError(f"{name!r} is no name for a role here; expected an identifier, such as 'user'")
+            return {name: check(role) for name, role in value.items()}
+
+        return core_schema.no_info_plain_validator_function(check_each if several else check)
 
 
 Reads = Annotated[T, Access("reads")]
@@ -83,10 +96,23 @@ Writes = Annotated[T, Access("writes")]
 
 @dataclass(frozen=True)
 class RoleUse:
-    """A role field of an operator: the mode, and the Protocol that the engine must implement."""
+    """A role field of an operator: the mode, the Protocol that the engine must implement, and whether the field has
+    several roles by name."""
 
     mode: Literal["reads", "writes"]
     protocol: type
+    several: bool = False
+
+    def of(self, operator: object, field: str) -> dict[str, Any]:
+        """The roles, or live engines, in this field of an operator: by ``field``, or by ``field.name`` of several."""
+        value = getattr(operator, field)
+        return {f"{field}.{name}": role for name, role in value.items()} if self.several else {field: value}
+
+
+def _protocol_of(annotated: Any) -> tuple[Any, bool]:
+    """The Protocol of a role field, and whether the field has several roles by name."""
+    several = get_origin(annotated) is Mapping and get_args(annotated)[:1] == (str,)
+    return (get_args(annotated)[1], True) if several else (annotated, False)
 
 
 def role_use(annotation: Any, default: Any) -> RoleUse | None:
@@ -109,6 +135,7 @@ def role_use(annotation: Any, default: Any) -> RoleUse | None:
             code="role.annotation",
             annotation=annotation,
         )
+    protocol, several = _protocol_of(protocol)
     # `typing` uses the same attribute; an engine in the field is checked by `isinstance`
     if not getattr(protocol, "_is_protocol", False) or not getattr(protocol, "_is_runtime_protocol", False):
         raise DefinitionError(
@@ -117,7 +144,7 @@ def role_use(annotation: Any, default: Any) -> RoleUse | None:
             code="role.annotation",
             annotation=annotation,
         )
-    return RoleUse(access[0].mode, protocol)
+    return RoleUse(access[0].mode, protocol, several)
 
 
 def _names_a_role(annotation: Any) -> bool:

@@ -197,9 +197,13 @@ class Call:
     def __init__(self, operator: Any, engine: Callable[[str, str], Any]) -> None:
         self._name, self._operator, self._states = operator.name, operator, tuple(operator.states)
         self._bound = copy.copy(operator)
-        for field in operator.role_uses:
-            if isinstance(ref := getattr(operator, field), RoleRef):
-                self._bound.__dict__[field] = engine(ref.name, f"{operator.name}.{field}")
+        for field, use in operator.role_uses.items():
+            engines = {
+                path: engine(ref.name, f"{operator.name}.{path}") if isinstance(ref, RoleRef) else ref
+                for path, ref in use.of(operator, field).items()
+            }
+            by_name = {path.partition(".")[2]: found for path, found in engines.items()}
+            self._bound.__dict__[field] = by_name if use.several else engines[field]
         self._layout = _layout_of(operator)
 
     def run(

@@ -27,12 +27,13 @@ from flowrl.data.now import Now
 from flowrl.data.waits import Wait
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults.faults import Failure, named
+from flowrl.distributed.hosts.remote_engine import Ended, EngineAddress, EngineFacts, RequestServer
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.distributed.hosts.wire import Array, ColumnPart, join, pack, unpack, widths
 from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
 from flowrl.errors import FlowrlError, SyncError
 from flowrl.protocols.backend import Backend
-from flowrl.protocols.protocols import Adapted, Sleeper
+from flowrl.protocols.protocols import Adapted, Request, Sleeper
 from flowrl.protocols.scorers import Follower
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
@@ -61,6 +62,7 @@ class HostTask:
         now: injected into the operator, with the shard of these rows if several ranks split the batch.
         sources: by role of a trainer in another process, the source of its weights.
         receiver: the role of the engine that receives them.
+        asked: the engines in other processes that the node may ask.
     """
 
     operator: Operator
@@ -74,6 +76,7 @@ class HostTask:
     now: Now
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
     receiver: str = ""
+    asked: Sequence[EngineAddress] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class Host:
         self._store: Any = None
         self._sent: dict[str, Shadow] = {}  # by the role of an engine that receives only changes
         self._held: dict[str, Shadow] = {}  # by the role of such an engine in this process
+        self._servers: dict[str, RequestServer] = {}  # by role
 
     def load_modules(self, backends: Sequence[Backend]) -> Location:
         """Import the modules of these backends; returns where Ray placed this process."""
@@ -304,6 +308,30 @@ class Host:
             message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message, **task.task, host=named(self.plan))
 
+    def open_requests(self, role: str, asker: str) -> EngineFacts | Failure:
+        """Get ready for the requests of another process to an engine that generates."""
+        engine = self.engines[role]
+        server = self._servers.setdefault(role, RequestServer(engine))
+        try:
+            server.open(asker)
+            return EngineFacts(str(engine.tokenizer.folder), engine.receipt)
+        except Exception as error:
+            return self._refused(role, error)
+
+    def exchange(
+        self, role: str, asker: str, requests: Sequence[Request], dropped: Sequence[str]
+    ) -> list[Ended] | Failure:
+        """Serve requests of another process; see `RequestServer.exchange`."""
+        try:
+            return self._servers[role].exchange(asker, requests, dropped)
+        except Exception as error:
+            return self._refused(role, error)
+
+    def _refused(self, role: str, error: Exception) -> Failure:
+        text = error.message if isinstance(error, FlowrlError) else error
+        message = f"The engine {role!r}, which was asked, failed on {named(self.plan)}: {type(error).__name__}: {text}"
+        return Failure.of(error, message, role=role, host=named(self.plan))
+
     def _run(self, task: HostTask, inputs: dict[PortField, Any], warnings: Sequence[Warned]) -> Report:
         started = time.time()
         received, read = self._gather(task, inputs)
@@ -313,7 +341,8 @@ class Host:
             held = self._held.setdefault(task.receiver, Shadow()) if task.sources else Shadow()
             stack.enter_context(held.loading())
             sources = {role: stack.enter_context(sent.open(rank, held)) for role, sent in task.sources.items()}
-            session = Session({**self.engines, **sources}, task.seed, task.state)
+            handles = {address.role: address.connect() for address in task.asked}
+            session = Session({**self.engines, **sources, **handles}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)

@@ -10,12 +10,14 @@ from typing import Any
 
 import ray
 
+from flowrl.core.graphs.graph import Node
 from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.faults import GONE, HostDiedError, died, naming, result_of
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, PendingCalls
 from flowrl.distributed.hosts.host import Host
+from flowrl.distributed.hosts.remote_engine import EngineAddress
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.protocols.protocols import Closable
 from flowrl.run.engine.timeline import Timeline
@@ -163,6 +165,15 @@ class Hosts:
     def ranks(self, role: str | None) -> list[ProcessSpec]:
         """The hosts of a role, in order of rank; empty for None."""
         return [plan for plan in self.processes if role in plan.roles]
+
+    def addresses(self, node: Node, rank: int) -> list[EngineAddress]:
+        """The engines that a rank of a node may ask in other processes; its ranks share them in turn."""
+        host, found = self.ranks(node.home)[rank], []
+        for role in dict.fromkeys(use.role for use in node.uses if use.asked):
+            if (ranks := self.ranks(role)) and role not in host.roles:
+                actor = self.actors[ranks[rank % len(ranks)]]
+                found.append(EngineAddress(role, actor, f"{node.name} on {host.name}"))
+        return found
 
     def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:
         """Wake all ranks of a role, and call a method."""

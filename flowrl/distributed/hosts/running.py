@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ class Running:
         hosts: by the references of their results; None is the general host. Those of a sync include the trainer's while
             it sends weights.
         since: its launch, by `time.monotonic`.
+        asked: the hosts of engines that it may ask.
     """
 
     task: Task
@@ -28,6 +30,7 @@ class Running:
     rows: dict[Any, Array | None]
     since: float
     delivery: Delivery | None
+    asked: Sequence[ProcessSpec] = ()
     reports: dict[Any, Report | Sent] = field(default_factory=dict)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from pydantic import Field
 
-from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.graph import Graph, Node
 from flowrl.errors import BindError
 from flowrl.protocols.backend import Backend, refuse_uncheckpointed
 from flowrl.protocols.mesh import Mesh, Position
@@ -85,6 +85,22 @@ class ProcessSpec:
         return self != other and not set(self.slots).isdisjoint(other.slots)
 
 
+def asked_by(node: Node, processes: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """The processes of the engines that a node may ask, other than its own; they are awake while it runs."""
+    asked = {use.role for use in node.uses if use.asked}
+    return [one for one in processes if asked & set(one.roles) and node.home not in one.roles]
+
+
+def together(graph: Graph, processes: Sequence[ProcessSpec]) -> Iterator[tuple[Node, int, list[ProcessSpec]]]:
+    """The nodes for which several processes of a slot are awake at once, with the slot and these processes."""
+    for node in graph.nodes.values():
+        if asked := asked_by(node, processes):
+            awake = [*(one for one in processes if node.home in one.roles), *asked]
+            for slot in sorted({slot for one in awake for slot in one.slots}):
+                if len(sharing := [one for one in awake if slot in one.slots]) > 1:
+                    yield node, slot, sharing
+
+
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """Assign the processes of a bound graph to slots: each rank to the slots that have the fewest processes so far.
 
@@ -134,6 +150,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
             for slot in span:
                 load[slot] += 1
     _refuse_too_large(bindings, hosts, place)
+    _refuse_too_large_together(graph, hosts, place)
     return hosts
 
 
@@ -180,4 +197,22 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
                 process=largest,
                 expected=place.memory,
                 found=sizes[largest],
+            )
+
+
+def _refuse_too_large_together(graph: Graph, hosts: list[ProcessSpec], place: Place) -> None:
+    """The processes of engines that a node asks are awake with its own, so they must fit together."""
+    for node, slot, sharing in together(graph, hosts) if place.memory is not None else ():
+        sizes = {host.name: sum(graph.bindings[role].memory or 0.0 for role in host.roles) for host in sharing}
+        if (found := sum(sizes.values())) > place.memory:
+            named = " and ".join(f"{name} {size:g}" for name, size in sizes.items())
+            raise BindError(
+                f"{node.name} asks engines while its own is awake, and on slot {slot} of {written(place)} they need "
+                f"{found:g} GiB together ({named} GiB), but it has {place.memory:g}. Use a place with more slots, or "
+                f"bind smaller engines.",
+                code="place.too-large-together",
+                node=node.name,
+                slot=slot,
+                expected=place.memory,
+                found=found,
             )

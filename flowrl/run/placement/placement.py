@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flowrl.core.graphs.graph import Node
+from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import transfers
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.effects import Effect
@@ -47,7 +47,12 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
     """Refuse nodes that no process could run."""
     for node in plan.order:
         roles = node.roles
-        separate = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
+        asked = {use.role for use in node.uses if use.asked}
+        separate = [
+            role
+            for role in roles
+            if role not in asked and not any({role, roles[0]} <= set(host.roles) for host in hosts)
+        ]
         if separate and not transfers(node):
             raise BindError(
                 f"{node.name} uses the roles {', '.join(map(repr, roles))}, but {separate[0]!r} runs in another "
@@ -57,6 +62,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 node=node.name,
                 roles=roles,
             )
+        _refuse_asked_together(node, asked, plan.graph, hosts)
         ranks = max((host.mesh.data_ranks for host in hosts if roles and roles[0] in host.roles), default=1)
         by_batch = node.operator.granularity == "batch" or node.operator.creates_axis("batch")
         if node.operator.states and ranks > 1 and not by_batch:
@@ -78,6 +84,21 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 node=node.name,
                 role=roles[0],
                 ranks=ranks,
+            )
+
+
+def _refuse_asked_together(node: Node, asked: set[str], graph: Graph, hosts: list[ProcessSpec]) -> None:
+    """Refuse an engine of other processes whose ranks compute each response together."""
+    for role in sorted(asked):
+        processes = [host for host in hosts if role in host.roles and node.home not in host.roles]
+        if len(processes) > 1 and graph.bindings[role].collective:
+            raise BindError(
+                f"{node.name} asks the role {role!r}, whose {len(processes)} ranks compute each response together, so "
+                f"a request to one of them would wait for the others. Bind {role} with one rank.",
+                code="place.ranks",
+                node=node.name,
+                role=role,
+                ranks=len(processes),
             )
 
 

@@ -26,9 +26,9 @@ class Turns:
     def needed(
         self, coming: Sequence[ProcessSpec], keep_awake: Collection[ProcessSpec] = ()
     ) -> tuple[list[ProcessSpec], list[ProcessSpec]]:
-        """What gives these processes their turn on all of their slots: which ones to put to sleep, but for those
+        """What wakes these processes together on all of their slots: which ones to put to sleep, but for those
         `keep_awake`, and which ones to wake."""
         if not self.shared(coming):
             return [], []
         woken = [one for one in coming if one not in self.awake]
-        return [one for one in self.awake_on(woken) if one not in keep_awake], woken
+        return [one for one in self.awake_on(woken) if one not in keep_awake and one not in coming], woken

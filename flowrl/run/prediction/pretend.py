@@ -26,7 +26,7 @@ from flowrl.errors import NodeError
 from flowrl.protocols.backend import Backend
 from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult, load_of
 from flowrl.run.engine.timeline import Span, Timeline
-from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.placement.place import ProcessSpec, asked_by
 from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.placement.turns import Turns
 from flowrl.run.prediction.cost import Load
@@ -82,7 +82,7 @@ class PretendRunner:
         processes = processes_of(node, self._processes)
         if node.is_sync:
             self._turn([one for one in self._processes if set(node.reads) & set(one.roles)], name)
-        self._turn(processes, name)
+        self._turn([*processes, *asked_by(node, self._processes)], name)
         rows = _rows(task)
         written = self._written(task, rows)
         start = self.now + self._costs.gap(name)

@@ -32,7 +32,7 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
-from flowrl.run.placement.place import Place, ProcessSpec, lay_out
+from flowrl.run.placement.place import Place, ProcessSpec, lay_out, together
 from flowrl.run.training.prompt_lengths import folder_of
 from flowrl.spec import written
 
@@ -129,7 +129,8 @@ class Job(Generic[GraphT]):
         self._refuse_unable()
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
         for encoder, roles in vocabularies(self.graph).items():
-            own = {encoder: self.graph[encoder].initial_operator.model} if encoder else {}  # type: ignore[attr-defined]
+            folder = getattr(self.graph[encoder].initial_operator, "model", None) if encoder else None
+            own = {} if folder is None else {encoder: folder}
             refuse_other_vocabularies(own | {r: b.starts_from for r, b in models if b.starts_from and r in roles})
         many = [role for role, backend in self.graph.bindings.items() if backend.geometry.ranks > 1]
         if self.place is not None:
@@ -290,6 +291,10 @@ class Job(Generic[GraphT]):
             f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
             for host in hosts
             if len(host.slots) > 1
+        ]
+        lines += [
+            f"  {node.name} keeps {' and '.join(host.name for host in sharing)} awake together on slot {slot}"
+            for node, slot, sharing in together(self.graph, hosts)
         ]
         if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")

@@ -104,7 +104,11 @@ def _only(node: Node, roles: Mapping[str, str]) -> str:
 
 def _in_roles(node: Node, name: str, roles: Mapping[str, str]) -> Node:
     """The node under this name, with renamed roles."""
-    moved = {use.field: RoleRef(roles[use.role]) for use in node.uses if use.role in roles}
+    moved: dict[str, Any] = {}
+    for use in (use for use in node.uses if use.role in roles):
+        field, of_several, key = use.field.partition(".")
+        new = RoleRef(roles[use.role])
+        moved[field] = {**moved.get(field, getattr(node.operator, field)), key: new} if of_several else new
     if not moved and name == node.name:
         return node
     operator = cast("Operator", dataclasses.replace(cast(Any, node.operator), **moved))

@@ -1,18 +1,21 @@
-"""Roles: fields that declare the weights an operator needs, and the errors of invalid ones."""
+"""Roles: fields that declare the weights an operator needs, and their errors; also `operator_validation.py`."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import pytest
+from pydantic import Field
 
 from flowrl.columns import Values
 from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.operator_validation import refuse_live_engines
 from flowrl.core.operators.roles import Reads, Role, RoleRef, Writes
+from flowrl.core.operators.session import Call
 from flowrl.protocols.protocols import Rollout, Scorer, Trainer
 from tests.support.errors import raises
 from tests.support.kernel import TrainerEngine
@@ -81,3 +84,34 @@ def test_a_role_field_accepts_roles_and_engines(annotation: Any) -> None:
         assert operator(actor=engine).actor is engine
     with raises("parameter.invalid", parameter="actor", given="3"):
         operator(actor=3)
+
+
+class Several(Operator):
+    """Reads one role, and any others by name."""
+
+    main: Reads[Scorer] = Role("main")
+    others: Reads[Mapping[str, Scorer]] = Field(default_factory=dict)
+
+    def __call__(self, values: Values) -> Values: ...
+
+
+def test_a_field_of_several_roles_has_each_by_its_name() -> None:
+    assert Several().others == {} and Several.role_uses["others"].several
+    operator = Several(others={"a": Role("x"), "b": Role("x")})
+    uses = Several.role_uses["others"].of(operator, "others")
+    assert uses == {"others.a": Role("x"), "others.b": Role("x")}
+    bound = Call(operator, lambda role, field: f"{role} for {field}")._bound
+    assert bound.main == "main for several.main"
+    assert bound.others == {"a": "x for several.others.a", "b": "x for several.others.b"}
+
+
+@pytest.mark.parametrize("given", [Role("x"), {"a": 3}, {"a b": Role("x")}, {1: Role("x")}, ["x"]])
+def test_a_field_of_several_roles_refuses_anything_else(given: Any) -> None:
+    with raises("parameter.invalid", parameter="others"):
+        Several(others=given)
+
+
+def test_a_live_engine_among_several_roles_is_refused_in_a_graph() -> None:
+    with raises("graph.live-engine", field="others.a") as error:
+        refuse_live_engines("several", Several(others={"a": TrainerEngine()}))
+    assert "Write Several(others={'a': Role('a')})" in error.value.message

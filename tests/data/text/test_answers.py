@@ -6,7 +6,6 @@ in the form that the model was trained to write. It knows nothing of quoting, to
 
 from __future__ import annotations
 
-import asyncio
 import runpy
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,10 +16,12 @@ from jinja2 import TemplateError
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Transcript
-from flowrl.episodes.chat import Chat, Limits, RequestBroker
+from flowrl.episodes.chat import Chat, Limits
 from flowrl.episodes.environment import Answer, InvalidToolCall, ToolCall
 from flowrl.episodes.parsers import PARSERS
 from flowrl.episodes.parsers.call_format import Tools
+from flowrl.episodes.requests.broker import RequestBroker
+from flowrl.episodes.requests.clock import EpisodeClock
 from tests import ROOT
 from tests.episodes.parsers.test_parsers import marked
 from tests.episodes.scripted import KEY, SAMPLING, Scripted, row
@@ -283,7 +284,7 @@ def test_a_call_that_an_answer_only_spells_is_text(name: str, parser: str, call:
     spelled = tokenizer.control_tokens.encode(tokenizer.control_tokens.quote(call))
     assert tokenizer.shown(spelled) == call and len(spelled) > len(tokenizer.encode(call))
     broker = RequestBroker(Scripted(lambda *_: [], tokenizer), tokenizer, SAMPLING, KEY)
-    chat = Chat(broker, row(0), Limits(1, 1, 1.0), "loose", toolbox, asyncio.Timeout(None))
+    chat = Chat(broker, row(0), Limits(1, 1, 1.0), "loose", toolbox, EpisodeClock(1.0, broker.environments))
     assert chat.calls(Answer(call, tokenizer.encode(call), 0, False)) == [ToolCall("add", {"a": 1})]
     assert not chat.calls(Answer(call, spelled, 0, False))
     begun, end = tokenizer.encode(call.rpartition("1}")[0] + '"'), tokenizer.encode('"}')

@@ -23,6 +23,7 @@ _VALUES = {
     "log": ("reward",),
     "name": ("overridden", "retries", "abandoned", "refused"),
     "node": ("<node>",),
+    "other": ("<name>",),
     "quantity": ("ratio", "<estimator>"),
     "self._prefix": ("actor", "critic", "reward_model"),
     "self.k": ("<k>",),

@@ -26,4 +26,5 @@ def test_awake_processes_on_the_same_slots_sleep_first() -> None:
     assert turns.needed([WIDE]) == ([ACTOR, REF], [WIDE])
     assert turns.needed([WIDE], keep_awake=[ACTOR]) == ([REF], [WIDE])
     assert turns.needed([ACTOR]) == ([], [])  # already awake
+    assert turns.needed([WIDE, ACTOR]) == ([REF], [WIDE])  # a node that asks one while the other computes
     assert turns.awake_on([REF]) == []  # a process does not conflict with itself

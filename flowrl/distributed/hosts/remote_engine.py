@@ -1,0 +1,107 @@
+"""Engines that a node of another process asks: `RemoteEngine`, its handle there, and `RequestServer` at the engine.
+
+A node that plays episodes runs in the process of its policy. It sends requests to the processes of the other engines,
+whose hosts run no node meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.distributed.faults.faults import Failure
+from flowrl.errors import DataError
+from flowrl.protocols.protocols import Request, Response, StreamingRollout
+from flowrl.protocols.remote import submit
+from flowrl.records import Receipt
+
+Ended = tuple[str, Response | DataError]
+"""The response to a request, or why the engine refuses it, with the request's name."""
+
+STEPS = 16
+"""The most engine steps of a call, so that requests of other calls join."""
+
+_tokenizer = functools.cache(ChatTokenizer)
+
+
+class EngineFacts(NamedTuple):
+    """What a handle needs to know of its engine."""
+
+    tokenizer: str
+    receipt: Receipt | None
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine is: the actor of its host, and its role there.
+
+    Args:
+        asker: the process that asks, by its name.
+    """
+
+    role: str
+    actor: Any
+    asker: str
+
+    def connect(self) -> RemoteEngine:
+        """The handle; requests that an earlier one left at the engine are dropped."""
+        facts: EngineFacts = _value(ray.get(self.actor.open_requests.remote(self.role, self.asker)))
+        return RemoteEngine(self, facts)
+
+
+class RemoteEngine:
+    """The handle of an engine in another process; a `flowrl.protocols.remote.RemoteRollout`."""
+
+    def __init__(self, address: EngineAddress, facts: EngineFacts) -> None:
+        self._address = address
+        self.receipt, self.tokenizer = facts.receipt, _tokenizer(facts.tokenizer)
+
+    async def exchange(self, requests: Sequence[Request], dropped: Sequence[str]) -> Sequence[Ended]:
+        """See `flowrl.protocols.remote.RemoteRollout`."""
+        address = self._address
+        call = address.actor.exchange.remote(address.role, address.asker, list(requests), list(dropped))
+        ended: list[Ended] = _value(await call)
+        return ended
+
+
+def _value(result: Any) -> Any:
+    """The result of a call; raises its failure."""
+    if isinstance(result, Failure):
+        raise result.error()
+    return result
+
+
+class RequestServer:
+    """Serves the requests of several processes with one engine."""
+
+    def __init__(self, engine: StreamingRollout) -> None:
+        self._engine = engine
+        self._asker: dict[str, str] = {}  # by the name of a request that the engine may know
+        self._ended: dict[str, list[Ended]] = {}  # by asker, what it has not fetched
+
+    def open(self, asker: str) -> None:
+        """Drop all requests of a process."""
+        self._drop([name for name, other in self._asker.items() if other == asker])
+        self._ended.pop(asker, None)
+
+    def exchange(self, asker: str, requests: Sequence[Request], dropped: Sequence[str]) -> list[Ended]:
+        """Take requests of a process, and compute until one of its responses ends, for at most `STEPS` steps."""
+        self._drop(dropped)
+        self._asker |= {request.name: asker for request in requests}
+        self._ended.setdefault(asker, []).extend(submit(self._engine, requests))
+        for _ in range(STEPS if requests or not dropped else 0):
+            if self._ended.get(asker):
+                break
+            for name in self._engine.step():
+                self._ended.setdefault(self._asker[name], []).append((name, self._engine.take(name)))
+        return self._ended.pop(asker, [])
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._engine.drop(name)
+            self._asker.pop(name, None)

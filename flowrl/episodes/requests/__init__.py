@@ -1,0 +1,1 @@
+"""Requests of episodes to engines, and the clock that stops meanwhile."""
