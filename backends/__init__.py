@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
     from flowrl.backends.vllm.engine import VLLM
     from flowrl.protocols.backend import Backend
+    from flowrl.protocols.mesh import Mesh
 
 __all__ = [
     "SGD",
@@ -30,6 +31,7 @@ __all__ = [
     "AdamW",
     "Backend",
     "LoRA",
+    "Mesh",
     "SGLang",
     "TorchCritic",
     "TorchRewardModel",
@@ -49,6 +51,7 @@ __getattr__ = lazy(
         "AdamW": "torch.train.learner",
         "Backend": ".protocols.backend",
         "LoRA": "torch.lora",
+        "Mesh": ".protocols.mesh",
         "SGLang": "sglang.engine",
         "TorchCritic": "torch.train.critic",
         "TorchRewardModel": "torch.score.reward_model",

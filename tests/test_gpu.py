@@ -30,8 +30,7 @@ from flowrl.backends import (
     TorchScorer,
     TorchTrainer,
 )
-from flowrl.backends.torch.train import learner as torch_learner
-from flowrl.backends.torch.train import trainer as torch_trainer
+from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.train.sharded import Sharded
 from flowrl.core.graphs.plan import Plan
 from flowrl.distributed.cluster.host_server import start_fork_server
@@ -40,6 +39,7 @@ from flowrl.operators import KLLoss, PPOClip, ValueClip
 from flowrl.operators.losses.objective import ROW, FirstPass, TokenObjective
 from flowrl.operators.losses.policy_losses import Reinforce
 from flowrl.operators.updates.mini_batches import record
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import MiniBatch, Sampling
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
@@ -300,11 +300,10 @@ def group(device: str) -> Iterator[DeviceMesh]:
 def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specs of one rank shard their weights too, with or without offloading."""
 
-    def mesh_of(context: Any, ranks: int, where: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-        return Sharded(group, torch.device(device), bfloat16, offload)
+    def join(spec: Any, context: Any) -> Sharded:
+        return Sharded(Mesh(), group, torch.device(device), spec.dtype == "bfloat16", spec.offload)
 
-    monkeypatch.setattr(torch_trainer, "mesh_of", mesh_of)
-    monkeypatch.setattr(torch_learner, "mesh_of", mesh_of)
+    monkeypatch.setattr(MeshBackend, "join", join)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])

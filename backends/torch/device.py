@@ -1,12 +1,10 @@
-"""Placement of an engine: its device, and one process or several ranks."""
+"""The device of an engine."""
 
 from __future__ import annotations
 
 import torch
 
-from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.errors import BindError
-from flowrl.protocols.protocols import BuildContext
 
 
 def device_of(backend: object, device: str | None) -> torch.device:
@@ -26,12 +24,3 @@ def device_of(backend: object, device: str | None) -> torch.device:
             device=device,
         ) from error
     return place
-
-
-def mesh_of(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Mesh:
-    """The mesh of this process for a spec's `ranks`, device (`device_of`) and `offload`."""
-    if ranks == 1 and not offload:
-        return Mesh(place)
-    from flowrl.backends.torch.train.sharded import shard_over  # here, since FSDP takes half a second to import
-
-    return shard_over(context, ranks, place, bfloat16, offload)

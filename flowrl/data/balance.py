@@ -24,16 +24,16 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Shard(NamedTuple):
-    """The rows of one of several ranks.
+    """The rows of one of several data ranks.
 
     Args:
-        rank, ranks: the number of this rank, and how many ranks there are.
+        data_rank, data_ranks: the number of this data rank, and how many there are.
         rows: int64, ascending, its rows; None for all.
         tokens: int64 ``[rows of the step]``, the attended tokens of every row; None if unknown.
     """
 
-    rank: int
-    ranks: int
+    data_rank: int
+    data_ranks: int
     rows: Tensor | None
     tokens: Tensor | None
 

@@ -196,7 +196,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
-    """The metrics of a node that several ranks ran.
+    """The metrics of a node that several data ranks ran.
 
     With `replicated`, every rank processed all rows, so the operator's own reports are the same on all ranks.
     """

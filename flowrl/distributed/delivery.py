@@ -33,8 +33,9 @@ class Delivery:
         self._store: Any = None
         self._engine = engine
         locations = hosts.locations
+        self._sender = self._senders[0].mesh.sender
         self.transport, self._by = choose(
-            [locations[host] for host in self._senders], [locations[host] for host in self._receivers]
+            [locations[host] for host in self._senders], [locations[host] for host in self._receivers], self._sender
         )
         # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
@@ -68,7 +69,9 @@ class Delivery:
         self._selection = self._ask()
         if self.transport == "object store":
             arguments = (self._role, self._selection, BUCKET_BYTES)
-            sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[0]
+            sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[
+                self._sender
+            ]
             assert isinstance(sent, Export)
             hosts.timeline.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
             return {self._role: sent}

@@ -38,7 +38,7 @@ from flowrl.distributed.faults.scratch_folder import scratch_folder
 from flowrl.distributed.hosts.host import HostTask, Report, Sent, join_pieces
 from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.reports import joined, refuse_unequal
-from flowrl.distributed.hosts.running import Running, swaps
+from flowrl.distributed.hosts.running import Running, reports, swaps
 from flowrl.distributed.hosts.shards import shard
 from flowrl.distributed.hosts.wire import Array, ColumnPart, pack, widths
 from flowrl.distributed.hosts.worker_logs import relay_warnings
@@ -159,8 +159,13 @@ class RayRunner:
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), keep_awake)
         running = Running(task, {}, {}, time.monotonic(), delivery)
         operator = task.node.operator
-        for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
-            now = task.now if len(hosts) == 1 else replace(task.now, shard=_shard(rank, len(hosts), rows, task.lengths))
+        data_ranks = 1 if hosts[0] is None else hosts[0].mesh.data_ranks
+        dealt = self._rows(task, data_ranks)
+        for host in hosts:
+            own = 0 if host is None else host.position.data_rank
+            rows, now = dealt[own], task.now
+            if data_ranks > 1:
+                now = replace(now, shard=_shard(own, data_ranks, rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
                     operator,
@@ -233,7 +238,7 @@ class RayRunner:
         return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task))
 
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
-        """The rows of each rank, in ascending order; None if all run on all rows."""
+        """The rows of each data rank, in ascending order; None if all run on all rows."""
         operator, fields = task.node.operator, task.node.signature.fields
         # New rows of a node are in its own order, which parts of the input would not preserve.
         if ranks == 1 or operator.creates_axis("batch"):
@@ -275,32 +280,34 @@ class RayRunner:
             return
         lengths = report.lengths or (task.lengths and task.lengths.of(rows))
         load, times = load_of(lengths), (report.started, report.ended)
-        written = pairs(report.lengths)
-        self.timeline.spans.append(Span(name, place, *times, report.received, "node", task.step, *load, written))
+        written, repeats = pairs(report.lengths), not reports(host)
+        self.timeline.spans.append(
+            Span(name, place, *times, report.received, "node", task.step, *load, written, repeats)
+        )
         self.timeline.add_waits(name, place, task.step, report.waits)
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
         self.traffic.hosts += report.received
 
     def _done(self, running: Running) -> TaskResult:
         """The result of an instance over all its ranks."""
-        task, reports = running.task, running.all
+        task, received, counted = running.task, running.all, running.counted
         if task.node.is_sync:
             self.hosts.unsynced_hosts.difference_update(running.hosts.values())
         if running.delivery:
             running.delivery.finish()
-        refuse_unequal(reports, task.node)
-        relay_warnings(warning for report in reports for warning in report.warnings)
+        refuse_unequal(received, task.node)
+        relay_warnings(warning for report in received for warning in report.warnings)
         replicated = all(rows is None for rows in running.rows.values())
-        parts = reports[:1] if replicated else reports
-        columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
+        parts = counted[:1] if replicated else counted
+        columns = {name: [report.columns[name] for report in parts] for name in counted[0].columns}
         return TaskResult(
             task,
-            {**columns, **reports[0].values},
-            of_ranks([report.metrics for report in reports], replicated),
-            reports[0].state,
+            {**columns, **counted[0].values},
+            of_ranks([report.metrics for report in counted], replicated),
+            counted[0].state,
             joined(parts),
-            max(report.ended for report in reports) - min(report.started for report in reports),
-            tuple(dict.fromkeys(name for report in reports for name in report.not_finite)),
+            max(report.ended for report in received) - min(report.started for report in received),
+            tuple(dict.fromkeys(name for report in received for name in report.not_finite)),
         )
 
     def _fetch(self, pieces: list[ColumnPart], expected: ColumnType, what: str) -> Any:
@@ -420,10 +427,10 @@ def column_type(node: Node, output: str) -> ColumnType:
     return expected
 
 
-def _shard(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Shard:
+def _shard(data_rank: int, data_ranks: int, rows: Array | None, lengths: Lengths | None) -> Shard:
     return Shard(
-        rank,
-        ranks,
+        data_rank,
+        data_ranks,
         None if rows is None else torch.from_numpy(rows),
         None if lengths is None else torch.from_numpy(lengths.tokens),
     )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext, Caches, Checkpointed, Rollout
 from flowrl.spec import Spec
 
@@ -33,8 +34,13 @@ class Backend(Spec):
 
     @property
     def ranks(self) -> int:
-        """Processes that form this engine; each rank gets its own slots."""
+        """Processes that form this engine, if each gets rows of its own; see `geometry`."""
         return 1
+
+    @property
+    def geometry(self) -> Mesh:
+        """The mesh of the processes that form this engine; each gets its own slots."""
+        return Mesh(fsdp=self.ranks)
 
     @property
     def slots_per_rank(self) -> int:

@@ -15,7 +15,7 @@ class Location:
     devices: tuple[str, ...] = ()
 
 
-def choose(senders: Sequence[Location], receivers: Sequence[Location]) -> tuple[str, tuple[int, ...]]:
+def choose(senders: Sequence[Location], receivers: Sequence[Location], sender: int = 0) -> tuple[str, tuple[int, ...]]:
     """The nearest transport from a trainer's ranks to an engine's, and for each rank of the engine the sending rank.
 
     - ``"in process"``: every rank of the engine is in the process of a trainer's rank.
@@ -23,16 +23,16 @@ def choose(senders: Sequence[Location], receivers: Sequence[Location]) -> tuple[
     - ``"nccl"``: each has separate GPUs.
     - ``"object store"`` on one machine and ``"gloo"`` across machines otherwise.
 
-    Rank 0 sends, except by CUDA IPC.
+    `sender` sends, except by CUDA IPC; see `flowrl.protocols.mesh.Position`.
     """
-    first = (0,) * len(receivers)
+    first = (sender,) * len(receivers)
     if set(receivers) <= set(senders):
         return "in process", first
     at = {(seat.node, seat.devices): rank for rank, seat in enumerate(senders) if seat.devices}
     neighbors = tuple(at[place] for seat in receivers if (place := (seat.node, seat.devices[:1])) in at)
     if len(neighbors) == len(receivers):
         return "cuda ipc", neighbors
-    locations = [senders[0], *receivers]
+    locations = [senders[sender], *receivers]
     devices = [(seat.node, device) for seat in locations for device in seat.devices]
     # NCCL refuses two ranks on one device.
     if all(seat.devices for seat in locations) and len(set(devices)) == len(devices):

@@ -1,10 +1,10 @@
 """Stream weights to engines in other processes, bucket by bucket, while both sides work.
 
-Rank 0 of the trainer sends and all ranks of the engine receive; if each rank of the engine shares a GPU with a rank of
-the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the header of every
-bucket: names, dtypes, shapes and digests. A `Carrier` transfers the bytes. A side that aborts leaves the group, and the
-others raise `Interrupted` at once. Each side holds one bucket and one tensor in addition to its own weights; the next
-bucket is gathered while the receivers load this one.
+One rank of the trainer sends and all ranks of the engine receive; if each rank of the engine shares a GPU with a rank
+of the trainer, that one sends to it. A sender and its receivers are a `TransferGroup`, which carries the header of
+every bucket: names, dtypes, shapes and digests. A `Carrier` transfers the bytes. A side that aborts leaves the group,
+and the others raise `Interrupted` at once. Each side holds one bucket and one tensor in addition to its own weights;
+the next bucket is gathered while the receivers load this one.
 """
 
 from __future__ import annotations

@@ -102,7 +102,11 @@ def rank_parts(
     parts = []
     for index in mini_batches:
         weights = weigh(response_mask[index])
-        own = torch.arange(len(index)) if shard is None else split_rows(tokens[index].cpu(), shard.ranks)[shard.rank]
+        own = (
+            torch.arange(len(index))
+            if shard is None
+            else split_rows(tokens[index].cpu(), shard.data_ranks)[shard.data_rank]
+        )
         mine = index if shard is None else torch.searchsorted(rows, index[own])
         seen = (
             None

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.distributed.delivery import Delivery
 from flowrl.protocols.backend import Backend
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.route import Location, choose
 
@@ -74,8 +75,8 @@ def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
 )
 def test_hosts_that_take_turns_use_the_object_store(slots: tuple[int, ...], nodes: str, transport: str) -> None:
     """Two ranks of a trainer, and an engine that may share a slot with one of them."""
-    trainer = [ProcessSpec(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
-    engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
+    trainer = [ProcessSpec(("actor",), rank, Mesh(fsdp=2), (slots[rank],)) for rank in range(2)]
+    engine = ProcessSpec(("rollout",), 0, Mesh(), (slots[2],))
     locations = {host: Location(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
     ranks = {"actor": trainer, "rollout": [engine]}
     hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, locations=locations, bindings={"rollout": Backend()})

@@ -355,10 +355,10 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         mesh = self._scorer.mesh
         with ExitStack() as rest:
             with mesh.all_or_none("save_pretrained"):
-                if mesh.rank == 0:
+                if mesh.position.leads:
                     rest.enter_context(self._passthrough.completing(folder))
             self._scorer.save_pretrained(folder, BUCKET_BYTES)
-        if mesh.rank == 0:
+        if mesh.position.leads:
             self._tokenizer.save_pretrained(folder)
 
 

@@ -33,7 +33,7 @@ from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, sco
 from flowrl.backends.torch.score.head import head_digest
 from flowrl.backends.torch.score.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.score.tiles import Entropy, LMHead
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences, Tokens
@@ -70,7 +70,7 @@ class TorchModel:
         self,
         folder: str,
         dtype: Dtype,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         attention: Attention | None,
         gradient_checkpointing: bool,
         with_head: bool = True,
@@ -141,7 +141,7 @@ class TorchModel:
         if adapter.lora.adapter_path is not None:
             with self.mesh.all_or_none(f"loading {adapter.lora.adapter_path!r}"):
                 weights = read_adapter(adapter, folder)
-            if self.mesh.rank == 0:
+            if self.mesh.position.leads:
                 warn_of_other_base(adapter.lora, folder)
             read_rows(adapter.parameters(), weights, self.mesh)
 
@@ -155,7 +155,7 @@ class TorchModel:
         from flowrl.backends.torch.score.packed import why_not_packed
 
         why = self.probe(why_not_packed, self.module, bound)
-        if why is not None and attention != "eager" and self.mesh.rank == 0:
+        if why is not None and attention != "eager" and self.mesh.position.leads:
             logger.warning("%s in %r computes padding, because %s.", type(self.module).__name__, folder, why)
         return why
 
@@ -225,7 +225,7 @@ class TorchModel:
         from flowrl.backends.torch.adapter_folder import export_adapter
 
         assert self.adapter is not None
-        first = self.mesh.rank == 0
+        first = self.mesh.position.leads
         weights = {name: tensor.cpu() for name, tensor in self.adapter_weights(bucket_bytes) if first}
         with self.mesh.all_or_none("save_pretrained"):
             if first:

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
+from flowrl.backends.torch.load import Folder, loading, skeleton, stored_tensors
+from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention, Inputs, known, relative_error, tolerance
 from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
@@ -25,7 +25,7 @@ from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.records import Tokens
 
 
-class TorchRewardModel(FolderBackend):
+class TorchRewardModel(MeshBackend):
     """A frozen reward model: `AutoModelForSequenceClassification` of a decoder, as TRL and most libraries train them.
 
     The score of a row equals transformers' for the row alone, without padding: the logit of a label at the last token
@@ -42,7 +42,7 @@ class TorchRewardModel(FolderBackend):
         max_tokens: positions that one forward pass may compute; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
+        ranks, mesh: processes that share the weights; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
     """
 
@@ -62,7 +62,7 @@ class TorchRewardModel(FolderBackend):
 
     def refuse_folder(self, folder: str) -> None:
         """Refuse a folder without a reward model or without such a label; reads no weights."""
-        refuse_no_model(folder)
+        super().refuse_folder(folder)
         refuse_label(classifier := classifier_of(folder), folder, self.label)
         if self.normalize:
             moments_of(classifier, folder)
@@ -76,7 +76,7 @@ class TorchRewardModel(FolderBackend):
         """
         classifier = classifier_of(self.model)
         refuse_label(classifier, self.model, self.label)
-        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        mesh = self.join(context)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False, with_head=False)
         body.module.requires_grad_(False)
         head = head_of(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.segments import begins
 from flowrl.errors import DataError
 from flowrl.records import Sequences, Tokens
@@ -206,7 +206,7 @@ def by_segments(batch: Rows, runs: Sequence[Tensor], budget: Budget) -> list[Run
     return found
 
 
-def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Tensor]) -> Tensor:
+def score_rows(mesh: ProcessMesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Tensor]) -> Tensor:
     """`score` of each micro-batch of this rank's rows, combined: float32 ``[batch response]``.
 
     Ranks may have different numbers of rows, or none; all run the same number of forward passes.
@@ -218,7 +218,7 @@ def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows],
 
 
 def fill_rows(
-    out: Sequence[Tensor], mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Sequence[Tensor]]
+    out: Sequence[Tensor], mesh: ProcessMesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Sequence[Tensor]]
 ) -> None:
     """`score_rows` for a score of several tensors, into `out`: ``[batch response ...]`` each."""
     for run, micro in micro_rows(mesh, inputs, budget):
@@ -229,7 +229,7 @@ def fill_rows(
                 column[run.rows.to(column.device)] += found.to(column.device)
 
 
-def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Run | None, Rows]]:
+def micro_rows(mesh: ProcessMesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Run | None, Rows]]:
     """The micro-batches of this rank; then idle ones (None), until all ranks have run as many."""
     columns: Any = inputs
     runs = by_segments(inputs, micro_batches(columns.attention_mask, budget), budget)

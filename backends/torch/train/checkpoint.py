@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.errors import DataError
 
 if TYPE_CHECKING:  # it takes half a second to import
@@ -32,7 +32,7 @@ _DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 
 def save(
     folder: str,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     extra: Mapping[str, Tensor],
@@ -52,15 +52,17 @@ def save(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{key}.{name}"] = value
-    own = {name: _local(tensor) for name, tensor in tensors.items() if mesh.rank == 0 or isinstance(tensor, DTensor)}
-    part = os.path.join(folder, f"part-{mesh.rank + 1:05d}-of-{mesh.size:05d}.safetensors")
+    own = {
+        name: _local(tensor) for name, tensor in tensors.items() if mesh.position.leads or isinstance(tensor, DTensor)
+    }
+    part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
         _write(part, own)
 
 
 def load(
     folder: str,
-    mesh: Mesh,
+    mesh: ProcessMesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     state_keys: Sequence[str],
@@ -164,7 +166,7 @@ def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
     return (dtype, *([sum(shape[0] for shape in shapes)] if axes else []), *rest)
 
 
-def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:
+def _read(pieces: Sequence[Any], tensor: Tensor, mesh: ProcessMesh) -> None:
     """Copy this rank's rows into `tensor`."""
     if tensor.ndim == 0:
         tensor.copy_(pieces[0][...])

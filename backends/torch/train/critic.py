@@ -32,7 +32,7 @@ class TorchCritic(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -47,7 +47,7 @@ class TorchCritic(TrainedSpec):
             BindError: the folder has no complete body of a causal LM or no tokenizer, or this process is not one of
                 `ranks`.
         """
-        mesh = self.mesh(context)
+        mesh = self.join(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
@@ -126,6 +126,6 @@ class TorchCriticEngine(TrainedEngine):
         """
         self._body.save_pretrained(folder, BUCKET_BYTES)
         head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))
-        if self._body.mesh.rank == 0:
+        if self._body.mesh.position.leads:
             self._tokenizer.save_pretrained(folder)
             save_file(head, os.path.join(folder, VALUE_HEAD_FILE))

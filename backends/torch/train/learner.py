@@ -12,16 +12,16 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder, FolderBackend
+from flowrl.backends.torch.load import Folder
+from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.model import Dtype
 from flowrl.backends.torch.score.rows import Budget, Rows, Run, SequenceInputs, by_segments, micro_batches, take
 from flowrl.backends.torch.train.balancing import LoadBalancing
-from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, ReplicatedMiniBatch
+from flowrl.protocols.protocols import MiniBatch, Objective, ReplicatedMiniBatch
 from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
 
@@ -90,7 +90,7 @@ def _foreach(sharded: bool) -> bool | None:
 Optimizer = AdamW | SGD
 
 
-class TrainedSpec(FolderBackend):
+class TrainedSpec(MeshBackend):
     """The common settings of trainers and critics.
 
     Args:
@@ -109,7 +109,8 @@ class TrainedSpec(FolderBackend):
             ones are faster, and 16384 elsewhere.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
+        ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
+        mesh: the processes on several axes; see `flowrl.protocols.mesh.Mesh`.
         offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.
     """
 
@@ -148,10 +149,6 @@ class TrainedSpec(FolderBackend):
         """The same with its schedule in a run of this many optimizer steps."""
         return replace(self, schedule=self.schedule.over(updates)) if self.over_run else self
 
-    def mesh(self, context: BuildContext) -> Mesh:
-        """The mesh of the weights in this process."""
-        return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
-
 
 class Learner:
     """Trains the parameters of a module, in float32.
@@ -167,7 +164,7 @@ class Learner:
         module: nn.Module,
         spec: TrainedSpec,
         prefix: str,
-        mesh: Mesh,
+        mesh: ProcessMesh,
         budget: Budget,
         over: str | None = None,
         balancing: LoadBalancing | None = None,
@@ -194,9 +191,9 @@ class Learner:
         The weights of a mini-batch make its objective a sum over rows, so the gradients of micro-batches and ranks add
         up. A micro-batch whose weights are all 0 is not run.
 
-        A collective: each rank passes its part of each mini-batch, and reports its metrics; only rank 0 reports values
-        that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly. Raises
-        `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
+        A collective: each rank passes its part of each mini-batch, and reports its metrics; only the first reports
+        values that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly.
+        Raises `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
         `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
         """
@@ -212,7 +209,7 @@ class Learner:
             most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
             turns = [*runs, *[None] * (most - len(runs))]
             # Whether one forward pass covers all rows; a micro-batch without weight is not run.
-            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0].rows) == len(rows)
+            in_one = mesh.spec.data_ranks == 1 and len(runs) == 1 and len(runs[0].rows) == len(rows)
             if self._balancing is not None:
                 self._balancing.begin(part, [None if run is None else run.rows for run in turns], in_one)
             if whole is not None and most and not in_one:
@@ -230,7 +227,7 @@ class Learner:
             if self._balancing is not None:
                 self._balancing.report(metrics, f"{self._prefix}/aux_loss")
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
-            if mesh.rank == 0:
+            if mesh.position.leads:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
                 metrics.mean(f"{self._prefix}/lr", lr)
         self.optimizer.zero_grad(set_to_none=True)
@@ -261,7 +258,7 @@ class Learner:
         outputs = mesh.total(outputs[:number].clone()).requires_grad_()
         output, *entropy = outputs.unbind()
         everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
-        reported = metrics if mesh.rank == 0 else Metrics()  # all ranks compute the same
+        reported = metrics if mesh.position.leads else Metrics()  # all ranks compute the same
         objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
         assert outputs.grad is not None
         for run, micro in zip(turns, inputs, strict=True):

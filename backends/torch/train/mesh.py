@@ -1,4 +1,5 @@
-"""The placement of an engine's weights: all in this process (`Mesh`), or sharded over ranks (`Sharded`).
+"""The processes that hold an engine's weights, seen from one: this one alone (`ProcessMesh`), or several that shard
+them (`Sharded`).
 
 Ranks agree on errors that they can detect in advance (malformed rows, a gradient that is not finite): all raise, and
 the engines remain usable.
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from flowrl.protocols.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -31,11 +34,13 @@ class Gathered(NamedTuple):
     call: Caller
 
 
-class Mesh:
+class ProcessMesh:
     """All weights in this process, on `device`; collectives are trivial here."""
 
-    rank = 0
-    size = 1
+    spec = Mesh()
+    """The axes."""
+    position = spec.position(0)
+    """What this process is."""
     sharded = False
     group: ProcessGroup | None = None
 
@@ -43,7 +48,7 @@ class Mesh:
     """The largest count of any rank."""
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
-    """The sum of a tensor over all ranks."""
+    """The sum of a tensor over all parts of the rows."""
 
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """All ranks complete the block, or all raise; the argument is the call's name for the message."""

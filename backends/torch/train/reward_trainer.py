@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from flowrl.backends.torch.load import load_tokenizer, refuse_no_model, stored_tensors
+from flowrl.backends.torch.load import load_tokenizer, stored_tensors
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of
@@ -31,7 +31,7 @@ class TorchRewardTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (RewardTrainer, TextRewardScorer, Checkpointed, Sleeper)
@@ -40,7 +40,7 @@ class TorchRewardTrainer(TrainedSpec):
 
     def refuse_folder(self, folder: str) -> None:
         """Refuse a folder without a decoder, or of a classifier with several labels; reads no weights."""
-        refuse_no_model(folder)
+        super().refuse_folder(folder)
         _classifier(folder)
 
     def build(self, context: BuildContext) -> TorchRewardTrainerEngine:
@@ -51,7 +51,7 @@ class TorchRewardTrainer(TrainedSpec):
                 labels; or this process is not one of `ranks`.
         """
         classifier, trained = _classifier(self.model)
-        mesh, tokenizer = self.mesh(context), load_tokenizer(self.model)
+        mesh, tokenizer = self.join(context), load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
         for config in (classifier.config.get_text_config(), body.module.config.get_text_config()):
             if config.pad_token_id is None:
@@ -130,5 +130,5 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
         from flowrl.backends.torch.train.shards import save_gathered  # here, since it takes seconds to import
 
         save_gathered(self._body.mesh, self._classifier, folder, BUCKET_BYTES)
-        if self._body.mesh.rank == 0:
+        if self._body.mesh.position.leads:
             self._own_tokenizer.save_pretrained(folder)

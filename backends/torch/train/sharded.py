@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.errors import BindError, RankError
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Sharded(Mesh):
+class Sharded(ProcessMesh):
     """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
 
     Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are already global.
@@ -50,11 +51,12 @@ class Sharded(Mesh):
 
     sharded = True
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
+    def __init__(self, spec: Mesh, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
         super().__init__(device)
+        self.spec, self.position = spec, spec.position(mesh.get_rank())
         self.mesh, self.offload = mesh, offload
         self.group = mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.size = mesh.size()
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self._bfloat16 = bfloat16
 
@@ -79,7 +81,8 @@ class Sharded(Mesh):
     def rows(self, total: int) -> tuple[int, int]:
         """First row of this rank, and one past the last, of a sharded tensor of `total` rows; it may have none."""
         each = -(-total // self.size)
-        return min(self.rank * each, total), min((self.rank + 1) * each, total)
+        first = self.position.fsdp * each
+        return min(first, total), min(first + each, total)
 
     def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
@@ -102,22 +105,22 @@ class Sharded(Mesh):
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """All ranks complete the block, or all raise: `RankError` if only another rank raised. A collective."""
-        failed = torch.zeros(self.size, device=self.device)
+        rank, failed = self.position.rank, torch.zeros(self.spec.ranks, device=self.device)
         try:
             yield
         except Exception:
-            failed[self.rank] = 1
+            failed[rank] = 1
             dist.all_reduce(failed, group=self.group)
             raise
         dist.all_reduce(failed, group=self.group)
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
             raise RankError(
-                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything "
+                f"{what} failed on rank {ranks} of {self.spec.ranks}, so rank {rank} stopped too, before anything "
                 f"changed. Fix the error of rank {ranks}.",
                 code="trainer.rank-failed",
                 call=what,
-                rank=self.rank,
+                rank=rank,
                 failed=ranks,
             )
 
@@ -177,12 +180,13 @@ class _Root(nn.Module):
         return cast(T, output)
 
 
-def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-    """The mesh of an engine that is sharded over `ranks` processes, each on its device `place`.
+def shard_over(context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
+    """An engine's mesh with the axes `spec`, each process on its device `place`.
 
     With more than one rank, the caller has initialized `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
     GPUs, one device per rank) with the ranks of this engine as its default group.
     """
+    ranks = spec.ranks
     if context.world_size == 1 and ranks > 1:
         raise BindError(
             f"A backend with ranks={ranks} needs {ranks} processes, but is built in a single one. Bind a place, "
@@ -205,4 +209,6 @@ def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16:
             rank=context.rank,
             found=found,
         )
-    return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)
+    return Sharded(
+        spec, DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload
+    )

@@ -32,12 +32,12 @@ from flowrl.backends.torch.load import (
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.passthrough import stored_names, untied
 from flowrl.backends.torch.probes import Attention
-from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.backends.torch.train.sharded import Sharded
 
 
 def load_sharded(
-    mesh: Mesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
+    mesh: ProcessMesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
 ) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
     """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, with access to its gathered weights, and
     its adapter, which is injected before sharding. Without the head, only ``lm.base_model`` is loaded and sharded."""
@@ -134,7 +134,7 @@ def read_head(folder: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Mesh) -> None:
+def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: ProcessMesh) -> None:
     """Copy the rows of this rank into the tensors of `state`, from full tensors or slices of files."""
     for name, source in sources.items():
         tensor = state[name]
@@ -147,7 +147,7 @@ def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Mes
 
 
 def gathered_weights(
-    mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
+    mesh: ProcessMesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model as `flowrl.sync.digest.named_weights` of an unsharded one; a collective.
 
@@ -167,11 +167,11 @@ def gathered_weights(
 
 
 def save_gathered(
-    mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
+    mesh: ProcessMesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
 ) -> None:
     """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. Rank 0 writes, with all weights in CPU
     memory."""
-    first = mesh.rank == 0
+    first = mesh.position.leads
     gathered = _merged(mesh, untied(model), bucket_bytes, adapter)
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
     with mesh.all_or_none("save_pretrained"):
@@ -181,7 +181,7 @@ def save_gathered(
 
 
 def _merged(
-    mesh: Mesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
+    mesh: ProcessMesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
 ) -> Iterator[tuple[str, Tensor]]:
     base = mesh.full(named.items(), bucket_bytes)
     return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))

@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from flowrl.backends.torch.adapter_folder import refuse_no_adapter
-from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
+from flowrl.backends.torch.load import Folder, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
+from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.engine import (
     AdapterOffEngine,
@@ -31,7 +31,7 @@ from flowrl.protocols.scorers import Follower, LogitScorer, NormScorer
 from flowrl.spec import non_default
 
 
-class TorchScorer(FolderBackend):
+class TorchScorer(MeshBackend):
     """A causal LM that scores tokens (a reference policy), which nothing trains; `SyncReference` may update it.
 
     Args:
@@ -45,7 +45,7 @@ class TorchScorer(FolderBackend):
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA if available, else the CPU.
         memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
+        ranks, mesh: processes that share the weights; see `TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
         cache: a folder on a disk of this machine in which the log-probs of each row are kept, so that the epochs of an
             offline algorithm, and a resumed run, do not compute them again (TRL's ``precompute_ref_log_probs``). Rows
@@ -79,7 +79,8 @@ class TorchScorer(FolderBackend):
 
     def refuse_follow(self) -> None:
         """See `Backend.refuse_follow`: it needs weights of its own, in one piece, and no log-probs on disk."""
-        wrong = {"model": self.model is None, "cache": self.cache is not None, "ranks": self.ranks > 1}
+        wrong = {"model": self.model is None, "cache": self.cache is not None}
+        wrong["ranks" if self.mesh is None else "mesh"] = self.geometry.ranks > 1
         for name in (name for name in wrong if wrong[name]):
             raise BindError(
                 f"TorchScorer({name}={getattr(self, name)!r}) cannot follow a trainer: it needs weights of its own on "
@@ -106,7 +107,7 @@ class TorchScorer(FolderBackend):
                     found=type(actor).__name__,
                 )
             return AdapterOffEngine(actor)
-        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        mesh = self.join(context)
         model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
@@ -120,7 +121,7 @@ class TorchTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, offload: see `TrainedSpec`.
+            ranks, mesh, offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
         router_aux_loss_coef: the factor of the load-balancing loss of a mixture of experts, over all attended tokens of
@@ -186,7 +187,7 @@ class TorchTrainer(TrainedSpec):
         """
         if self.lora is not None:
             require_peft()
-        mesh = self.mesh(context)
+        mesh = self.join(context)
         tokenizer = load_tokenizer(self.model)
         model = TorchModel(
             self.model,

@@ -149,8 +149,9 @@ def _why_not_same_bits(backend: Backend | None, role: str, update: Node) -> str 
     """Why the first pass of an update may differ from the backend's scores in some bits."""
     if backend is None:
         return f"{role!r} is not bound, so it is unknown whether both have the same bits"
-    if backend.ranks > 1 and not any(port.field == "attention_mask" for port in update.inputs):
-        return f"each of the {backend.ranks} ranks of {role!r} gets all rows, since their lengths are unknown"
+    ranks = backend.geometry.data_ranks
+    if ranks > 1 and not any(port.field == "attention_mask" for port in update.inputs):
+        return f"each of the {ranks} ranks of {role!r} gets all rows, since their lengths are unknown"
     return backend.why_not_fusable
 
 

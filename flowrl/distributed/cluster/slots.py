@@ -109,7 +109,8 @@ def by_machine(machines: Sequence[str]) -> list[int]:
 
 
 def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
-    """Refuse a host over several machines, and ``restart="role"`` over several machines (`machines` of each slot)."""
+    """Refuse a host, or a group of hosts that compute a layer together, over several machines, and ``restart="role"``
+    over several machines (`machines` of each slot)."""
     for plan in plans:
         if (count := len({machines[slot] for slot in plan.slots})) > 1:
             slots, many = ", ".join(map(str, plan.slots)), len(plan.slots)
@@ -121,6 +122,23 @@ def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str]
                 slots=plan.slots,
                 machines=count,
             )
+    for axis in ("tensor", "context"):
+        for plan in plans:
+            group = next(ranks for ranks in plan.mesh.together(axis) if plan.rank in ranks)
+            used = [other.slots[0] for other in plans if other.roles == plan.roles and other.rank in group]
+            if (count := len({machines[slot] for slot in used})) > 1:
+                size = len(group)
+                raise BindError(
+                    f"The ranks {', '.join(map(str, group))} of {plan.roles[0]!r} exchange data in every layer "
+                    f"({axis}={size}), but their slots {', '.join(map(str, used))} are on {count} machines. Use "
+                    f"machines that each have a multiple of {size} slots free, or a smaller {axis}.",
+                    code="mesh.several-machines",
+                    role=plan.roles[0],
+                    axis=axis,
+                    ranks=group,
+                    slots=used,
+                    machines=count,
+                )
     if (count := len({*machines, here})) > 1 and place.restart == "role":
         raise BindError(
             f"{_needs(place)} with restart='role', but they are on {count} machines including this one, and snapshots "

@@ -179,10 +179,10 @@ class Host:
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=store,
                 rank=self.plan.rank,
-                world_size=self.plan.ranks,
+                world_size=self.plan.mesh.ranks,
                 timeout=patience,
             )
-        self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.ranks)
+        self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.mesh.ranks)
         self.engines = self._built.all()
 
     def close(self) -> None:
@@ -218,10 +218,11 @@ class Host:
         return WeightSelection(backend.receives, dtype, engine.probe if backend.probes else None)
 
     def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
-        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; rank 0 returns it."""
+        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; the one that sends
+        returns it."""
         assert self.plan is not None
         with self._outgoing(role, selection) as (origin, tensors):
-            return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
+            return Export.of(origin, tensors, bucket_bytes) if self.plan.position.sends else None
 
     def send(
         self, role: str, selection: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str

@@ -36,9 +36,20 @@ class Running:
         return [report for ref in self.hosts if isinstance(report := self.reports[ref], Report)]
 
     @property
+    def counted(self) -> list[Report]:
+        """One report of each data rank, in order of rank: those of the other processes repeat them."""
+        counted = (self.reports[ref] for ref, host in self.hosts.items() if reports(host))
+        return [report for report in counted if isinstance(report, Report)]
+
+    @property
     def swaps(self) -> bool:
         """Whether it updates weights while requests are in flight."""
         return swaps(self.task)
+
+
+def reports(host: ProcessSpec | None) -> bool:
+    """Whether the outputs and metrics of a host count."""
+    return host is None or host.position.reports
 
 
 def swaps(task: Task) -> bool:

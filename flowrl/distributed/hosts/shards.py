@@ -1,4 +1,4 @@
-"""The rows of each rank."""
+"""The rows of each data rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowrl.distributed.hosts.wire import Array
 def shard(
     granularity: Granularity, rows: int, ranks: int, tokens: Array | None, groups: Sequence[str] | None
 ) -> list[Array]:
-    """The rows of each rank: int64, ascending, each row exactly once; for ``"batch"`` all rows on every rank.
+    """The rows of each data rank: int64, ascending, each row exactly once; for ``"batch"`` all rows on every rank.
 
     Rows or groups are distributed by tokens (int ``[rows]``), see `flowrl.data.balance.deal`; without token counts, all
     rows weigh the same. Some ranks may get none. `groups` has the `uid` of each row, for ``"group"``.

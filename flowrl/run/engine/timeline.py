@@ -25,7 +25,8 @@ from flowrl.errors import DataError
 logger = logging.getLogger(__name__)
 
 Kind = Literal["node", "transfer", "wait", "environment", "record"]
-_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # written if known
+# written if known
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": (), "repeats": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Span:
         kind: ``"environment"`` is a node's wait for something outside its place, ``"record"`` the writing of a step.
         padded: tokens if every row were as long as the longest.
         lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
+        repeats: whether another process computed the same rows, whose span has them too.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Span:
     tokens: int = 0
     padded: int = 0
     lengths: tuple[tuple[int, int], ...] = ()
+    repeats: bool = False
 
     @property
     def seconds(self) -> float:

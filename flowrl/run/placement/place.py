@@ -11,6 +11,7 @@ from pydantic import Field
 from flowrl.core.graphs.graph import Graph
 from flowrl.errors import BindError
 from flowrl.protocols.backend import Backend, refuse_uncheckpointed
+from flowrl.protocols.mesh import Mesh, Position
 from flowrl.protocols.protocols import Synced
 from flowrl.run.engine.steps import Steps
 from flowrl.spec import Spec, written
@@ -62,12 +63,18 @@ class Place(Spec):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A planned process: its roles (which share weights), its rank, and its slots, which are on one machine."""
+    """A planned process: its roles (which share weights), its rank in their mesh, and its slots, which are on one
+    machine."""
 
     roles: tuple[str, ...]
     rank: int
-    ranks: int
+    mesh: Mesh
     slots: tuple[int, ...]
+
+    @property
+    def position(self) -> Position:
+        """What it is in the mesh."""
+        return self.mesh.position(self.rank)
 
     @property
     def name(self) -> str:
@@ -94,7 +101,8 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     for owner, roles in groups.items():
         generates = any(use.goes_through(Synced) for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
-        ranks, each = bindings[owner].ranks, max(bindings[role].slots_per_rank for role in roles)
+        mesh, each = bindings[owner].geometry, max(bindings[role].slots_per_rank for role in roles)
+        ranks = mesh.ranks
         if ranks * each > len(allowed):
             wide = f" of {each} slots each" if each > 1 else ""
             narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
@@ -108,21 +116,21 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
                 slots_per_rank=each,
                 found=len(allowed),
             )
-        if odd := next((role for role in roles if bindings[role].ranks not in (1, ranks)), None):
+        if odd := next((role for role in roles if bindings[role].geometry not in (Mesh(), mesh)), None):
             raise BindError(
-                f"The role {odd!r} has {bindings[odd].ranks} ranks but shares the weights of {owner!r}, which has "
-                f"{ranks}. Bind {odd} without ranks, so that it follows {owner}.",
+                f"The role {odd!r} has {bindings[odd].geometry.ranks} ranks but shares the weights of {owner!r}, which "
+                f"has {ranks}. Bind {odd} without ranks, so that it follows {owner}.",
                 code="place.ranks",
                 role=odd,
                 owner=owner,
-                found=bindings[odd].ranks,
+                found=bindings[odd].geometry.ranks,
                 expected=ranks,
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
         spans = [tuple(allowed[i : i + each]) for i in range(0, len(allowed) - each + 1, each)]
         chosen = sorted(spans, key=lambda span: sum(load[slot] for slot in span))[:ranks]
         for rank, span in enumerate(sorted(chosen)):
-            hosts.append(ProcessSpec(together, rank, ranks, span))
+            hosts.append(ProcessSpec(together, rank, mesh, span))
             for slot in span:
                 load[slot] += 1
     _refuse_too_large(bindings, hosts, place)

@@ -31,7 +31,7 @@ def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
 
 
 def rows_of_ranks(task: Task, ranks: int) -> list[Counts | None]:
-    """The rows of each rank of an operator over the whole batch, as its `shards` splits them.
+    """The rows of each data rank of an operator over the whole batch, as its `shards` splits them.
 
     None is all rows, for every rank if the lengths of the rows are unknown.
     """
@@ -57,7 +57,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 node=node.name,
                 roles=roles,
             )
-        ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
+        ranks = max((host.mesh.data_ranks for host in hosts if roles and roles[0] in host.roles), default=1)
         by_batch = node.operator.granularity == "batch" or node.operator.creates_axis("batch")
         if node.operator.states and ranks > 1 and not by_batch:
             raise GraphError(

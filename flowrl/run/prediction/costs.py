@@ -293,8 +293,9 @@ def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
     """By node, the row lengths of each training step; if only their sum is known, all equal to the mean."""
     found: dict[str, list[Lengths]] = defaultdict(list)
     for ranks in _instances(spans):
-        name, pairs = ranks[0].name, [pair for span in ranks for pair in span.lengths]
-        rows, tokens = sum(span.rows for span in ranks), sum(span.tokens for span in ranks)
+        parts = [span for span in ranks if not span.repeats]
+        name, pairs = ranks[0].name, [pair for span in parts for pair in span.lengths]
+        rows, tokens = sum(span.rows for span in parts), sum(span.tokens for span in parts)
         if pairs and "/" not in name:
             found[name].append(Lengths(*np.array(pairs, dtype=np.int64).T))
         elif rows and "/" not in name:

@@ -86,7 +86,8 @@ class PretendRunner:
         rows = _rows(task)
         written = self._written(task, rows)
         start = self.now + self._costs.gap(name)
-        shares = _shares(task, rows, max(len(processes), 1))
+        dealt = _shares(task, rows, processes[0].mesh.data_ranks if processes else 1)
+        shares = [dealt[one.position.data_rank] for one in processes] or dealt
         loads = [_load(written or task.lengths, share) for share in shares]
         seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
         self._enter(task, start, seconds, processes)
@@ -212,7 +213,7 @@ def _rows(task: Task) -> int:
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
-    """The rows of each rank; None is all. Groups may be split, since the groups of rows are unknown."""
+    """The rows of each data rank; None is all. Groups may be split, since the groups of rows are unknown."""
     operator = task.node.operator
     if ranks == 1 or operator.creates_axis("batch") or not rows:
         return [None] * ranks

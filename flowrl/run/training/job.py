@@ -131,17 +131,18 @@ class Job(Generic[GraphT]):
         for encoder, roles in vocabularies(self.graph).items():
             own = {encoder: self.graph[encoder].initial_operator.model} if encoder else {}  # type: ignore[attr-defined]
             refuse_other_vocabularies(own | {r: b.starts_from for r, b in models if b.starts_from and r in roles})
-        many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
+        many = [role for role, backend in self.graph.bindings.items() if backend.geometry.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
             backend = self.graph.bindings[many[0]]
+            ranks = backend.geometry.ranks
             raise BindError(
-                f"The role {many[0]!r} has {backend.ranks} ranks, but without a place the job runs in one process. "
-                f"Pass a place: graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank})).",
+                f"The role {many[0]!r} has {ranks} ranks, but without a place the job runs in one process. Pass a "
+                f"place: graph.bind(..., place=Colocate(gpus={ranks * backend.slots_per_rank})).",
                 code="job.no-place",
                 role=many[0],
-                ranks=backend.ranks,
+                ranks=ranks,
             )
 
     def refuse_missing(self) -> None:
@@ -257,15 +258,15 @@ class Job(Generic[GraphT]):
     def _refuse_together(self, role: str, sync: str) -> None:
         """Refuse `spans` for ranks that compute each response together."""
         backend = self.graph.bindings[role]
-        if backend.collective and backend.ranks > 1:
+        if backend.collective and (ranks := backend.geometry.ranks) > 1:
             raise GraphError(
-                f"{sync} updates weights during generation, but the {backend.ranks} ranks of {role!r} compute each "
+                f"{sync} updates weights during generation, but the {ranks} ranks of {role!r} compute each "
                 f"response together, so no rank can update alone. Bind {role} with one rank, or leave spans out: "
                 f"edit(lag={self.graph.lag.versions}).",
                 code="lag.unsupported",
                 node=sync,
                 role=role,
-                ranks=backend.ranks,
+                ranks=ranks,
             )
 
     def plan(self, prompts: int | None = None) -> str:

@@ -18,12 +18,13 @@ from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.place import Colocate
 from flowrl.distributed.runner import RayRunner
 from flowrl.errors import EngineError, FlowrlError, NodeError, SyncError
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.group import Interrupted
 from tests.support.errors import raises
 from tests.support.jobs import job_of
 
-HOST = ProcessSpec(("actor",), 1, 2, (1,))
+HOST = ProcessSpec(("actor",), 1, Mesh(fsdp=2), (1,))
 # Errors of Ray that another process may cause, constructed as Ray does; True if a new process would recover.
 RAISED = {
     exceptions.ActorDiedError(): True,

@@ -12,11 +12,12 @@ from flowrl.distributed.faults import faults, pending_calls
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, PendingCalls
 from flowrl.distributed.place import Split
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import ProcessSpec
 from tests.support.errors import raises
 
-ACTOR = [ProcessSpec(("actor",), rank, 2, (rank,)) for rank in range(2)]
-ROLLOUT = ProcessSpec(("rollout",), 0, 1, (2,))
+ACTOR = [ProcessSpec(("actor",), rank, Mesh(fsdp=2), (rank,)) for rank in range(2)]
+ROLLOUT = ProcessSpec(("rollout",), 0, Mesh(), (2,))
 HOSTS = [*ACTOR, ROLLOUT, None]
 
 

@@ -16,6 +16,7 @@ from flowrl.distributed.hosts import rendezvous as meeting
 from flowrl.distributed.hosts.host import Host
 from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.turns import Turns
 from flowrl.sync.route import Location
@@ -58,8 +59,8 @@ def test_loopback_is_set_only_where_the_environment_names_no_interface(monkeypat
 @pytest.mark.parametrize("nodes", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a")])
 def test_a_job_on_one_machine_uses_loopback_only(nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on one machine that send to an engine on another machine do not."""
-    plans = [ProcessSpec(("actor",), 0, 2, (0,)), ProcessSpec(("actor",), 1, 2, (1,))]
-    plans.append(ProcessSpec(("rollout",), 0, 1, (2,)))
+    plans = [ProcessSpec(("actor",), 0, Mesh(fsdp=2), (0,)), ProcessSpec(("actor",), 1, Mesh(fsdp=2), (1,))]
+    plans.append(ProcessSpec(("rollout",), 0, Mesh(), (2,)))
     calls: list[tuple[str, Any]] = []
 
     def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
@@ -87,6 +88,6 @@ def test_a_job_of_one_process_uses_loopback_only(alone: bool, monkeypatch: pytes
     calls: list[None] = []
     monkeypatch.setattr("flowrl.distributed.hosts.host.stay_on_loopback", lambda: calls.append(None))
     host: Any = object.__new__(Host)
-    host.plan, host.seed = ProcessSpec(("actor",), 0, 1, (0,)), 0
+    host.plan, host.seed = ProcessSpec(("actor",), 0, Mesh(), (0,)), 0
     host.build({}, None, alone, 9.0)
     assert len(calls) == alone

@@ -15,6 +15,7 @@ import torch
 from flowrl.distributed import delivery
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import Closable
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync import ipc
@@ -122,7 +123,7 @@ def test_each_rank_sends_to_the_rank_on_its_device(tiny: str, tmp_path: Path, mo
 @pytest.mark.parametrize(("memory", "transport"), [(None, "cuda ipc"), (24.0, "cuda ipc"), (23.0, "object store")])
 def test_trainer_and_engine_are_awake_together_only_if_both_fit_in_memory(memory: float | None, transport: str) -> None:
     """By their declared sizes, including that of a scorer in the trainer's process."""
-    actor, rollout = ProcessSpec(("actor", "ref"), 0, 1, (0,)), ProcessSpec(("rollout",), 0, 1, (0,))
+    actor, rollout = ProcessSpec(("actor", "ref"), 0, Mesh(), (0,)), ProcessSpec(("rollout",), 0, Mesh(), (0,))
     sizes = {"actor": 8.0, "ref": 4.0, "rollout": 12.0}
     hosts: Any = SimpleNamespace(
         ranks=lambda role: [actor] if role == "actor" else [rollout],

@@ -19,6 +19,7 @@ from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.protocols import protocols
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import Place, ProcessSpec, lay_out
 from tests.support.errors import raises
 from tests.support.kernel import CriticEngine, RolloutEngine, TrainerEngine, exact
@@ -129,7 +130,7 @@ class TestColocate:
         assert slots(hosts) == {
             "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 0, "rollout[1]": 1,
         }  # fmt: skip
-        assert [(h.rank, h.ranks) for h in hosts if "actor" in h.roles] == [(0, 2), (1, 2)]
+        assert [(h.rank, h.mesh.ranks) for h in hosts if "actor" in h.roles] == [(0, 2), (1, 2)]
 
     def test_the_least_loaded_slots_are_filled_first(self) -> None:
         hosts = lay_out(bound(ref=Trainer(ranks=2), critic=Critic(ranks=2)), Colocate(3))
@@ -155,7 +156,7 @@ class TestColocate:
         assert len(hosts) == len(set(hosts)) == sum(ranks)
         for roles in {host.roles for host in hosts}:
             hosts_of_role = [host for host in hosts if host.roles == roles]
-            assert [host.rank for host in hosts_of_role] == list(range(hosts_of_role[0].ranks))
+            assert [host.rank for host in hosts_of_role] == list(range(hosts_of_role[0].mesh.ranks))
             assert len({host.slots for host in hosts_of_role}) == len(hosts_of_role)
         load = Counter({slot: 0 for slot in range(gpus)})
         load.update(slot for host in hosts for slot in host.slots)
@@ -234,7 +235,7 @@ class TestSeveralSlotsPerRank:
     def test_ranks_with_several_slots(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Split(3, 5))
         assert [host.slots for host in hosts if "rollout" in host.roles] == [(3, 4), (5, 6)]
-        assert [(host.rank, host.ranks) for host in hosts if "rollout" in host.roles] == [(0, 2), (1, 2)]
+        assert [(host.rank, host.mesh.ranks) for host in hosts if "rollout" in host.roles] == [(0, 2), (1, 2)]
 
     def test_a_shared_process_has_the_slots_of_the_widest_role(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(shares="actor", slots_per_rank=2)), Colocate(2))
@@ -298,6 +299,13 @@ class TestMachines:
         refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
         with raises("cluster.several-machines", process="rollout[1]", slots=(2, 3), machines=2):
             refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
+
+    def test_processes_that_share_layers_or_rows_are_on_one_machine(self) -> None:
+        for axis, mesh in (("tensor", Mesh(fsdp=2, tensor=2)), ("context", Mesh(fsdp=4, context=2))):
+            hosts = [ProcessSpec(("actor",), rank, mesh, (rank,)) for rank in range(4)]
+            refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "a")
+            with raises("mesh.several-machines", axis=axis, role="actor", ranks=(2, 3), slots=(2, 3), machines=2):
+                refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
 
     def test_restart_role_over_several_machines_is_refused(self) -> None:
         place = Colocate(2, restart="role")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from flowrl.protocols.mesh import Mesh
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.turns import Turns
 
-ACTOR = ProcessSpec(("actor",), 0, 1, (0,))
-WIDE = ProcessSpec(("rollout",), 0, 1, (0, 1))
-REF = ProcessSpec(("ref",), 0, 1, (1,))
-ALONE = ProcessSpec(("critic",), 0, 1, (2,))
+ACTOR = ProcessSpec(("actor",), 0, Mesh(), (0,))
+WIDE = ProcessSpec(("rollout",), 0, Mesh(), (0, 1))
+REF = ProcessSpec(("ref",), 0, Mesh(), (1,))
+ALONE = ProcessSpec(("critic",), 0, Mesh(), (2,))
 
 
 def test_a_process_without_neighbors_never_sleeps() -> None:

@@ -1,0 +1,109 @@
+"""`MeshBackend`: the base of backends whose models may be split over the processes of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flowrl.backends.torch.device import device_of
+from flowrl.backends.torch.load import FolderBackend, loading, refuse_no_model
+from flowrl.backends.torch.train.mesh import ProcessMesh
+from flowrl.errors import BindError, ParameterError
+from flowrl.protocols.mesh import Mesh
+from flowrl.protocols.protocols import BuildContext
+from flowrl.spec import written
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # architectures name their number differently
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+class MeshBackend(FolderBackend):
+    """Base of backends whose models may be split over the processes of a mesh.
+
+    Args:
+        mesh: the processes on named axes, one device each; None is ``Mesh(fsdp=ranks)``.
+    """
+
+    mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
+
+    def _check(self) -> None:
+        super()._check()
+        name = type(self).__name__
+        if self.mesh is not None and self.ranks > 1:
+            raise ParameterError(
+                f"{name}(ranks={self.ranks}, mesh={written(self.mesh)}) has its processes twice. Leave ranks out.",
+                code="mesh.ranks",
+                ranks=self.ranks,
+                mesh=self.mesh,
+            )
+        self.geometry.refuse_unbuilt(name, ("context", "expert"))
+
+    @property
+    def geometry(self) -> Mesh:
+        """The mesh of the processes that form this engine."""
+        return Mesh(fsdp=self.ranks) if self.mesh is None else self.mesh
+
+    def refuse_folder(self, folder: str) -> None:
+        """Refuse a folder without a model, or with one that the mesh does not fit; reads no weights.
+
+        Raises:
+            BindError: see `refuse_no_model` and `Mesh.refuse_unfit`; or the architecture has no plan for `tensor`.
+        """
+        refuse_no_model(folder)
+        self._refuse_unfit(folder)
+
+    def _refuse_unfit(self, folder: str) -> None:
+        mesh = self.geometry
+        if mesh.tensor * mesh.context * mesh.expert == 1:
+            return
+        with loading(folder):
+            config = _configuration(folder)
+        if mesh.tensor > 1 and not config.base_model_tp_plan:
+            raise BindError(
+                f"{type(self).__name__}(mesh={written(mesh)}) splits layers by tensor={mesh.tensor}, but transformers "
+                f"has no tensor-parallel plan for {config.model_type!r}, the architecture of {folder!r}. Use "
+                f"Mesh(fsdp={mesh.fsdp * mesh.tensor}).",
+                code="mesh.no-plan",
+                axis="tensor",
+                architecture=config.model_type,
+                path=folder,
+            )
+        mesh.refuse_unfit(type(self).__name__, folder, _sizes(config))
+
+    def join(self, context: BuildContext) -> ProcessMesh:
+        """The mesh seen from this process, on its device.
+
+        Raises:
+            BindError: torch lacks the device, the model does not fit the mesh, or `context` is not one of its
+                processes.
+        """
+        if self.model is not None:
+            self._refuse_unfit(self.model)
+        self.geometry.refuse_unbuilt(type(self).__name__, ("replicate", "tensor"))
+        spec: Any = self  # device, dtype and offload are fields of the subclasses
+        place = device_of(self, spec.device)
+        if self.geometry.ranks == 1 and not spec.offload:
+            return ProcessMesh(place)
+        from flowrl.backends.torch.train.sharded import shard_over  # here, since FSDP takes half a second to import
+
+        return shard_over(context, self.geometry, place, spec.dtype == "bfloat16", spec.offload)
+
+
+def _configuration(folder: str) -> Any:
+    """The configuration of the language model of a folder."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config(decoder=True)
+
+
+def _sizes(config: Any) -> dict[str, int]:
+    """The sizes of a model that axes divide; those that it has."""
+    heads = getattr(config, "num_attention_heads", None)
+    found = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_experts": next((size for name in _EXPERTS if (size := getattr(config, name, None))), None),
+        **{name: getattr(config, name, None) for name in _WIDTHS},
+    }
+    return {name: size for name, size in found.items() if isinstance(size, int)}
