@@ -33,6 +33,7 @@ from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, SyncError, type_of
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import (
     BuildContext,
     Caches,
@@ -102,6 +103,12 @@ class TorchRollout(FolderBackend):
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors `sync` reads."""
         return "weights" if self.lora is None else "adapter_weights"
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.sampling import torch_rollout  # here, since it runs the model
+
+        return torch_rollout(self, demand)
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it has no receipt yet, unless it is frozen.

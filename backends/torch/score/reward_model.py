@@ -20,6 +20,7 @@ from flowrl.backends.torch.score.rows import Budget, TokenInputs, last_of, score
 from flowrl.data.segments import refuse_segments
 from flowrl.data.text.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import BuildContext, Sleeper
 from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.records import Tokens
@@ -66,6 +67,12 @@ class TorchRewardModel(MeshBackend):
         refuse_label(classifier := classifier_of(folder), folder, self.label)
         if self.normalize:
             moments_of(classifier, folder)
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
+
+        return Engine(self, demand, None).scored(shares=False)
 
     def build(self, context: BuildContext) -> TorchRewardModelEngine:
         """Load body and head.

@@ -25,6 +25,7 @@ from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits, is_repository
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.protocols.scorers import Follower, LogitScorer, NormScorer
@@ -88,6 +89,12 @@ class TorchScorer(MeshBackend):
                 code="backend.cannot-follow",
                 setting=name,
             )
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
+
+        return Engine(self, demand, self.logprob_chunk).scored(shares=self.model is None)
 
     def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.
@@ -177,6 +184,10 @@ class TorchTrainer(TrainedSpec):
         path = None if self.lora is None else self.lora.adapter_path
         if path is not None and not is_repository(path):
             refuse_no_adapter(path)
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        return self.trained_footprint(demand, self.logprob_chunk, self.router_aux_loss_coef > 0)
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokenizer, and build the optimizer.
