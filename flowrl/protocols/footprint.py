@@ -46,6 +46,7 @@ class Demand:
         prompts: the different prompts among them.
         device: ``"cuda"`` or ``"cpu"``.
         room: bytes of the slot.
+        in_process: engines are in one process, and weights pass without a copy.
         distributions: the loss reads full distributions over the vocabulary.
         owner: the backend whose weights the engine shares; None if it has its own.
     """
@@ -57,6 +58,7 @@ class Demand:
     device: Literal["cuda", "cpu"]
     room: int
     distributions: bool = False
+    in_process: bool = False
     owner: Any = None
 
     @property

@@ -36,8 +36,10 @@ def kv_bytes(folder: str, width: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if rotated := getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention caches its expanded heads
-        return int(config.num_hidden_layers * config.num_attention_heads) * width * (
-            config.qk_nope_head_dim + rotated + config.v_head_dim
+        return (
+            int(config.num_hidden_layers * config.num_attention_heads)
+            * width
+            * (config.qk_nope_head_dim + rotated + config.v_head_dim)
         )
     return int(config.num_hidden_layers * heads * size) * 2 * width
 
@@ -65,7 +67,7 @@ def torch_rollout(spec: Any, demand: Demand) -> Footprint:
     # a shared model computes under autocast over float32 weights
     width, run = WIDTHS[dtype], Run(shares and dtype == "bfloat16", trains=False)
     cache = slots_bytes(kv_bytes(model.folder, width), rows, demand.prompt, demand.tokens)
-    scores = rows * weights.vocabulary * (width + 3 * FLOAT + 2 * FLOAT)  # logits, float32, probabilities; a float64 sum
+    scores = rows * weights.vocabulary * (width + 2 * FLOAT + 8)  # logits, in float32, probabilities, their float64 sum
     prefill = peaks_of(model, MicroBatch(prompts, demand.prompt, 1, packed=False), run).forward
     prefill = prefill if shares or dtype == "float32" else prefill // 2
     generate = largest({"KV cache": cache, "activations": prefill}, {"KV cache": cache, "logits": scores})
@@ -73,8 +75,8 @@ def torch_rollout(spec: Any, demand: Demand) -> Footprint:
     if shares:
         return Footprint({}, {}, {"generate": generate})
     copy = weights.bytes() * width // FLOAT  # what a sync received, all of it before any of it is used
-    resident = {"weights": copy, **cuda}
-    return Footprint(resident, cuda, {"generate": generate, "receive": {"sync buckets": copy}})
+    received = 0 if demand.in_process and dtype == "float32" else copy
+    return Footprint({"weights": copy, **cuda}, cuda, {"generate": generate, "receive": {"sync buckets": received}})
 
 
 def hosted(spec: EngineSpec, demand: Demand, cache: int | None) -> Footprint:

@@ -1,8 +1,8 @@
 """The memory of a model's activations: it runs on tensors without data while `LiveBytes` counts them.
 
-The trace is of the model's own code with the trainer's settings, so it has what autograd saves (Griewank & Walther 2000,
-chapter 3), what gradient checkpointing recomputes (Chen et al. 2016, arXiv:1604.06174), and autocast's copies of weights.
-A model of equal blocks is run with two and with three of them: each peak grows linearly with their number.
+It runs the model's own code with the trainer's settings, so the trace has what autograd saves (Griewank & Walther 2008,
+chapter 4), what gradient checkpointing recomputes (Chen et al. 2016, arXiv:1604.06174), and autocast's copies of
+weights. A model of equal blocks is run with two and with three of them: each peak grows linearly with their number.
 """
 
 from __future__ import annotations
@@ -104,17 +104,21 @@ def trace(lm: PreTrainedModel, batch: MicroBatch, run: Run) -> Peaks:
     if run.bfloat16 and run.sharded:
         for block in filter(gathered_narrow, blocks):
             block.to(torch.bfloat16)
+    stack = _stack(lm, blocks)
+    if stack is None or len(blocks) <= FEW or len({_shape_of(block) for block in blocks}) > 1:
+        return _traced(_without_data(lm), blocks, batch, run)
+    parent, name = stack
+    setattr(parent, name, nn.ModuleList(blocks[: FEW + 1]))
+    more = _traced(_without_data(lm), blocks[: FEW + 1], batch, run)
+    setattr(parent, name, nn.ModuleList(blocks[:FEW]))
+    return _traced(lm, blocks[:FEW], batch, run).over(more, len(blocks))
+
+
+def _without_data(lm: PreTrainedModel) -> PreTrainedModel:
     with FakeTensorMode(allow_non_fake_inputs=True):
         cast(nn.Module, lm).to_empty(device="cpu")
         lm.tie_weights()
-    stack = _stack(lm, blocks)
-    if stack is None or len(blocks) <= FEW or len({_shape_of(block) for block in blocks}) > 1:
-        return _traced(lm, blocks, batch, run)
-    parent, name = stack
-    setattr(parent, name, nn.ModuleList(blocks[: FEW + 1]))
-    more = _traced(lm, blocks[: FEW + 1], batch, run)
-    setattr(parent, name, nn.ModuleList(blocks[:FEW]))
-    return _traced(lm, blocks[:FEW], batch, run).over(more, len(blocks))
+    return lm
 
 
 def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
