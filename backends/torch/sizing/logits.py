@@ -43,9 +43,10 @@ class Head(NamedTuple):
         sizes = 3 * run * part * FLOAT + self.tokens * FLOAT * (4 * self._parts + 3)
         if not self.bfloat16:
             return sizes
-        later = run if self._parts > 1 else min(run, max(0, self.tokens - run))
-        products = run * part * FLOAT + later * part * (2 + FLOAT) if later else run * part * (2 + FLOAT)
-        return sizes + products + 2 * self.hidden * (part * min(self._parts, 2) + run)
+        first = min(run, self.tokens)
+        later = first if self._parts > 1 else min(run, self.tokens - first)
+        products = first * part * FLOAT + later * part * (2 + FLOAT) if later else first * part * (2 + FLOAT)
+        return sizes + products + 2 * self.hidden * (part * min(self._parts, 2) + first)
 
     @property
     def backward(self) -> int:
