@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flowrl.run.prediction.memory import Memory
 from flowrl.run.training.job import Job
-from flowrl.spec import written
+from flowrl.spec import Spec, written
 
 _FEWEST = 256
 """The smallest micro-batch that is tried, if rows are shorter."""
@@ -27,13 +27,13 @@ class Change(NamedTuple):
     @property
     def options(self) -> str:
         """The settings as options of a command."""
-        return " ".join(f"--set {path}={_text(value)}" for path, value in self.settings.items())
+        return " ".join(f"--set {_quoted(f'{path}={_text(value)}')}" for path, value in self.settings.items())
 
 
 def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory]) -> Change | None:
     """The first change that fits, in this order: smaller micro-batches, recomputed layers (about a third more compute),
-    a smaller share or fewer rows for an engine, more ranks, weights in CPU memory, an adapter in place of all weights; each also with
-    cheaper ones. None if none fits.
+    a smaller share or fewer rows for an engine, more ranks, weights in CPU memory, an adapter in place of all weights;
+    each also with cheaper ones. None if none fits.
     """
     for settings in _combinations(job, memory):
         changed = _with(job, settings)
@@ -132,5 +132,12 @@ def _with(job: Job[Any], settings: Mapping[str, Any]) -> Job[Any]:
 
 
 def _text(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else written(value)
-    return f"'{text}'" if any(x in text for x in " (") else text
+    """A value as ``--set`` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return written(value) if isinstance(value, Spec) else str(value)
+
+
+def _quoted(text: str) -> str:
+    """Text as one word of a shell."""
+    return f"'{text}'" if "(" in text else text

@@ -27,7 +27,14 @@ SIZE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "n
 
 def config(kind: str, **changes: Any) -> PreTrainedConfig:
     """Four layers of hidden size 256."""
-    common = {"vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": False, **IDS, **SIZE, **changes}
+    common = {
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        **IDS,
+        **SIZE,
+        **changes,
+    }
     if kind == "llama":
         return LlamaConfig(**{"intermediate_size": 768, **common})
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

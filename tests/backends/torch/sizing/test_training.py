@@ -7,22 +7,35 @@ another way: it asks all storages for their size after every operation, where th
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-import torch
-from transformers import Qwen3MoeConfig
 
 from flowrl.backends import SGD, LoRA, TorchCritic, TorchScorer, TorchTrainer
-from flowrl.backends.torch.sizing.training import Engine
-from flowrl.errors import BindError
+from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
 from flowrl.protocols.footprint import Demand
-from tests.backends.torch.sizing.counting import PROMPT, RESPONSE, ROWS, Measured, config, folder_of, update
-from tests.support.errors import raises
+from tests import ROOT
+from tests.backends.torch.sizing.counting import (
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    Allocations,
+    Measured,
+    batch,
+    folder_of,
+    update,
+)
+from tests.nightly import nightly_except
 
 RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
+DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 DEMAND = Demand(PROMPT, RESPONSE, ROWS, None, "cpu", 1 << 40)
 
 
@@ -53,7 +66,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts"}
+
+
+@pytest.mark.parametrize("case", nightly_except(EVERY_COMMIT, CASES))
 def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
     kind, changes, settings = CASES[case]
     folder = folder_of(tmp_path, kind, **changes)
@@ -68,3 +84,75 @@ def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
     activations = found.peak["activations"] - found.gradients
     assert parts["activations"] == pytest.approx(activations, rel=0.1)
     assert parts["logits"] == pytest.approx(found.peak.get("logits", 0), rel=0.1, abs=0.02 * found.passes)
+
+
+def test_a_scorer_takes_what_is_predicted(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", vocab_size=9000)
+    engine: Any = TorchScorer(folder, device="cpu").build(RANK)
+    engine.log_probs(batch())
+    counter = Allocations()
+    counter.ignore(*engine.model.parameters(), *engine.model.buffers(), *batch())
+    with counter:
+        engine.log_probs(batch())
+    footprint = TorchScorer(folder).footprint(DEMAND)
+    assert footprint.awake == {"weights": sum(p.nbytes for p in engine.model.parameters())}
+    assert sum(footprint.calls["score"].values()) == pytest.approx(sum(counter.peak.values()), rel=0.1)
+
+
+def test_a_critic_has_a_scalar_head(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama")
+    engine: Any = TorchCritic(folder, device="cpu").build(RANK)
+    trained = sum(p.nbytes for p in engine.learner.state_dict()["weights"].values())
+    footprint = TorchCritic(folder).footprint(DEMAND)
+    assert footprint.awake["weights"] == footprint.calls["update"]["gradients"] == trained
+    assert footprint.calls["update"]["logits"] == 0
+
+
+def test_a_longer_micro_batch_takes_more_activations_and_as_many_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama")
+    one, two = (
+        TorchTrainer(folder, max_tokens=n * (PROMPT + RESPONSE)).footprint(DEMAND).calls["update"] for n in (1, 2)
+    )
+    assert two["activations"] == pytest.approx(2 * one["activations"], rel=0.1)
+    assert one["gradients"] == two["gradients"]
+
+
+def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: Path) -> None:
+    """torch's foreach optimizers, the default on a GPU, make a copy of a state of all parameters."""
+    folder = folder_of(tmp_path, "llama", vocab_size=20000)
+    cpu, gpu = (TorchTrainer(folder).footprint(replace(DEMAND, device=device)) for device in DEVICES)
+    tensors = 4 * 9 + 3
+    assert cpu.awake["optimizer states"] - gpu.awake["optimizer states"] == 4 * tensors
+    assert gpu.asleep == {"CUDA": 1 << 29}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_take_what_is_predicted(dtype: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "llama", tie_word_embeddings=True, vocab_size=4000)
+    script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(tmp_path / "store"), folder, dtype], cwd=ROOT, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    output = next(rank.communicate()[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    result = json.loads(output.splitlines()[-1])
+    buckets, found = result.pop("buckets"), Measured(**result)
+    footprint = TorchTrainer(folder, ranks=2, dtype=dtype, gradient_checkpointing=True).footprint(DEMAND)
+    parts = footprint.calls["update"]
+    assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
+    assert parts["gradients"] == found.gradients
+    assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
+    assert bucket_bytes(weights_of(Model(folder)).stored, 1 << 20, ranks=2) == pytest.approx(buckets, rel=0.1)
+
+
+def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on_a_gpu(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", num_hidden_layers=1, vocab_size=515)
+    shapes = [p.shape for p in TorchScorer(folder, device="cpu").build(RANK).model.parameters()]
+    for ranks in (2, 3, 8):
+        rows = sum(4 * math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
+        assert TorchTrainer(folder, ranks=ranks).footprint(DEMAND).awake["weights"] == rows
+    offloaded = TorchTrainer(folder, offload=True).footprint(replace(DEMAND, device="cuda"))
+    assert (offloaded.awake["weights"], offloaded.awake["optimizer states"]) == (0, 0)
+    assert offloaded.calls["update"]["gradients"] == 0 < offloaded.calls["update"]["gathered weights"]
