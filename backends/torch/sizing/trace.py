@@ -95,8 +95,9 @@ def trace(lm: PreTrainedModel, batch: MicroBatch, run: Run) -> Peaks:
     Raises:
         BindError: the model's shapes depend on its data, so it cannot run without.
     """
-    if batch.packed:
-        lm.set_attn_implementation(ATTENTION)
+    with quiet():
+        if batch.packed:
+            lm.set_attn_implementation(ATTENTION)
     if run.checkpoints:
         lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     lm.eval()
