@@ -1,4 +1,4 @@
-"""``flowrl plan`` with ``--hardware`` (`command.py`, `memory_table.py`); its other options are in `tests/app/test_cli.py`."""
+"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`); the other options are in `tests/app/test_cli.py`."""
 
 from __future__ import annotations
 

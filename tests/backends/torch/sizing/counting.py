@@ -96,7 +96,8 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves((args, found)):
             if isinstance(tensor, Tensor):
                 storage = local(tensor).untyped_storage()
-                if (key := storage._cdata) not in self._ignored and key not in self._seen:
+                key = storage._cdata
+                if key not in self._ignored and (key not in self._seen or self._seen[key][0]() is None):
                     self._seen[key] = weakref.ref(storage), self.tag
         sizes: dict[str, int] = {}
         for key, (reference, tag) in list(self._seen.items()):

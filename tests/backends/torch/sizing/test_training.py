@@ -89,11 +89,11 @@ def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
 def test_a_scorer_takes_what_is_predicted(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "llama", vocab_size=9000)
     engine: Any = TorchScorer(folder, device="cpu").build(RANK)
-    engine.log_probs(batch())
-    counter = Allocations()
-    counter.ignore(*engine.model.parameters(), *engine.model.buffers(), *batch())
+    rows, counter = batch(), Allocations()
+    engine.log_probs(rows)
+    counter.ignore(*engine.model.parameters(), *engine.model.buffers(), *rows)
     with counter:
-        engine.log_probs(batch())
+        engine.log_probs(rows)
     footprint = TorchScorer(folder).footprint(DEMAND)
     assert footprint.awake == {"weights": sum(p.nbytes for p in engine.model.parameters())}
     assert sum(footprint.calls["score"].values()) == pytest.approx(sum(counter.peak.values()), rel=0.1)
