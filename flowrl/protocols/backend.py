@@ -50,7 +50,8 @@ class Backend(Spec):
 
     @property
     def memory(self) -> float | None:
-        """GiB of a slot that the engine uses while awake; None is unknown and not checked."""
+        """GiB of a slot that the engine uses while awake, as the user states it; None is not checked, and predicted by
+        `footprint`."""
         return None
 
     @property

@@ -67,7 +67,7 @@ class TorchRollout(FolderBackend):
         attention: of an own model, as in `TorchTrainer`.
         max_rows: the most rows in one forward pass, and the most ended rows whose KV is retained for a further turn.
         device: of an own model; None is CUDA if available, else the CPU. A shared model stays on the actor's device.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks: processes, each with its own model, that split the rows among them.
         lora: the `LoRA` of an actor that trains an adapter over the weights of this folder: sync then sends only the
             adapter. Without it, an own model gets all weights with the adapter merged; a shared one has the actor's

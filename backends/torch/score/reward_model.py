@@ -42,7 +42,7 @@ class TorchRewardModel(MeshBackend):
         attention: as in `TorchScorer`.
         max_tokens: positions that one forward pass may compute; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks, mesh: processes that share the weights; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
     """

@@ -33,27 +33,26 @@ def kv_bytes(folder: str, width: int) -> int:
     """Bytes of the keys and values of a token in all layers: two vectors of each KV head (Shazeer 2019,
     arXiv:1911.02150, section 3)."""
     config: Any = Model(folder).skeleton().config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads: int = config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_head = 2 * size
     if rotated := getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention caches its expanded heads
-        return (
-            int(config.num_hidden_layers * config.num_attention_heads)
-            * width
-            * (config.qk_nope_head_dim + rotated + config.v_head_dim)
-        )
-    return int(config.num_hidden_layers * heads * size) * 2 * width
+        of_head = int(config.qk_nope_head_dim + rotated + config.v_head_dim)
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(config.num_hidden_layers) * heads * of_head * width
 
 
-def slots_bytes(token: int, rows: int, prompt: int, tokens: int) -> int:
-    """The most bytes of the buffers of `flowrl.backends.torch.generate.slots.Slots`, which are as wide as the longest
-    row and grow by at least a half, while the old ones are alive."""
+def slots_bytes(token: int, rows: int, prompt: int, tokens: int) -> tuple[int, int, int]:
+    """Bytes of the buffers of `flowrl.backends.torch.generate.slots.Slots`, which are as wide as the longest row and
+    grow by at least a half, while the old ones are alive: the most, of rows at their end, and of their prompts."""
     width, before = -(-prompt // STEP) * STEP, 0
-    most = rows * width * token
+    first = width
     while width < tokens:
         wide = -(-(width + 1) // STEP) * STEP
         before, width = width, max(wide, width + width // 2 // STEP * STEP)
-        most = rows * (before + width) * token
-    return most
+    each = rows * token
+    return each * (before + width), each * width, each * first
 
 
 def torch_rollout(spec: Any, demand: Demand) -> Footprint:
@@ -66,11 +65,16 @@ def torch_rollout(spec: Any, demand: Demand) -> Footprint:
     prompts = rows if demand.prompts is None else min(rows, demand.prompts)
     # a shared model computes under autocast over float32 weights
     width, run = WIDTHS[dtype], Run(shares and dtype == "bfloat16", trains=False)
-    cache = slots_bytes(kv_bytes(model.folder, width), rows, demand.prompt, demand.tokens)
+    grown, full, first = slots_bytes(kv_bytes(model.folder, width), rows, demand.prompt, demand.tokens)
     scores = rows * weights.vocabulary * (width + 2 * FLOAT + 8)  # logits, in float32, probabilities, their float64 sum
     prefill = peaks_of(model, MicroBatch(prompts, demand.prompt, 1, packed=False), run).forward
     prefill = prefill if shares or dtype == "float32" else prefill // 2
-    generate = largest({"KV cache": cache, "activations": prefill}, {"KV cache": cache, "logits": scores})
+    rejoins = demand.rows is None or demand.rows > rows  # rows join while others are long
+    generate = largest(
+        {"KV cache": grown},
+        {"KV cache": full, "logits": scores},
+        {"KV cache": full if rejoins else first, "activations": prefill},
+    )
     cuda = {"CUDA": CUDA_BYTES} if demand.device == "cuda" else {}
     if shares:
         return Footprint({}, {}, {"generate": generate})

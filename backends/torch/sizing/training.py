@@ -26,12 +26,12 @@ class Engine:
     def __init__(self, spec: Any, demand: Demand, chunk: int | None) -> None:
         self.spec = spec if spec.model is not None else demand.owner
         self.demand, self.chunk = demand, chunk
-        self.model = Model(
-            self.spec.starts_from, getattr(self.spec, "lora", None), chunk is not None, self.spec.attention
-        )
+        lora, attention = getattr(self.spec, "lora", None), self.spec.attention
+        self.mesh = self.spec.geometry
+        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, self.mesh.tensor)
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
-        self.ranks = self.spec.geometry.fsdp
+        self.ranks = self.mesh.fsdp
         self.sharded = self.ranks > 1 or self.spec.offload
         self.on_device = demand.device == "cpu" or not self.spec.offload
 
@@ -61,16 +61,17 @@ class Engine:
         return Footprint(resident, {} if shares else self._cuda, {"score": self._score(), "receive": receives})
 
     @property
-    def _cuda(self) -> Parts:
+    def _cuda(self) -> dict[str, int]:
         return {"CUDA": CUDA_BYTES} if self.demand.device == "cuda" else {}
 
     def _micro_batch(self) -> MicroBatch:
         """The largest micro-batch: as many of the longest rows as fit into the budget."""
         packed = self.spec.attention != "eager"
         budget = Budget.of(self.spec.max_tokens, torch.device(self.demand.device), packed)
-        rows = max(1, budget.positions // self.demand.tokens)
+        rows = max(1, budget.positions * self.mesh.context // self.demand.tokens)
         rows = rows if self.demand.rows is None else max(1, min(rows, self.demand.rows))
-        return MicroBatch(rows, self.demand.tokens, self.demand.response, packed)
+        tokens, scored = (-(-n // self.mesh.context) for n in (self.demand.tokens, self.demand.response))
+        return MicroBatch(rows, tokens, scored, packed)
 
     def _peaks(self, run: Run) -> Peaks:
         return peaks_of(self.model, self._micro_batch(), run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +20,15 @@ from flowrl.sync.buckets import in_buckets
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
+_SPLIT = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "vocab_size",
+)
+
 FLOAT = 4
 """Bytes of a float32."""
 
@@ -29,20 +40,33 @@ class Model(NamedTuple):
         lora: the adapter that is trained.
         with_head: False is only the body, with a scalar head.
         attention: as in `flowrl.backends.torch.train.learner.TrainedSpec`.
+        tensor: the processes that split each layer, of which this is the first: it has its share of heads, widths and
+            vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
     """
 
     folder: str
     lora: LoRA | None = None
     with_head: bool = True
     attention: Any = None
+    tensor: int = 1
 
     def skeleton(self) -> PreTrainedModel:
         """The model without storage."""
         with loading(self.folder), quiet():
-            lm = skeleton(self.folder, self.attention)
+            lm = skeleton(self.folder, self.attention, **self._share())
         if self.lora is not None:
             Adapter(lm, self.lora, self.folder)
         return lm
+
+    def _share(self) -> dict[str, Any]:
+        """The entries of ``config.json`` that `tensor` divides, divided."""
+        if self.tensor == 1:
+            return {}
+        with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
+            found = json.load(file)
+        sizes = {name: -(-found[name] // self.tensor) for name in _SPLIT if isinstance(found.get(name), int)}
+        size = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+        return {**sizes, "head_dim": size, "pad_token_id": None}
 
 
 class Weight(NamedTuple):
@@ -115,7 +139,8 @@ def weights_of(model: Model) -> Weights:
     module: nn.Module = lm if model.with_head else lm.base_model
     blocks = blocks_of(lm)
     group: dict[int, int | str] = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings() if model.with_head else None
+    embedding: Any = lm.get_input_embeddings()
+    head: Any = lm.get_output_embeddings() if model.with_head else None
     if head is None or head.weight is not embedding.weight:
         for name, layer in (("embedding", embedding), ("head", head)):
             group |= {id(p): name for p in ([] if layer is None else layer.parameters())}

@@ -109,7 +109,7 @@ class TrainedSpec(MeshBackend):
             micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
             ones are faster, and 16384 elsewhere.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
         mesh: the processes on several axes; see `flowrl.protocols.mesh.Mesh`.
         offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.

@@ -45,7 +45,7 @@ class TorchScorer(MeshBackend):
         max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks, mesh: processes that share the weights; see `TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
         cache: a folder on a disk of this machine in which the log-probs of each row are kept, so that the epochs of an

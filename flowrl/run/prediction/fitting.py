@@ -35,20 +35,25 @@ def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory
     a smaller share or fewer rows for an engine, more ranks, weights in CPU memory, an adapter in place of all weights;
     each also with cheaper ones. None if none fits.
     """
-    for settings in _combinations(job, memory):
+    combinations = _combinations(job, memory)
+    in_one = [one for one in combinations if not any(path.endswith((".ranks", ".offload")) for path in one)]
+    # shards take more where weights are few, so the most of both is tried first
+    if not any(predict(_with(job, most[-1])).fits for most in (combinations, in_one) if most):
+        return None
+    for settings in combinations:
         changed = _with(job, settings)
         if (found := predict(changed)).fits:
             return Change(changed, found, settings)
     return None
 
 
-def _combinations(job: Job[Any], memory: Memory) -> Iterator[dict[str, Any]]:
+def _combinations(job: Job[Any], memory: Memory) -> list[dict[str, Any]]:
     """Settings of the roles that are awake where it does not fit, sorted by what they cost."""
     roles = memory.awake
     axes = [list(_micro_batches(job, memory, roles)), *_switches(job, memory, roles), list(_more_ranks(job, roles))]
     chosen = product(*([_NONE, *axis] for axis in axes))
     sums = ((sum(cost for cost, _ in some), dict(pair for _, one in some for pair in one.items())) for some in chosen)
-    yield from (settings for _, settings in sorted(sums, key=lambda one: one[0]) if settings)
+    return [settings for _, settings in sorted(sums, key=lambda one: one[0]) if settings]
 
 
 _Choice = tuple[int, dict[str, Any]]

@@ -17,7 +17,7 @@ from flowrl.protocols.protocols import Sampling
 from tests.backends.torch.generate.rollouts import Actor, names, synced
 from tests.backends.torch.sizing.counting import Allocations, folder_of
 
-PROMPT, RESPONSE, ROWS = 60, 200, 6
+PROMPT, RESPONSE, ROWS = 60, 100, 4
 CPU = Demand(PROMPT, RESPONSE, ROWS, ROWS, "cpu", 80 * GIB)
 GPU = replace(CPU, device="cuda")
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pytest
 
-from flowrl.backends import SGD, LoRA, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, LoRA, Mesh, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
@@ -156,3 +156,16 @@ def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on
     offloaded = TorchTrainer(folder, offload=True).footprint(replace(DEMAND, device="cuda"))
     assert (offloaded.awake["weights"], offloaded.awake["optimizer states"]) == (0, 0)
     assert offloaded.calls["update"]["gradients"] == 0 < offloaded.calls["update"]["gathered weights"]
+
+
+def test_a_process_of_the_tensor_axis_has_its_share_of_heads_widths_and_vocabulary(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", num_hidden_layers=3)
+    named = dict(TorchScorer(folder, device="cpu").build(RANK).model.named_parameters())
+    share = sum(p.nbytes // (1 if "norm" in name else 2) for name, p in named.items())
+    one, two = (TorchTrainer(folder, mesh=Mesh(tensor=t)).footprint(DEMAND) for t in (1, 2))
+    assert two.awake["weights"] == two.calls["update"]["gradients"] == share
+    assert (
+        one.calls["update"]["activations"] / 2 < two.calls["update"]["activations"] < one.calls["update"]["activations"]
+    )
+    copied = TorchTrainer(folder, mesh=Mesh(replicate=2, fsdp=2)).footprint(DEMAND)
+    assert copied.awake == TorchTrainer(folder, ranks=2).footprint(DEMAND).awake
