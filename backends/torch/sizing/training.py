@@ -31,8 +31,8 @@ class Engine:
         self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, self.mesh.tensor)
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
-        self.ranks = self.mesh.fsdp
-        self.sharded = self.ranks > 1 or self.spec.offload
+        self.shards = self.mesh.fsdp
+        self.sharded = self.shards > 1 or self.spec.offload
         self.on_device = demand.device == "cpu" or not self.spec.offload
 
     def trained(self, keys: tuple[str, ...], checkpoints: bool, routed: bool) -> Footprint:
@@ -43,21 +43,21 @@ class Engine:
         micro-batch.
         """
         weights, own = self.weights, self.on_device
-        gradients = weights.bytes(self.ranks, trained=True) * own
-        states = weights.states(keys, self.ranks, self.demand.device) * own
+        gradients = weights.bytes(self.shards, trained=True) * own
+        states = weights.states(keys, self.shards, self.demand.device) * own
         peaks = self._peaks(Run(self.bfloat16, True, checkpoints, self.sharded, routed))
         # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
         foreach = len(keys) > 1 and (self.sharded or self.demand.device == "cuda") and own
-        step = {"gradients": gradients, "optimizer states": weights.bytes(self.ranks, trained=True) * foreach}
+        step = {"gradients": gradients, "optimizer states": weights.bytes(self.shards, trained=True) * foreach}
         moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
-        resident = {"weights": weights.bytes(self.ranks) * own, "optimizer states": states}
+        resident = {"weights": weights.bytes(self.shards) * own, "optimizer states": states}
         calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
         return Footprint(resident | self._cuda, self._cuda, calls)
 
     def scored(self, shares: bool) -> Footprint:
         """The footprint of a frozen model; if it `shares` weights, only what its calls take."""
-        resident = {} if shares else {"weights": self.weights.bytes(self.ranks) * self.on_device, **self._cuda}
-        receives = {"sync buckets": self.weights.bytes(self.ranks)}  # `follow` reads all weights before it mixes them
+        resident = {} if shares else {"weights": self.weights.bytes(self.shards) * self.on_device, **self._cuda}
+        receives = {"sync buckets": self.weights.bytes(self.shards)}  # `follow` reads all weights before it mixes them
         return Footprint(resident, {} if shares else self._cuda, {"score": self._score(), "receive": receives})
 
     @property
@@ -141,7 +141,7 @@ class Engine:
     def _send(self) -> Parts:
         """A sync's gathering of shards, and a bucket."""
         shapes = self.weights.stored
-        gathering = bucket_bytes(shapes, BUCKET_BYTES, self.ranks) if self.sharded else 0
+        gathering = bucket_bytes(shapes, BUCKET_BYTES, self.shards) if self.sharded else 0
         largest_one = max(FLOAT * _size(shape) for shape in shapes)
         return {"sync buckets": gathering + min(max(BUCKET_BYTES, largest_one), sum(FLOAT * _size(x) for x in shapes))}
 

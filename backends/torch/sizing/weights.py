@@ -167,7 +167,7 @@ def bucket_bytes(shapes: Iterable[tuple[int, ...]], limit: int, ranks: int, widt
     most = before = 0
     blanks = ((str(i), _Shaped(shape, width)) for i, shape in enumerate(shapes))
     for bucket in in_buckets(blanks, limit):  # type: ignore[arg-type]
-        sent = width * sum(Weight(shape.shape, False, 0).numbers(ranks) for _, shape in bucket)  # type: ignore[arg-type]
+        sent = width * sum(Weight(shape.shape, False, 0).numbers(ranks) for _, shape in bucket)
         most, before = max(most, before + sent * ranks + sent), sent * ranks
     return most
 
