@@ -135,7 +135,7 @@ def test_two_ranks_take_what_is_predicted(dtype: Any, tmp_path: Path) -> None:
         subprocess.Popen([*script, str(rank), str(tmp_path / "store"), folder, dtype], cwd=ROOT, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    output = next(rank.communicate()[0] for rank in ranks)
+    output, _ = (rank.communicate()[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0]
     result = json.loads(output.splitlines()[-1])
     buckets, found = result.pop("buckets"), Measured(**result)
