@@ -12,7 +12,7 @@ PICTURES := .pictures
 SITE   := build/site
 SPHINX  = $(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --jobs 2
 # Scripts of docs/, each of which writes pages or tables.
-GENERATED := tables errors metrics rules commands
+GENERATED := tables errors metrics rules commands sizing
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready

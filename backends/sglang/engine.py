@@ -27,6 +27,7 @@ from flowrl.backends.torch.adapter_folder import adapted_modules, adapter_config
 from flowrl.backends.torch.load import loading
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import BuildContext, Caches, Sampling
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 from flowrl.sync.ipc import can_share, export_handles
@@ -92,6 +93,12 @@ class SGLang(EngineSpec):
                 engine="SGLang",
                 caches=caches,
             )
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.sampling import hosted, token_bytes  # here, since it imports transformers
+
+        return hosted(self, demand, None if self.cache_tokens is None else self.cache_tokens * token_bytes(self))
 
     def build(self, context: BuildContext) -> SGLangEngine:
         """Start the engine; it has no receipt yet, unless it is frozen.

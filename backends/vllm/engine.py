@@ -31,6 +31,7 @@ from flowrl.backends.torch.lora import LoRA
 from flowrl.backends.vllm.arguments import arguments_of, environment
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import BuildContext, Caches, Sampling
 from flowrl.sync.probe import Probe
 
@@ -100,6 +101,12 @@ class VLLM(EngineSpec):
     def loses_weights_asleep(self) -> bool:
         """Whether an engine that has slept must be synced before it generates."""
         return self.sleep_level == 2
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.sampling import hosted  # here, since it imports transformers
+
+        return hosted(self, demand, self.kv_cache_bytes)
 
     def build(self, context: BuildContext) -> VLLMEngine:
         """Start the engine; it has no receipt yet, unless it is frozen.

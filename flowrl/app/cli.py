@@ -8,7 +8,6 @@ shows the traceback. Commands import the heavy modules that they need.
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import traceback
@@ -32,11 +31,12 @@ from flowrl.app.changes.changes import Set, load_changed
 from flowrl.app.evaluate import command as evaluate_command
 from flowrl.app.importing import command as importing_command
 from flowrl.app.memory import out_of_memory
+from flowrl.app.planning import command as planning_command
 from flowrl.app.printing import print_table
 from flowrl.app.serve import command as serve_command
 from flowrl.app.sweep import command as sweep_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, HubError, ParameterError, is_of_a_user, offer
+from flowrl.errors import FlowrlError, HubError, ParameterError, is_of_a_user
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -194,58 +194,7 @@ def check(
         out.print(f"Responses end with {ends}.", markup=False)
 
 
-@app.command()
-def plan(
-    target: Target,
-    costs: Annotated[
-        str | None, typer.Option(help="Predict step times from the costs that this run folder recorded.")
-    ] = None,
-    place: Annotated[
-        list[str] | None,
-        typer.Option(help="Also predict for 'local', 'Colocate(gpus=2)', ... Repeatable."),
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: the training's]", min=1)] = None,
-    cost: Annotated[
-        list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
-    ] = None,
-    settings: Set = None,
-    imports: Import = False,
-) -> None:
-    """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times."""
-    from flowrl.core.graphs.plan import Plan
-    from flowrl.run.training.job import Job
-    from flowrl.run.training.training import Training
-
-    if costs is None and (place or prompts or cost):
-        raise ParameterError(
-            "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
-            code="cli.bad-option",
-            missing="--costs",
-        )
-    found = load_changed(target, imports, settings)
-    job = found.job if isinstance(found, Training) else found
-    count = prompts or (found.prompts if isinstance(found, Training) else None)
-    lines = [job.plan(count) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
-    if costs is not None:
-        from flowrl.run.prediction.costs import Costs
-        from flowrl.run.prediction.prediction import predict
-
-        graph, given = graph_of(found, target), dict(map(_cost, cost or ()))
-        if odd := [node for node in given if node not in graph.nodes]:
-            raise ParameterError(
-                f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
-                code="cli.bad-option",
-                option="--cost",
-                found=odd[0],
-            )
-        measured = Costs.of(costs, imports=imports).given(**given)
-        own = job.place if isinstance(job, Job) else measured.place
-        count = count or measured.prompts
-        lines.append(f"predicted from {costs}, with {count} prompts per step:")
-        optimize = not isinstance(job, Job) or job.optimize
-        places = [own, *map(_place, place or ())]
-        lines += [str(predict(graph, one, count, measured, optimize=optimize)) for one in places]
-    out.print("\n".join(lines), markup=False)
+planning_command.add_to(app, out)
 
 
 @app.command()
@@ -336,45 +285,6 @@ def _with_metadata(found: Any) -> Any:
             raise
         out.print(f"Not verified: {error.message}", markup=False)
         return found
-
-
-def _cost(text: str) -> tuple[str, float]:
-    """Node and seconds of ``NODE=SECONDS``."""
-    node, _, seconds = text.partition("=")
-    try:
-        return node, float(seconds)
-    except ValueError:
-        raise ParameterError(
-            f"--cost {text} has no number of seconds; expected such as --cost {node}=0.1.",
-            code="cli.bad-option",
-            option="--cost",
-            found=text,
-        ) from None
-
-
-def _place(text: str) -> Any:
-    """The place of a Python expression; None is this process."""
-    from flowrl import Colocate, Split
-    from flowrl.data.files import unique
-
-    if text == "local":
-        return None
-    places = {place.__name__: place for place in (Colocate, Split)}
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        match call:
-            case ast.Call(func=ast.Name(id=name), args=[]) if name in places:
-                given = unique((one.arg or "**", ast.literal_eval(one.value)) for one in call.keywords)
-            case _:
-                raise ValueError(text)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ParameterError(
-            f"--place {text} is not a place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1)'.",
-            code="cli.bad-option",
-            option="--place",
-            found=text,
-        ) from None
-    return places[name](**given)
 
 
 def _writer(to: Path, suffixes: Sequence[str]) -> Callable[[Any, str], None]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext, Caches, Checkpointed, Rollout
 from flowrl.spec import Spec
@@ -49,7 +50,8 @@ class Backend(Spec):
 
     @property
     def memory(self) -> float | None:
-        """GiB of a slot that the engine uses while awake; None is unknown and not checked."""
+        """GiB of a slot that the engine uses while awake, as the user states it; None is not checked, and predicted by
+        `footprint`."""
         return None
 
     @property
@@ -136,6 +138,15 @@ class Backend(Spec):
         ``update`` must call its objective with every row that has a trained token, each once.
         """
         return f"{type(self).__name__} does not declare that it trains and scores with the same bits"
+
+    def footprint(self, demand: Demand) -> Footprint | None:
+        """The memory that the engine takes on a slot, predicted from the model's configuration; None if it is unknown.
+        `flowrl.run.prediction.memory` asks only if `memory` is None.
+
+        Raises:
+            BindError: the model's configuration does not load, or its memory cannot be predicted.
+        """
+        return None
 
     def refuse_missing(self) -> None:
         """Refuse files that `build` would not find on this machine, such as a model folder; reads none."""

@@ -33,6 +33,7 @@ from flowrl.backends.torch.score.engine import Residence, Resident
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, SyncError, type_of
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import (
     BuildContext,
     Caches,
@@ -66,7 +67,7 @@ class TorchRollout(FolderBackend):
         attention: of an own model, as in `TorchTrainer`.
         max_rows: the most rows in one forward pass, and the most ended rows whose KV is retained for a further turn.
         device: of an own model; None is CUDA if available, else the CPU. A shared model stays on the actor's device.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks: processes, each with its own model, that split the rows among them.
         lora: the `LoRA` of an actor that trains an adapter over the weights of this folder: sync then sends only the
             adapter. Without it, an own model gets all weights with the adapter merged; a shared one has the actor's
@@ -102,6 +103,12 @@ class TorchRollout(FolderBackend):
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors `sync` reads."""
         return "weights" if self.lora is None else "adapter_weights"
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.sampling import torch_rollout  # here, since it runs the model
+
+        return torch_rollout(self, demand)
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it has no receipt yet, unless it is frozen.

@@ -20,6 +20,7 @@ from flowrl.backends.torch.score.rows import Budget, TokenInputs, last_of, score
 from flowrl.data.segments import refuse_segments
 from flowrl.data.text.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import BuildContext, Sleeper
 from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.records import Tokens
@@ -41,7 +42,7 @@ class TorchRewardModel(MeshBackend):
         attention: as in `TorchScorer`.
         max_tokens: positions that one forward pass may compute; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks, mesh: processes that share the weights; see `flowrl.backends.torch.train.learner.TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
     """
@@ -66,6 +67,12 @@ class TorchRewardModel(MeshBackend):
         refuse_label(classifier := classifier_of(folder), folder, self.label)
         if self.normalize:
             moments_of(classifier, folder)
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
+
+        return Engine(self, demand, None).scored(shares=False)
 
     def build(self, context: BuildContext) -> TorchRewardModelEngine:
         """Load body and head.

@@ -99,12 +99,17 @@ def score_tokens(
     size, dtype = (states.shape[1], states.dtype) if weight is None else (len(weight), weight.dtype)
     if weight is not None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    part = size if weight is None else -(-size // -(-size // _PART))
-    cut = _Cut(dtype, head.after, part, max(1, min(chunk, _numbers(device, weight is not None) // part)))
+    cut = _Cut(dtype, head.after, *tile_of(size, chunk, device, weight is not None))
     other = None if bool((temperature == 1).all()) else temperature.float()
     with torch.autocast(device, enabled=False):
         scored = _Scores.apply(entropy, cut, head.part, states, weight, bias, targets, other)  # type: ignore[no-untyped-call]
     return cast("tuple[Tensor, ...]", scored)
+
+
+def tile_of(size: int, chunk: int, device: str, products: bool = True) -> tuple[int, int]:
+    """How much of a vocabulary of `size`, and how many tokens, a tile has; `products` are those of a head."""
+    part = -(-size // -(-size // _PART)) if products else size
+    return part, max(1, min(chunk, _numbers(device, products) // part))
 
 
 def _numbers(device: str, products: bool) -> int:

@@ -21,6 +21,7 @@ from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import MiniBatch, Objective, ReplicatedMiniBatch
 from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
@@ -112,7 +113,7 @@ class TrainedSpec(MeshBackend):
             (``Mesh(context=...)``) each compute as many. None is 2048 on a CPU, where small ones are faster, and 16384
             elsewhere.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
         mesh: the processes on several axes; see `flowrl.protocols.mesh.Mesh`.
         offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.
@@ -152,6 +153,16 @@ class TrainedSpec(MeshBackend):
     def over(self, updates: int) -> Self:
         """The same with its schedule in a run of this many optimizer steps."""
         return replace(self, schedule=self.schedule.over(updates)) if self.over_run else self
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`; of a body with a scalar head."""
+        return self.trained_footprint(demand, None)
+
+    def trained_footprint(self, demand: Demand, chunk: int | None, routed: bool = False) -> Footprint:
+        """The footprint of a trainer with a head whose tiles have `chunk` tokens, or with a scalar one."""
+        from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
+
+        return Engine(self, demand, chunk).trained(self.optimizer.state_keys, self.gradient_checkpointing, routed)
 
 
 class Learner:

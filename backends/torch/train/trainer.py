@@ -25,6 +25,7 @@ from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
 from flowrl.hub.repositories import Commits, is_repository
+from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.protocols.scorers import Follower, LogitScorer, NormScorer
@@ -44,7 +45,7 @@ class TorchScorer(MeshBackend):
         max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA if available, else the CPU.
-        memory: GiB that the role takes on a device, if you know it; compared with ``memory=`` of a place.
+        memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks, mesh: processes that share the weights; see `TrainedSpec`.
         offload: keep weights in CPU memory; a layer moves to the device to compute.
         cache: a folder on a disk of this machine in which the log-probs of each row are kept, so that the epochs of an
@@ -88,6 +89,12 @@ class TorchScorer(MeshBackend):
                 code="backend.cannot-follow",
                 setting=name,
             )
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
+
+        return Engine(self, demand, self.logprob_chunk).scored(shares=self.model is None)
 
     def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.
@@ -179,6 +186,10 @@ class TorchTrainer(TrainedSpec):
         path = None if self.lora is None else self.lora.adapter_path
         if path is not None and not is_repository(path):
             refuse_no_adapter(path)
+
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        return self.trained_footprint(demand, self.logprob_chunk, self.router_aux_loss_coef > 0)
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokenizer, and build the optimizer.

@@ -1,0 +1,150 @@
+"""The footprints of engines on `flowrl.backends.torch.score.model.TorchModel`: trainers, critics and scorers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowrl.backends.torch.score.rows import Budget
+from flowrl.backends.torch.sizing.logits import Head
+from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
+from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, bucket_bytes, peaks_of, weights_of
+from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
+from flowrl.sync.buckets import BUCKET_BYTES
+
+
+class Engine:
+    """The memory of a model that scores, and perhaps trains.
+
+    Args:
+        spec: a `flowrl.backends.torch.on_mesh.MeshBackend`; without a `model` it is one that shares the weights of
+            `Demand.owner`, and has its settings.
+        chunk: tokens of a tile of logits; None has no head over the vocabulary.
+    """
+
+    def __init__(self, spec: Any, demand: Demand, chunk: int | None) -> None:
+        self.spec = spec if spec.model is not None else demand.owner
+        self.demand, self.chunk = demand, chunk
+        lora, attention = getattr(self.spec, "lora", None), self.spec.attention
+        self.mesh = self.spec.geometry
+        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, self.mesh.tensor)
+        self.weights: Weights = weights_of(self.model)
+        self.bfloat16 = self.spec.dtype == "bfloat16"
+        self.shards = self.mesh.fsdp
+        self.sharded = self.shards > 1 or self.spec.offload
+        self.on_device = demand.device == "cpu" or not self.spec.offload
+
+    def trained(self, keys: tuple[str, ...], checkpoints: bool, routed: bool) -> Footprint:
+        """The footprint of a trainer whose optimizer has states of these `keys`.
+
+        Parameters, gradients and AdamW's two states are 4 bytes a number each (Rajbhandari et al. 2020,
+        arXiv:1910.02054, section 3.1, without its float16 copies); activations and logits are those of the largest
+        micro-batch.
+        """
+        weights, own = self.weights, self.on_device
+        gradients = weights.bytes(self.shards, trained=True) * own
+        states = weights.states(keys, self.shards, self.demand.device) * own
+        peaks = self._peaks(Run(self.bfloat16, True, checkpoints, self.sharded, routed))
+        # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
+        foreach = len(keys) > 1 and (self.sharded or self.demand.device == "cuda") and own
+        step = {"gradients": gradients, "optimizer states": weights.bytes(self.shards, trained=True) * foreach}
+        moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
+        resident = {"weights": weights.bytes(self.shards) * own, "optimizer states": states}
+        calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
+        return Footprint(resident | self._cuda, self._cuda, calls)
+
+    def scored(self, shares: bool) -> Footprint:
+        """The footprint of a frozen model; if it `shares` weights, only what its calls take."""
+        resident = {} if shares else {"weights": self.weights.bytes(self.shards) * self.on_device, **self._cuda}
+        receives = {"sync buckets": self.weights.bytes(self.shards)}  # `follow` reads all weights before it mixes them
+        return Footprint(resident, {} if shares else self._cuda, {"score": self._score(), "receive": receives})
+
+    @property
+    def _cuda(self) -> dict[str, int]:
+        return {"CUDA": CUDA_BYTES} if self.demand.device == "cuda" else {}
+
+    def _micro_batch(self) -> MicroBatch:
+        """The largest micro-batch: as many of the longest rows as fit into the budget."""
+        packed = self.spec.attention != "eager"
+        budget = Budget.of(self.spec.max_tokens, torch.device(self.demand.device), packed)
+        rows = max(1, budget.positions * self.mesh.context // self.demand.tokens)
+        rows = rows if self.demand.rows is None else max(1, min(rows, self.demand.rows))
+        tokens, scored = (-(-n // self.mesh.context) for n in (self.demand.tokens, self.demand.response))
+        return MicroBatch(rows, tokens, scored, packed)
+
+    def _peaks(self, run: Run) -> Peaks:
+        return peaks_of(self.model, self._micro_batch(), run)
+
+    def _head(self) -> Head | None:
+        if self.chunk is None:
+            return None
+        batch, weights = self._micro_batch(), self.weights
+        return Head(
+            weights.vocabulary,
+            weights.hidden,
+            batch.rows * batch.scored,
+            self.chunk,
+            self.demand.device,
+            self.bfloat16,
+            weights.head_trained,
+            self.demand.distributions,
+        )
+
+    def _score(self) -> Parts:
+        """The call of `log_probs` or `values`: the forward pass, then the head."""
+        peaks, head = self._peaks(Run(self.bfloat16, False, sharded=self.sharded)), self._head()
+        body = {"activations": peaks.forward, "gathered weights": self._gathered(blocks=2)}
+        if head is None:
+            return body
+        at_head = {"activations": peaks.saved, "logits": head.forward}
+        return largest(body, at_head | {"gathered weights": self._gathered("head", blocks=1)})
+
+    def _passes(self, peaks: Peaks) -> list[dict[str, int]]:
+        """The moments of a micro-batch: in the forward pass, at the head, in the backward pass."""
+        head = self._head()
+        gradient = 0 if head is None or not self.weights.tied else head.gradient  # until that of the embedding is added
+        logits = {"activations": peaks.saved, "logits": 0 if head is None else head.backward}
+        return [
+            {"activations": peaks.forward, "gathered weights": self._gathered("embedding", blocks=2)},
+            logits | {"gathered weights": self._gathered("head", blocks=1)},
+            {
+                "activations": peaks.last,
+                "logits": gradient,
+                "gathered weights": self._gathered(blocks=2, gradients=True),
+            },
+            {
+                "activations": peaks.rest,
+                "logits": gradient,
+                "gathered weights": self._gathered("embedding", backward=True),
+            },
+        ]
+
+    def _gathered(
+        self, layer: str | None = None, blocks: int = 0, gradients: bool = False, backward: bool = False
+    ) -> int:
+        """Bytes of gathered weights: the rest and a `layer` in float32, and some blocks in the compute dtype; with
+        `gradients` also those of a block, whole and in float32 to be reduced, and in the `backward` pass of a layer
+        those of it."""
+        if not self.sharded:
+            return 0
+        width = 2 if self.bfloat16 and self.weights.narrow else FLOAT
+        whole, trained = self.weights.block
+        found = FLOAT * (self.weights.of("rest") + (0 if layer is None else self.weights.of(layer)))
+        found += width * blocks * whole
+        if gradients:
+            found += FLOAT * trained
+        if backward:
+            found += FLOAT * (self.weights.of("rest", trained=True) + self.weights.of(layer or "rest", trained=True))
+        return found
+
+    def _send(self) -> Parts:
+        """A sync's gathering of shards, and a bucket."""
+        shapes = self.weights.stored
+        gathering = bucket_bytes(shapes, BUCKET_BYTES, self.shards) if self.sharded else 0
+        largest_one = max(FLOAT * _size(shape) for shape in shapes)
+        return {"sync buckets": gathering + min(max(BUCKET_BYTES, largest_one), sum(FLOAT * _size(x) for x in shapes))}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,213 @@
+"""``flowrl plan``: the order of nodes and their places, predicted step times, and the memory of each slot."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flowrl.app.changes.changes import Set, load_changed
+from flowrl.app.targets import graph_of
+from flowrl.errors import ParameterError, offer
+
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json file, or an algorithm from `flowrl list`."
+
+
+def add_to(app: typer.Typer, out: Console) -> None:
+    """Add the command to `app`; it prints to `out`."""
+
+    @app.command()
+    def plan(
+        target: Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)],
+        costs: Annotated[
+            str | None, typer.Option(help="Predict step times from the costs that this run folder recorded.")
+        ] = None,
+        place: Annotated[
+            list[str] | None,
+            typer.Option(help="Also predict for 'local', 'Colocate(gpus=2)', ... Repeatable."),
+        ] = None,
+        prompts: Annotated[int | None, typer.Option(help="Prompts per step. [default: the training's]", min=1)] = None,
+        cost: Annotated[
+            list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
+        ] = None,
+        hardware: Annotated[
+            str | None,
+            typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
+        ] = None,
+        lengths: Annotated[
+            str | None,
+            typer.Option(help="prompt=N,response=N: the most tokens of each. [default: those of data and nodes]"),
+        ] = None,
+        settings: Set = None,
+        imports: Annotated[
+            bool,
+            typer.Option("--import", help="Import (execute) the code that a .yaml or .json graph or a run names."),
+        ] = False,
+    ) -> None:
+        """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times; with
+        --hardware, the predicted memory of each slot."""
+        if costs is None and (place or cost or (prompts and hardware is None)):
+            raise ParameterError(
+                "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
+                code="cli.bad-option",
+                missing="--costs",
+            )
+        if lengths is not None and hardware is None:
+            raise ParameterError(
+                "--lengths only applies to the prediction of memory. Pass the hardware: --hardware H100.",
+                code="cli.bad-option",
+                missing="--hardware",
+            )
+        lines = _planned(found := load_changed(target, imports, settings), target, prompts)
+        if costs is not None:
+            lines += _times(found, target, costs, place or (), prompts, cost or (), imports)
+        if hardware is not None:
+            lines += _memory(found, target, hardware, lengths, prompts)
+        out.print("\n".join(lines), markup=False)
+
+
+def _planned(found: Any, target: str, prompts: int | None) -> list[str]:
+    from flowrl.core.graphs.plan import Plan
+    from flowrl.run.training.job import Job
+    from flowrl.run.training.training import Training
+
+    job = found.job if isinstance(found, Training) else found
+    count = prompts or (found.prompts if isinstance(found, Training) else None)
+    return [job.plan(count) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
+
+
+def _times(
+    found: Any,
+    target: str,
+    costs: str,
+    places: Sequence[str],
+    prompts: int | None,
+    cost: Sequence[str],
+    imports: bool,
+) -> list[str]:
+    """Predicted step times, for the own place and the given ones."""
+    from flowrl.run.prediction.costs import Costs
+    from flowrl.run.prediction.prediction import predict
+    from flowrl.run.training.job import Job
+    from flowrl.run.training.training import Training
+
+    job = found.job if isinstance(found, Training) else found
+    graph, given = graph_of(found, target), dict(map(_cost, cost))
+    if odd := [node for node in given if node not in graph.nodes]:
+        raise ParameterError(
+            f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
+            code="cli.bad-option",
+            option="--cost",
+            found=odd[0],
+        )
+    measured = Costs.of(costs, imports=imports).given(**given)
+    own = job.place if isinstance(job, Job) else measured.place
+    count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
+    optimize = not isinstance(job, Job) or job.optimize
+    every = [own, *(None if text == "local" else _place(text) for text in places)]
+    predicted = (str(predict(graph, one, count, measured, optimize=optimize)) for one in every)
+    return [f"predicted from {costs}, with {count} prompts per step:", *predicted]
+
+
+def _memory(found: Any, target: str, hardware: str, lengths: str | None, prompts: int | None) -> list[str]:
+    """The predicted memory of each slot, and the cheapest change that fits."""
+    from flowrl.app.planning.memory_table import described
+    from flowrl.data.sources.source import Source
+    from flowrl.hub.repositories import Commits
+    from flowrl.run.prediction.fitting import cheapest
+    from flowrl.run.prediction.memory import limits_of, memory_of
+    from flowrl.run.training.job import Job
+    from flowrl.run.training.training import Training
+
+    training = found if isinstance(found, Training) else None
+    job = found.job if training is not None else found
+    if not isinstance(job, Job):
+        raise ParameterError(
+            f"--hardware needs a job or a training, whose backends say what they load, and {target} is a graph. Bind "
+            f"it: graph.bind(actor=TorchTrainer('model'), ...).",
+            code="cli.bad-option",
+            option="--hardware",
+            found=target,
+        )
+    device = _hardware(hardware)
+    data = () if training is None else training.data
+    sources = (data,) if isinstance(data, Source) else tuple(dict(data).values())
+    limits = limits_of(job.graph, sources, {} if lengths is None else _lengths(lengths))
+    count = prompts or (None if training is None else training.prompts)
+    job = job.pinned(Commits())
+    memory = memory_of(job, device, limits, count)
+    change = None
+    if not memory.fits:
+        change = cheapest(job, memory, lambda changed: memory_of(changed, device, limits, count))
+    return described(memory, change)
+
+
+def _hardware(text: str) -> Any:
+    """The hardware of a name, or of a Python expression."""
+    from flowrl.run.prediction.hardware import Hardware, hardware_of
+
+    if "(" not in text:
+        return hardware_of(text)
+    return _call(text, {"Hardware": Hardware}, "--hardware", "hardware", "H100, or such as 'Hardware(memory=24)'")
+
+
+def _lengths(text: str) -> Mapping[str, int]:
+    """The numbers of ``prompt=N,response=N``."""
+    try:
+        found = {name: int(tokens) for name, _, tokens in (part.partition("=") for part in text.split(","))}
+        if not found.keys() <= {"prompt", "response"} or min(found.values()) < 0:
+            raise ValueError(text)
+    except ValueError:
+        raise ParameterError(
+            f"--lengths {text} has no numbers of tokens; expected such as --lengths prompt=512,response=1024.",
+            code="cli.bad-option",
+            option="--lengths",
+            found=text,
+        ) from None
+    return found
+
+
+def _cost(text: str) -> tuple[str, float]:
+    """Node and seconds of ``NODE=SECONDS``."""
+    node, _, seconds = text.partition("=")
+    try:
+        return node, float(seconds)
+    except ValueError:
+        raise ParameterError(
+            f"--cost {text} has no number of seconds; expected such as --cost {node}=0.1.",
+            code="cli.bad-option",
+            option="--cost",
+            found=text,
+        ) from None
+
+
+def _place(text: str) -> Any:
+    """The place of a Python expression."""
+    from flowrl import Colocate, Split
+
+    places = {place.__name__: place for place in (Colocate, Split)}
+    return _call(text, places, "--place", "a place", "local, or such as 'Colocate(gpus=2)' or 'Split(train=1)'")
+
+
+def _call(text: str, classes: Mapping[str, Any], option: str, what: str, expected: str) -> Any:
+    """The object of a Python expression that calls one of these classes with literals."""
+    from flowrl.data.files import unique
+
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        match call:
+            case ast.Call(func=ast.Name(id=name), args=[]) if name in classes:
+                given = unique((one.arg or "**", ast.literal_eval(one.value)) for one in call.keywords)
+            case _:
+                raise ValueError(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ParameterError(
+            f"{option} {text} is not {what}; expected {expected}.",
+            code="cli.bad-option",
+            option=option,
+            found=text,
+        ) from None
+    return classes[name](**given)

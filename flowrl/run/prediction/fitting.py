@@ -1,0 +1,148 @@
+"""Changes that make a job fit: settings that flowrl has, from cheap to costly, verified by the same prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+from flowrl.run.prediction.memory import Memory
+from flowrl.run.training.job import Job
+from flowrl.spec import Spec, written
+
+_FEWEST = 256
+"""The smallest micro-batch that is tried, if rows are shorter."""
+
+_MOST_RANKS = 64
+
+
+class Change(NamedTuple):
+    """A changed job, its memory, and the settings that changed: values by path, as ``--set`` takes them."""
+
+    job: Job[Any]
+    memory: Memory
+    settings: Mapping[str, Any]
+
+    @property
+    def options(self) -> str:
+        """The settings as options of a command."""
+        return " ".join(f"--set {_quoted(f'{path}={_text(value)}')}" for path, value in self.settings.items())
+
+
+def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory]) -> Change | None:
+    """The first change that fits, in this order: smaller micro-batches, recomputed layers (about a third more compute),
+    a smaller share or fewer rows for an engine, more ranks, weights in CPU memory, an adapter in place of all weights;
+    each also with cheaper ones. None if none fits.
+    """
+    combinations = _combinations(job, memory)
+    in_one = [one for one in combinations if not any(path.endswith((".ranks", ".offload")) for path in one)]
+    # shards take more where weights are few, so the most of both is tried first
+    if not any(predict(_with(job, most[-1])).fits for most in (combinations, in_one) if most):
+        return None
+    for settings in combinations:
+        changed = _with(job, settings)
+        if (found := predict(changed)).fits:
+            return Change(changed, found, settings)
+    return None
+
+
+def _combinations(job: Job[Any], memory: Memory) -> list[dict[str, Any]]:
+    """Settings of the roles that are awake where it does not fit, sorted by what they cost."""
+    roles = memory.awake
+    axes = [list(_micro_batches(job, memory, roles)), *_switches(job, memory, roles), list(_more_ranks(job, roles))]
+    chosen = product(*([_NONE, *axis] for axis in axes))
+    sums = ((sum(cost for cost, _ in some), dict(pair for _, one in some for pair in one.items())) for some in chosen)
+    return [settings for _, settings in sorted(sums, key=lambda one: one[0]) if settings]
+
+
+_Choice = tuple[int, dict[str, Any]]
+"""A cost, and settings."""
+
+_NONE: _Choice = (0, {})
+
+
+def _micro_batches(job: Job[Any], memory: Memory, roles: list[str]) -> Iterator[_Choice]:
+    """Half, a quarter and an eighth of the micro-batch, but no less than the longest row."""
+    default = 2048 if memory.hardware.device == "cpu" else 16384
+    least = max(sum(memory.limits), _FEWEST)
+    has = {role: job.graph.bindings[role].max_tokens or default for role in roles if _field(job, role, "max_tokens")}
+    for halvings in range(1, 4):
+        if smaller := {f"{role}.max_tokens": n >> halvings for role, n in has.items() if n >> halvings >= least}:
+            yield halvings, smaller
+
+
+def _switches(job: Job[Any], memory: Memory, roles: list[str]) -> list[list[_Choice]]:
+    """Changes of one setting of each role that has it."""
+    from flowrl.files.names import named
+
+    shared = {backend.shares for backend in job.graph.bindings.values()}
+    recomputed = [role for role in roles if _field(job, role, "gradient_checkpointing", False)]
+    is_cuda = memory.hardware.device == "cuda"
+    offloaded = [role for role in roles if is_cuda and role not in shared and _field(job, role, "offload", False)]
+    adapted = {role for role in roles if _field(job, role, "lora", None) and _field(job, role, "optimizer")}
+    engines = [role for role in roles if _field(job, role, "memory_fraction")]
+    fractions = [(12 + i, {f"{role}.memory_fraction": f for role in engines}) for i, f in enumerate((0.6, 0.4, 0.2))]
+    rows = {role: job.graph.bindings[role].max_rows for role in roles if hasattr(job.graph.bindings[role], "max_rows")}
+    fewer = [(12 + i, {f"{role}.max_rows": max(1, n >> i) for role, n in rows.items()}) for i in range(1, 6)]
+    return [
+        [(10, {f"{role}.gradient_checkpointing": True for role in recomputed})] if recomputed else [],
+        fractions if engines else [],
+        fewer if rows else [],
+        [(1000, {f"{role}.offload": True for role in offloaded})] if offloaded else [],
+        [(10000, {f"{role}.lora": named("LoRA")(r=16) for role in adapted})] if adapted else [],
+    ]
+
+
+_ANY = object()
+
+
+def _field(job: Job[Any], role: str, name: str, value: Any = _ANY) -> bool:
+    """Whether a role's backend has its own weights, and a setting of this name, with this value if one is given."""
+    backend: Any = job.graph.bindings[role]
+    has = backend.shares is None and any(field.name == name for field in dataclasses.fields(backend))
+    return has and (value is _ANY or getattr(backend, name) == value)
+
+
+def _more_ranks(job: Job[Any], roles: list[str]) -> Iterator[_Choice]:
+    """Two to `_MOST_RANKS` times the ranks of each trained role whose weights no engine uses, and a place with as many
+    slots."""
+    if job.place is None:
+        return
+    shared = {backend.shares for backend in job.graph.bindings.values()}
+    owners = [role for role in roles if role not in shared and _field(job, role, "offload")]
+    ranks = {role: job.graph.bindings[role].ranks for role in owners if job.graph.bindings[role].mesh is None}
+    most, factor = max(ranks.values(), default=_MOST_RANKS), 2
+    while most * factor <= _MOST_RANKS:
+        wider = {f"{role}.ranks": n * factor for role, n in ranks.items()}
+        yield 100 * factor, wider | _place(job.place, most * factor)
+        factor *= 2
+
+
+def _place(place: Any, slots: int) -> dict[str, Any]:
+    """The place with at least as many slots for training."""
+    name = "gpus" if hasattr(place, "gpus") else "train"
+    return {"place": dataclasses.replace(place, **{name: slots})} if getattr(place, name, slots) < slots else {}
+
+
+def _with(job: Job[Any], settings: Mapping[str, Any]) -> Job[Any]:
+    """The job with these settings."""
+    bindings: dict[str, Any] = dict(job.graph.bindings)
+    place = settings.get("place", job.place)
+    for path, value in settings.items():
+        role, _, name = path.partition(".")
+        if name:
+            bindings[role] = dataclasses.replace(bindings[role], **{name: value})
+    return dataclasses.replace(job, graph=job.graph.bound(bindings), place=place)
+
+
+def _text(value: Any) -> str:
+    """A value as ``--set`` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return written(value) if isinstance(value, Spec) else str(value)
+
+
+def _quoted(text: str) -> str:
+    """Text as one word of a shell."""
+    return f"'{text}'" if "(" in text else text

@@ -1,0 +1,84 @@
+"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`); the other options are in `tests/app/test_cli.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from tests import ROOT
+from tests.support.command_line import Command, is_paragraph, write
+
+LARGE = """
+    from flowrl import Colocate
+    from flowrl.backends import VLLM, TorchTrainer
+    from flowrl.graphs import grpo
+
+    job = grpo("my_reward.py:score", n=8, kl_coef=0.0, max_new_tokens=3072).bind(
+        actor=TorchTrainer("Qwen3-8B", dtype="bfloat16", ranks=8),
+        rollout=VLLM("Qwen3-8B", ranks=8),
+        place=Colocate(gpus=8),
+    )
+"""
+
+
+def test_plan_prints_the_memory_of_each_slot(command: Command, training: Path) -> None:
+    plan = ("plan", f"{training}:training", "--lengths", "prompt=64,response=64")
+    result = command(*plan, "--hardware", "h100")
+    assert result.code == 0
+    assert "memory of each slot on H100 (79.6 GiB), in GiB, for rows of at most 64 + 64 tokens" in result.out
+    assert re.search(r"^  slot 0, at its peak in \w+: 0\.5\d, fits$", result.out, re.MULTILINE)
+    assert re.search(r"^    actor\+ref\+rollout: weights .*, CUDA 0\.50\*$", result.out, re.MULTILINE)
+
+
+def test_the_suggested_change_fits_when_it_is_applied(command: Command, training: Path) -> None:
+    small = "Hardware(memory=0.006, device='cpu')"
+    plan = ("plan", f"{training}:training", "--hardware", small, "--lengths", "prompt=64,response=64")
+    said = command(*plan).out
+    assert "does not fit" in said
+    found = re.search(r"cheapest change that fits, at [\d.e-]+: (.*)$", said, re.MULTILINE)
+    assert found is not None
+    changed = command(*plan, *found.group(1).split()).out
+    assert ", fits\n" in changed and "does not fit" not in changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--hardware", "V100"), "'V100' is no hardware that flowrl knows"),
+        (("--hardware", "Hardware(24)"), "--hardware Hardware(24) is not hardware; expected H100, or such as"),
+        (("--hardware", "H100", "--lengths", "prompt=long"), "--lengths prompt=long has no numbers of tokens"),
+        (("--lengths", "prompt=1"), "--lengths only applies to the prediction of memory"),
+        (("--hardware", "H100"), "has no longest prompt"),
+    ],
+)
+def test_misuse_is_one_paragraph(command: Command, training: Path, arguments: tuple[str, ...], expected: str) -> None:
+    result = command("plan", f"{training}:training", *arguments)
+    assert result.code == 2 and is_paragraph(result) and expected in result.err
+
+
+def test_a_graph_without_backends_is_refused(command: Command) -> None:
+    assert "--hardware needs a job or a training" in command("plan", "grpo", "--hardware", "H100").err
+
+
+@pytest.mark.nightly
+def test_the_example_of_the_docs_is_printed_by_the_code(command: Command, tmp_path: Path) -> None:
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path / "Qwen3-8B")
+    write(tmp_path / "my_reward.py", "def score(response: str) -> float:\n    return 1.0\n")
+    write(tmp_path / "large.py", LARGE)
+    options = ("--hardware", "H100", "--lengths", "prompt=1024", "--prompts", "128")
+    printed = command("plan", "large.py:job", *options).out
+    page = (ROOT / "docs" / "how-to" / "precision-and-memory.md").read_text(encoding="utf-8")
+    _, heading, memory = printed.partition("memory of each slot")
+    assert f"{heading}{memory}```" in page

@@ -1,0 +1,171 @@
+"""Tests of `training.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the predicted memory of a trainer
+is that of a real update on this CPU.
+
+Weights, gradients and optimizer states are exact; activations and logits are within 10 %, which `counting.py` counts
+another way: it asks all storages for their size after every operation, where the prediction runs without data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from flowrl.backends import SGD, LoRA, Mesh, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
+from flowrl.protocols.footprint import Demand
+from tests import ROOT
+from tests.backends.torch.sizing.counting import (
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    Allocations,
+    Measured,
+    batch,
+    folder_of,
+    update,
+)
+from tests.nightly import nightly_except
+
+RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
+DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+DEMAND = Demand(PROMPT, RESPONSE, ROWS, None, "cpu", 1 << 40)
+
+
+def measured(folder: str, **settings: Any) -> Measured:
+    return update(TorchTrainer(folder, device="cpu", **settings).build(RANK))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("llama", {}, {}),
+    "tied, a large vocabulary": ("llama", {"tie_word_embeddings": True, "vocab_size": 9000}, {}),
+    "bfloat16": ("llama", {}, {"dtype": "bfloat16"}),
+    "checkpointed": ("llama", {}, {"gradient_checkpointing": True}),
+    "bfloat16, checkpointed, a large vocabulary": (
+        "llama",
+        {"vocab_size": 9000},
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+    ),
+    "LoRA": ("llama", {}, {"lora": LoRA(r=8)}),
+    "LoRA, bfloat16, checkpointed": (
+        "llama",
+        {},
+        {"lora": LoRA(r=4, targets=("q_proj",)), "dtype": "bfloat16", "gradient_checkpointing": True},
+    ),
+    "experts": ("moe", {}, {}),
+    "experts, balanced": ("moe", {}, {"router_aux_loss_coef": 0.01}),
+    "padded": ("llama", {}, {"attention": "eager"}),
+    "SGD": ("llama", {}, {"optimizer": SGD(lr=0.1)}),
+}
+
+
+EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts"}
+
+
+@pytest.mark.parametrize("case", nightly_except(EVERY_COMMIT, CASES))
+def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
+    kind, changes, settings = CASES[case]
+    folder = folder_of(tmp_path, kind, **changes)
+    found = measured(folder, **settings)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()  # so that a prediction cannot read weights
+    footprint = TorchTrainer(folder, **settings).footprint(DEMAND)
+    parts = footprint.calls["update"]
+    assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
+    assert parts["gradients"] == found.gradients
+    assert parts["activations"] + parts["logits"] == pytest.approx(found.passes, rel=0.1)
+    activations = found.peak["activations"] - found.gradients
+    assert parts["activations"] == pytest.approx(activations, rel=0.1)
+    assert parts["logits"] == pytest.approx(found.peak.get("logits", 0), rel=0.1, abs=0.02 * found.passes)
+
+
+def test_a_scorer_takes_what_is_predicted(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", vocab_size=9000)
+    engine: Any = TorchScorer(folder, device="cpu").build(RANK)
+    rows, counter = batch(), Allocations()
+    engine.log_probs(rows)
+    counter.ignore(*engine.model.parameters(), *engine.model.buffers(), *rows)
+    with counter:
+        engine.log_probs(rows)
+    footprint = TorchScorer(folder).footprint(DEMAND)
+    assert footprint.awake == {"weights": sum(p.nbytes for p in engine.model.parameters())}
+    assert sum(footprint.calls["score"].values()) == pytest.approx(sum(counter.peak.values()), rel=0.1)
+
+
+def test_a_critic_has_a_scalar_head(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama")
+    engine: Any = TorchCritic(folder, device="cpu").build(RANK)
+    trained = sum(p.nbytes for p in engine.learner.state_dict()["weights"].values())
+    footprint = TorchCritic(folder).footprint(DEMAND)
+    assert footprint.awake["weights"] == footprint.calls["update"]["gradients"] == trained
+    assert footprint.calls["update"]["logits"] == 0
+
+
+def test_a_longer_micro_batch_takes_more_activations_and_as_many_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama")
+    one, two = (
+        TorchTrainer(folder, max_tokens=n * (PROMPT + RESPONSE)).footprint(DEMAND).calls["update"] for n in (1, 2)
+    )
+    assert two["activations"] == pytest.approx(2 * one["activations"], rel=0.1)
+    assert one["gradients"] == two["gradients"]
+
+
+def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: Path) -> None:
+    """torch's foreach optimizers, the default on a GPU, make a copy of a state of all parameters."""
+    folder = folder_of(tmp_path, "llama", vocab_size=20000)
+    cpu, gpu = (TorchTrainer(folder).footprint(replace(DEMAND, device=device)) for device in DEVICES)
+    tensors = 4 * 9 + 3
+    assert cpu.awake["optimizer states"] - gpu.awake["optimizer states"] == 4 * tensors
+    assert gpu.asleep == {"CUDA": 1 << 29}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_take_what_is_predicted(dtype: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "llama", tie_word_embeddings=True, vocab_size=4000)
+    script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(tmp_path / "store"), folder, dtype], cwd=ROOT, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    output, _ = (rank.communicate()[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    result = json.loads(output.splitlines()[-1])
+    buckets, found = result.pop("buckets"), Measured(**result)
+    footprint = TorchTrainer(folder, ranks=2, dtype=dtype, gradient_checkpointing=True).footprint(DEMAND)
+    parts = footprint.calls["update"]
+    assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
+    assert parts["gradients"] == found.gradients
+    assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
+    assert bucket_bytes(weights_of(Model(folder)).stored, 1 << 20, ranks=2) == pytest.approx(buckets, rel=0.1)
+
+
+def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on_a_gpu(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", num_hidden_layers=1, vocab_size=515)
+    shapes = [p.shape for p in TorchScorer(folder, device="cpu").build(RANK).model.parameters()]
+    for ranks in (2, 3, 8):
+        rows = sum(4 * math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
+        assert TorchTrainer(folder, ranks=ranks).footprint(DEMAND).awake["weights"] == rows
+    offloaded = TorchTrainer(folder, offload=True).footprint(replace(DEMAND, device="cuda"))
+    assert (offloaded.awake["weights"], offloaded.awake["optimizer states"]) == (0, 0)
+    assert offloaded.calls["update"]["gradients"] == 0 < offloaded.calls["update"]["gathered weights"]
+
+
+def test_a_process_of_the_tensor_axis_has_its_share_of_heads_widths_and_vocabulary(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", num_hidden_layers=3)
+    named = dict(TorchScorer(folder, device="cpu").build(RANK).model.named_parameters())
+    share = sum(p.nbytes // (1 if "norm" in name else 2) for name, p in named.items())
+    one, two = (TorchTrainer(folder, mesh=Mesh(tensor=t)).footprint(DEMAND) for t in (1, 2))
+    assert two.awake["weights"] == two.calls["update"]["gradients"] == share
+    assert (
+        one.calls["update"]["activations"] / 2 < two.calls["update"]["activations"] < one.calls["update"]["activations"]
+    )
+    copied = TorchTrainer(folder, mesh=Mesh(replicate=2, fsdp=2)).footprint(DEMAND)
+    assert copied.awake == TorchTrainer(folder, ranks=2).footprint(DEMAND).awake

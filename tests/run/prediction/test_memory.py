@@ -1,0 +1,133 @@
+"""Tests of `memory.py`, `fitting.py` and `hardware.py`: which processes are alive on a slot, and changes that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import Colocate, PromptData, Split
+from flowrl.backends import VLLM, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.graphs import grpo
+from flowrl.protocols.footprint import CUDA_BYTES, GIB
+from flowrl.run.prediction.fitting import cheapest
+from flowrl.run.prediction.hardware import HARDWARE, Hardware, hardware_of
+from flowrl.run.prediction.memory import Memory, RowLimits, Stage, limits_of, memory_of
+from tests.backends.torch.sizing.counting import folder_of
+from tests.support.errors import raises
+from tests.support.rewards import digits
+
+LIMITS = RowLimits(64, 192)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return folder_of(tmp_path_factory.mktemp("model"), "llama")
+
+
+def job_of(folder: str, place: Any = None, rollout: Any = None, **settings: Any) -> Any:
+    graph = grpo(digits, n=4, max_new_tokens=192)
+    ref, own = TorchScorer(folder), TorchRollout() if rollout is None else rollout
+    return graph.bind(actor=TorchTrainer(folder, **settings), ref=ref, rollout=own, place=place)
+
+
+def stage(memory: Memory, node: str, slot: int = 0) -> Stage:
+    return next(stage for stage in memory.stages if (stage.node, stage.slot) == (node, slot))
+
+
+def test_in_one_process_all_engines_are_alive_at_all_times(folder: str) -> None:
+    memory = memory_of(job_of(folder), Hardware(80), LIMITS, prompts=8)
+    for one in memory.stages:
+        (process,) = one.alive
+        assert not process.asleep and process.parts["CUDA"] == CUDA_BYTES
+        assert process.parts["weights"] == process.parts["optimizer states"]  # actor and reference, and two states
+    assert memory.worst.node == "update_actor" and memory.fits
+    assert "gradients" not in stage(memory, "generate").alive[0].parts
+    assert stage(memory, "generate").alive[0].parts["KV cache"] > 0
+
+
+def test_processes_of_a_slot_take_turns_on_a_gpu_and_both_sides_of_a_sync_are_awake(folder: str) -> None:
+    job = job_of(folder, Colocate(gpus=1), VLLM(folder, memory_fraction=0.5))
+    memory = memory_of(job, Hardware(8), LIMITS, prompts=8)
+    asleep = {node: {one.process: one.asleep for one in stage(memory, node).alive} for node in ("generate", "sync")}
+    assert asleep["generate"] == {"actor": True, "ref": True, "rollout": False}
+    assert asleep["sync"] == {"actor": False, "ref": True, "rollout": False}
+    assert stage(memory, "generate").alive[0].parts == {"CUDA": CUDA_BYTES}
+    on_cpu = memory_of(job, Hardware(8, device="cpu"), LIMITS, prompts=8)
+    assert not any(one.asleep for each in on_cpu.stages for one in each.alive)
+
+
+def test_split_slots_are_their_own(folder: str) -> None:
+    memory = memory_of(job_of(folder, Split(train=2, rollout=1), VLLM(folder), ranks=2), Hardware(8), LIMITS, 8)
+    assert memory.peaks.keys() == {0, 1, 2}
+    assert memory.peaks[2].alive[0].process == "rollout"
+    assert "rollout" not in [one.process for one in memory.peaks[0].alive]
+
+
+def test_stated_memory_stands_for_the_prediction_and_an_unknown_backend_is_named(folder: str) -> None:
+    class Mine(TorchScorer):
+        def footprint(self, demand: Any) -> Any:
+            return None
+
+    job = job_of(folder)
+    stated = job.edit(bind={"ref": TorchScorer(folder, memory=3.0)})
+    assert stage(memory_of(stated, Hardware(80), LIMITS), "generate").alive[0].parts["as stated"] == 3 * GIB
+    assert memory_of(job.edit(bind={"ref": Mine(folder)}), Hardware(80), LIMITS).unknown == ["ref"]
+
+
+def test_the_cheapest_change_fits_and_a_cheaper_one_does_not(folder: str) -> None:
+    job = job_of(folder, Colocate(gpus=1), TorchRollout(folder), max_tokens=1024)
+    base = memory_of(job, Hardware(80, device="cpu"), LIMITS, 8)
+
+    def found(gib: float) -> Any:
+        hardware = Hardware(gib, device="cpu")
+
+        def predict(changed: Any) -> Memory:
+            return memory_of(changed, hardware, LIMITS, 8)
+
+        change = cheapest(job, predict(job), predict)
+        if change is not None:
+            assert change.memory.fits and not predict(job).fits
+            assert change.memory == predict(change.job)  # the same predictor, applied
+        return change
+
+    peak = base.worst.bytes / GIB
+    assert found(peak * 0.99).settings == {"actor.max_tokens": 512, "ref.max_tokens": 1024}
+    parts = {name: size for one in base.worst.alive for name, size in one.parts.items()}
+    smaller = found(peak - 0.85 * parts["activations"] / GIB)
+    assert smaller.settings["actor.gradient_checkpointing"] is True
+    assert found(0.001) is None
+
+
+def test_more_ranks_come_with_a_place_for_them(folder: str) -> None:
+    least = {"gradient_checkpointing": True, "max_tokens": 256}
+    job = job_of(folder, Split(), VLLM(folder, kv_cache_bytes=1 << 20, memory_fraction=0.1), **least)
+    memory = memory_of(job, Hardware(80), LIMITS, 8)
+    hardware = Hardware((stage(memory, "update_actor").bytes - 1) / GIB)
+
+    def predict(changed: Any) -> Memory:
+        found = memory_of(changed, hardware, LIMITS, 8)
+        return dataclasses.replace(found, stages=[one for one in found.stages if one.node == "update_actor"])
+
+    change = cheapest(job, predict(job), predict)
+    assert change is not None
+    assert change.settings == {"actor.ranks": 2, "place": Split(train=2)}
+    assert change.options == "--set actor.ranks=2 --set 'place=Split(train=2)'"
+
+
+def test_the_longest_rows_are_those_of_data_and_nodes_or_as_given(tmp_path: Path) -> None:
+    graph = grpo(digits, max_new_tokens=100)
+    data = PromptData("train.jsonl", max_prompt_length=30)
+    assert limits_of(graph, [data], {}) == (30, 100)
+    assert limits_of(graph, [data], {"response": 50}) == (30, 50)
+    with raises("memory.unknown-length", missing="prompt"):
+        limits_of(graph, [], {})
+
+
+def test_hardware_is_known_by_name_in_any_case_or_stated() -> None:
+    assert hardware_of("h100") is HARDWARE["H100"]
+    assert 79 < HARDWARE["H100"].memory < 80
+    with raises("memory.unknown-hardware", found="H1000"):
+        hardware_of("H1000")
