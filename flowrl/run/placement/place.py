@@ -202,7 +202,9 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
 
 def _refuse_too_large_together(graph: Graph, hosts: list[ProcessSpec], place: Place) -> None:
     """The processes of engines that a node asks are awake with its own, so they must fit together."""
-    for node, slot, sharing in together(graph, hosts) if place.memory is not None else ():
+    if place.memory is None:
+        return
+    for node, slot, sharing in together(graph, hosts):
         sizes = {host.name: sum(graph.bindings[role].memory or 0.0 for role in host.roles) for host in sharing}
         if (found := sum(sizes.values())) > place.memory:
             named = " and ".join(f"{name} {size:g}" for name, size in sizes.items())
