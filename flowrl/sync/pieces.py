@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """
 
     names: tuple[str, ...]
-    stored: Mapping[str, Tensor]
+    stored: dict[str, Tensor]
     converted: bool
 
     def convert(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -153,7 +153,7 @@ class _Piece(NamedTuple):
         return _Piece(source, tuple(found["shape"]), [Box(*box) for box in sides])
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """The number of elements in the boxes."""
         return sum(math.prod(side.stop - side.start for side in box.whole) for box in self.boxes)
 
@@ -207,8 +207,8 @@ def _by_rows(sources: Sequence[Any]) -> list[_Piece]:
 def _described(pieces: Sequence[_Piece]) -> tuple[Any, ...]:
     """Dtype and shape of the tensor with these pieces; another tuple if they are not all of it."""
     kinds = {(piece.source.get_dtype(), *piece.shape) for piece in pieces}
-    full = all(piece.count == math.prod(piece.source.get_shape()) for piece in pieces)
-    full &= math.prod(pieces[0].shape) == sum(piece.count for piece in pieces)
+    full = all(piece.elements == math.prod(piece.source.get_shape()) for piece in pieces)
+    full &= math.prod(pieces[0].shape) == sum(piece.elements for piece in pieces)
     return kinds.pop() if full and len(kinds) == 1 else ("incomplete",)
 
 

@@ -6,9 +6,10 @@ them.
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,24 +107,40 @@ def reading(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def run(case: Callable[[Ranks], dict[str, Any]], mesh: Mesh, rank: int, folder: Path) -> None:
+    """One case on a mesh, whose results are pickled."""
+    name, wait = f"{case.__name__}-{name_of(mesh)}", timedelta(seconds=300)
+    if mesh.ranks > 1:
+        store = f"file://{folder / f'group-{name}'}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
+    (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(case(Ranks(folder, mesh, rank))))
+    if mesh.ranks > 1:
+        dist.destroy_process_group()
+
+
+def wait_for_all(rank: int, folder: Path) -> None:
+    store, wait = f"file://{folder / 'all'}", timedelta(seconds=600)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES, timeout=wait)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    found = {}
-    for turn, case in enumerate((writing, reading)):
+    forks = multiprocessing.get_context("fork")  # torch caches meshes with their groups, so each has a process
+
+    def fork(*call: Any) -> None:
+        process = forks.Process(target=call[0], args=call[1:])
+        process.start()
+        process.join()
+        assert process.exitcode == 0, call
+
+    for case in (writing, reading):
         for mesh in MESHES:
-            if rank >= mesh.ranks:
-                continue
-            store, wait = f"file://{folder / f'group-{turn}-{name_of(mesh)}'}", timedelta(seconds=300)
-            if mesh.ranks > 1:
-                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
-            found[f"{case.__name__} {name_of(mesh)}"] = case(Ranks(folder, mesh, rank))
-            if mesh.ranks > 1:
-                dist.destroy_process_group()
-        store = f"file://{folder / f'turn-{turn}'}"  # all have written before one reads
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES, timeout=timedelta(600))
-        dist.barrier()
-        dist.destroy_process_group()
-    (folder / f"found-{rank}.pickle").write_bytes(pickle.dumps(found))
+            if rank < mesh.ranks:
+                fork(run, case, mesh, rank, folder)
+        if case is writing:
+            fork(wait_for_all, rank, folder)
 
 
 if __name__ == "__main__":

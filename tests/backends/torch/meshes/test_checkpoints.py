@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.runs, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder, and the results of each process."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what the processes have written."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_inputs(folder)
     logs, processes = [folder / f"log-{rank}.txt" for rank in range(PROCESSES)], []
@@ -39,25 +39,31 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
         for process in processes:
             process.kill()
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
-    return folder, [pickle.loads((folder / f"found-{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
+    return folder
+
+
+def results(folder: Path, case: str, mesh: Mesh) -> list[dict[str, Any]]:
+    """Those of each process."""
+    paths = [folder / f"{case}-{name_of(mesh)}-{rank}.pickle" for rank in range(mesh.ranks)]
+    return [pickle.loads(path.read_bytes()) for path in paths]
 
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
-def test_what_a_mesh_has_written_is_read_on_every_other_to_the_bit(found: Any, mesh: Mesh, name: str) -> None:
+def test_what_a_mesh_has_written_is_read_on_every_other_to_the_bit(found: Path, mesh: Mesh, name: str) -> None:
     """Weights, both moments of AdamW and the counters; all meshes have made the same steps."""
-    _, processes = found
-    truth = processes[0][f"writing {name_of(Mesh())}"][name]
-    for process in processes[: mesh.ranks]:
-        assert process[f"writing {name_of(mesh)}"][name] == truth
-        assert {process[f"reading {name_of(mesh)}"][f"{name} {name_of(other)}"] for other in MESHES} == {truth}
+    truth = results(found, "writing", Mesh())[0][name]
+    for wrote, read in zip(results(found, "writing", mesh), results(found, "reading", mesh), strict=True):
+        assert wrote[name] == truth
+        assert {name_of(other): read[f"{name} {name_of(other)}"] for other in MESHES} == dict.fromkeys(
+            map(name_of, MESHES), truth
+        )
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
-def test_a_mesh_saves_and_sends_what_one_process_does(found: Any, mesh: Mesh) -> None:
-    folder, processes = found
-    models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder / f"saved-{name_of(m)}") for m in (Mesh(), mesh)]
+def test_a_mesh_saves_and_sends_what_one_process_does(found: Path, mesh: Mesh) -> None:
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(found / f"saved-{name_of(m)}") for m in (Mesh(), mesh)]
     one, other = (dict(named_weights(model)) for model in models)
     assert weights_digest(other.items()) == weights_digest(one.items())
     sent = weights_digest(rounded(one.items(), torch.bfloat16))
-    assert {process[f"writing {name_of(mesh)}"]["sent"] for process in processes[: mesh.ranks]} == {sent}
+    assert {process["sent"] for process in results(found, "writing", mesh)} == {sent}
