@@ -96,9 +96,9 @@ def count_hashes(worker: Any) -> None:
 
     honest, worker.hashed = module.tensor_digest, []
 
-    def counted(name: str, tensor: Any) -> str:
+    def counted(name: str, tensor: Any, algorithm: Any) -> str:
         worker.hashed.append(name)
-        return honest(name, tensor)
+        return honest(name, tensor, algorithm)
 
     module.tensor_digest = counted  # type: ignore[assignment]
 
