@@ -59,7 +59,7 @@ def training() -> Training:
         build(MODEL, SEED)
     train, heldout = write_data(DATA)
     job = graph.bind(
-        actor=TorchTrainer(MODEL, AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)), rollout=TorchRollout()
+        actor=TorchTrainer(MODEL, AdamW(lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0)), rollout=TorchRollout()
     )
     games = Validation(PromptData(heldout), every=10, changes={"repeat.n": 1}, until="interact", batch=400)
     return Training(job, PromptData(train), steps=STEPS, prompts=16, seed=SEED, validation=games)

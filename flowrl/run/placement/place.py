@@ -202,19 +202,19 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
 
 def _refuse_too_large_together(graph: Graph, hosts: list[ProcessSpec], place: Place) -> None:
     """The processes of engines that a node asks are awake with its own, so they must fit together."""
-    if place.memory is None:
+    if (room := place.memory) is None:
         return
     for node, slot, sharing in together(graph, hosts):
         sizes = {host.name: sum(graph.bindings[role].memory or 0.0 for role in host.roles) for host in sharing}
-        if (found := sum(sizes.values())) > place.memory:
+        if (found := sum(sizes.values())) > room:
             named = " and ".join(f"{name} {size:g}" for name, size in sizes.items())
             raise BindError(
                 f"{node.name} asks engines while its own is awake, and on slot {slot} of {written(place)} they need "
-                f"{found:g} GiB together ({named} GiB), but it has {place.memory:g}. Use a place with more slots, or "
+                f"{found:g} GiB together ({named} GiB), but it has {room:g}. Use a place with more slots, or "
                 f"bind smaller engines.",
                 code="place.too-large-together",
                 node=node.name,
                 slot=slot,
-                expected=place.memory,
+                expected=room,
                 found=found,
             )
