@@ -48,7 +48,7 @@ def make_inputs(folder: Path) -> None:
 def build(ranks: Ranks, name: str) -> Any:
     optimizer = AdamW(lr=0.01)
     if name == "critic":
-        return ranks.build(TorchCritic, "llama", optimizer=optimizer)
+        return ranks.build(TorchCritic, "llama", optimizer=optimizer, grad_clip=None)
     if name == "adapter":
         return ranks.trainer("llama", optimizer=optimizer, lora=LoRA(3, 6, "all-linear", ("lm_head",)))
     return ranks.trainer("mixtral", optimizer=optimizer)
