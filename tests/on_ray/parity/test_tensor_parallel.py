@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures
 @pytest.mark.parametrize("algorithm", ["grpo", nightly("ppo")])
 def test_processes_that_split_layers_learn_as_one_process(algorithm: str, prompts_file: str, tmp_path: Path) -> None:
     """Three steps of two mini-batches: the same metrics and weights, receipts of syncs included."""
-    model = tiny_folder(tmp_path, "qwen2")
+    model = tiny_folder(tmp_path, "llama", num_key_value_heads=2)
     job = job_of(algorithm, model, n=3, mini_batch=6, optimizer=AdamW(lr=1e-3, eps=1e-5))
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
     split = {name: replace(one, mesh=Mesh(tensor=2)) for name, one in job.graph.bindings.items() if name != "rollout"}

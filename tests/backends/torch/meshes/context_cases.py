@@ -141,11 +141,10 @@ def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
     mask[0, 3] = False
     hole = batch._replace(attention_mask=mask)
     top = engine.top_log_probs(batch, 3)
-    exact = {"log_probs": engine.log_probs(batch), "top": top.log_probs, "ids": top.ids}
-    exact |= {"norms": engine.logit_norms(batch), "states": engine.last_states(batch).states}
+    exact = {"log_probs": engine.log_probs(batch), "ids": top.ids, "states": engine.last_states(batch).states}
     # A product with few tokens may be computed by another kernel.
-    close = {"short": engine.log_probs(_rows(short, [0])), "one": engine.log_probs(_rows(batch, [3]))}
-    close["hole"] = engine.log_probs(hole)
+    close = {"top": top.log_probs, "norms": engine.logit_norms(batch), "hole": engine.log_probs(hole)}
+    close |= {"short": engine.log_probs(_rows(short, [0])), "one": engine.log_probs(_rows(batch, [3]))}
     rows = [3, 5] if ranks.position.data_rank == 0 else []  # the others are idle
     own = rows, engine.log_probs(_rows(batch, rows))
     if kind == "mixtral":  # an expert computes other numbers of tokens at a time
