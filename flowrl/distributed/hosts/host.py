@@ -45,7 +45,7 @@ from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.weight_selection import WeightSelection, rounded_weights
+from flowrl.sync.weight_selection import WeightSelection, rounded
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ class Host:
         probe = selection.probe
         scores = () if probe is None else probe.score(engine)
         computes_in = str(compute_dtype(engine)).removeprefix("torch.")
-        part = selection.part
-        tensors = rounded_weights(engine, selection.dtype) if part == "weights" else getattr(engine, part)()
+        tensors = getattr(engine, selection.part)()
+        outgoing = rounded(tensors, selection.dtype)
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
-            yield origin, tensors
+            yield origin, outgoing
         finally:
             for _ in tensors:
                 pass
