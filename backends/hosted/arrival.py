@@ -16,7 +16,7 @@ from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, Trainer
 from flowrl.sync.digest import Algorithm, algorithm_for, algorithm_of, combine, has_digest, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
-from flowrl.sync.weight_selection import dtype_mismatch, rounded_weights
+from flowrl.sync.weight_selection import dtype_mismatch, rounded
 
 
 def expected_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def weights_for(
         return source.checked() if checked else source.unchecked()
     if adapter_of is not None:
         return _hashed(cast(Adapted, source).adapter_weights(), source)
-    return _hashed(rounded_weights(source, dtype), source)
+    return _hashed(rounded(source.weights(), dtype), source)
 
 
 def _hashed(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator[Weight]:

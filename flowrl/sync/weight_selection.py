@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowrl.protocols.protocols import Trainer
 from flowrl.sync.probe import Probe
 
 FLOAT32_PARTS = frozenset(
@@ -65,25 +64,31 @@ def rounds(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bool:
     return matrix and FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
+class GatheredWeights(Iterator[tuple[str, Tensor]]):
+    """Weights that ranks gather as they are read, so that shards can be rounded before; a collective.
+
+    Args:
+        gather: yields the weights, `rounded` to a dtype.
+    """
+
+    def __init__(self, gather: Callable[[torch.dtype | None], Iterator[tuple[str, Tensor]]]) -> None:
+        self._gather = gather
+        self._weights = gather(None)
+
+    def round_to(self, dtype: torch.dtype | None) -> None:
+        """Round the weights, of which none has been read."""
+        self._weights = self._gather(dtype)
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._weights)
+
+
 def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Weights for an engine that stores matrices in `dtype`: those that `rounds` names are rounded before they are
-    sent, and the others are unchanged."""
-    for name, tensor in weights:
-        yield name, tensor.detach().to(dtype) if rounds(name, tensor, dtype) else tensor
-
-
-@runtime_checkable
-class RoundsShards(Protocol):
-    """A trainer that rounds its shards before it gathers them, so that ranks exchange fewer bytes."""
-
-    def rounded_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors as ``rounded(weights(), dtype)``."""
-        ...
-
-
-def rounded_weights(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """The `rounded` weights of a trainer."""
-    return trainer.rounded_weights(dtype) if isinstance(trainer, RoundsShards) else rounded(trainer.weights(), dtype)
+    sent, shards before they are gathered, and the others are unchanged."""
+    if isinstance(weights, GatheredWeights):
+        weights.round_to(dtype)
+    return ((name, tensor.detach().to(dtype) if rounds(name, tensor, dtype) else tensor) for name, tensor in weights)
 
 
 def sent_bytes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None) -> int:

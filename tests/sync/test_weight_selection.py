@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch import Tensor
 
-from flowrl.sync.weight_selection import WeightSelection, dtype_mismatch, rounded
+from flowrl.sync.weight_selection import GatheredWeights, WeightSelection, dtype_mismatch, rounded
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,23 @@ def test_only_matrices_are_rounded(name: str, shape: tuple[int, ...], rounds: bo
 def test_other_dtypes_are_sent_unchanged(dtype: torch.dtype) -> None:
     tensor = torch.ones(2, 3, dtype=dtype)
     assert next(rounded([("w", tensor)], torch.float16))[1] is tensor
+
+
+def test_weights_that_ranks_gather_are_rounded_by_them() -> None:
+    """On all ranks at once, also on those that read none."""
+    gathered: list[torch.dtype | None] = []
+
+    def gather(dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        gathered.append(dtype)
+        yield "w", torch.ones(2, 2, dtype=dtype)
+
+    weights = GatheredWeights(gather)
+    sent = rounded(weights, torch.bfloat16)
+    assert [tensor.dtype for _, tensor in sent] == [torch.bfloat16] and not list(weights)
+    unread = GatheredWeights(gather)
+    rounded(unread, torch.bfloat16)
+    assert len(list(unread)) == 1 and gathered == [torch.bfloat16] * 2
+    assert [tensor.dtype for _, tensor in GatheredWeights(gather)] == [torch.float32]
 
 
 def test_adapters_are_sent_unrounded() -> None:

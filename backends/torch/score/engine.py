@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from flowrl.protocols.scorers import Top
 from flowrl.records import Receipt, Sequences
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import combine, named_weights
+from flowrl.sync.weight_selection import GatheredWeights
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -342,13 +344,9 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
 
         The tensors are the live ones, except that an adapter is merged into copies; copy what must survive the next
         update. Sharded weights are gathered in buckets of at most `bucket_bytes`, of which three exist at a time: a
-        collective that all ranks must iterate to the end. See `Sharded.full`.
+        collective that all ranks must iterate to the end. See `Sharded.full`. `rounded` rounds shards before that.
         """
-        return self._scorer.weights(bucket_bytes)
-
-    def rounded_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, `rounded` to `dtype`; sharded ones are rounded before they are gathered."""
-        return self._scorer.weights(BUCKET_BYTES, dtype)
+        return GatheredWeights(partial(self._scorer.weights, bucket_bytes))
 
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.

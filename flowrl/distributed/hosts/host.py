@@ -47,7 +47,7 @@ from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
 from flowrl.sync.shadow import Shadow
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.weight_selection import WeightSelection, rounded_weights
+from flowrl.sync.weight_selection import WeightSelection, rounded
 
 
 @dataclass(frozen=True)
@@ -271,17 +271,16 @@ class Host:
         probe = selection.probe
         scores = () if probe is None else probe.score(engine)
         computes_in = str(compute_dtype(engine)).removeprefix("torch.")
-        part = selection.part
-        tensors = rounded_weights(engine, selection.dtype) if part == "weights" else getattr(engine, part)()
+        tensors = getattr(engine, selection.part)()
+        outgoing = rounded(tensors, selection.dtype)
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
-            weights = tensors
             if since is not None:
                 shadow = self._sent.setdefault(since.engine, Shadow())
                 base = shadow.common(since.base)
                 origin = replace(origin, sync=since.sync, base=base)
-                weights = shadow.outgoing(weights, since.sync, base)
-            yield origin, weights
+                outgoing = shadow.outgoing(outgoing, since.sync, base)
+            yield origin, outgoing
         finally:
             for _ in tensors:
                 pass

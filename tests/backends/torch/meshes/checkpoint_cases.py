@@ -21,6 +21,7 @@ from torch import Tensor
 from flowrl.backends import AdamW, LoRA, Mesh, TorchCritic
 from flowrl.backends.torch.train import saving
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.meshes.context_cases import Ranks
 from tests.backends.torch.meshes.mesh_cases import SIZES, name_of, write_model
 
@@ -48,7 +49,7 @@ def make_inputs(folder: Path) -> None:
 def build(ranks: Ranks, name: str) -> Any:
     optimizer = AdamW(lr=0.01)
     if name == "critic":
-        return ranks.build(TorchCritic, "llama", optimizer=optimizer)
+        return ranks.build(TorchCritic, "llama", optimizer=optimizer, grad_clip=None)
     if name == "adapter":
         return ranks.trainer("llama", optimizer=optimizer, lora=LoRA(3, 6, "all-linear", ("lm_head",)))
     return ranks.trainer("mixtral", optimizer=optimizer)
@@ -88,8 +89,7 @@ def writing(ranks: Ranks) -> dict[str, Any]:
         found[name] = digest(engine)
         if name == "experts":
             engine.save_pretrained(f"{ranks.folder}/saved-{name_of(ranks.mesh)}")
-            rounded = engine.rounded_weights(torch.bfloat16)
-            found["sent"] = weights_digest(rounded)
+            found["sent"] = weights_digest(rounded(engine.weights(), torch.bfloat16))
     return found
 
 

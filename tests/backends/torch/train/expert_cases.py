@@ -20,6 +20,7 @@ from flowrl.backends.torch.train import saving, sharded, shards
 from flowrl.backends.torch.train.tensor_file import TensorFile
 from flowrl.sync.digest import tensor_digest, weights_digest
 from flowrl.sync.probe import Probe
+from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.train.fsdp_cases import (
     ALL,
     PPO,
@@ -40,7 +41,7 @@ BUCKET = 60_000
 
 
 def digests(engine: Any, dtype: torch.dtype | None) -> dict[str, str]:
-    return {name: tensor_digest(name, tensor) for name, tensor in engine.rounded_weights(dtype)}
+    return {name: tensor_digest(name, tensor) for name, tensor in rounded(engine.weights(), dtype)}
 
 
 def syncing(ranks: Ranks, kind: str) -> dict[str, Any]:
