@@ -87,6 +87,7 @@ class Allocations(TorchDispatchMode):
         self._ignored: set[int] = set()
         self.tag = "activations"
         self.peak: dict[str, int] = {}
+        self.live = 0
 
     def ignore(self, *tensors: Tensor) -> None:
         self._ignored |= {local(tensor).untyped_storage()._cdata for tensor in tensors}
@@ -105,7 +106,8 @@ class Allocations(TorchDispatchMode):
                 del self._seen[key]
             else:
                 sizes[tag] = sizes.get(tag, 0) + storage.nbytes()
-        if sum(sizes.values()) > sum(self.peak.values()):
+        self.live = sum(sizes.values())
+        if self.live > sum(self.peak.values()):
             self.peak = sizes
         return found
 
