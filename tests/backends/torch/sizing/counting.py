@@ -87,7 +87,6 @@ class Allocations(TorchDispatchMode):
         self._ignored: set[int] = set()
         self.tag = "activations"
         self.peak: dict[str, int] = {}
-        self.live = 0
 
     def ignore(self, *tensors: Tensor) -> None:
         self._ignored |= {local(tensor).untyped_storage()._cdata for tensor in tensors}
@@ -95,7 +94,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, found)):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = local(tensor).untyped_storage()
                 key = storage._cdata
                 if key not in self._ignored and (key not in self._seen or self._seen[key][0]() is None):
@@ -106,8 +105,7 @@ class Allocations(TorchDispatchMode):
                 del self._seen[key]
             else:
                 sizes[tag] = sizes.get(tag, 0) + storage.nbytes()
-        self.live = sum(sizes.values())
-        if self.live > sum(self.peak.values()):
+        if sum(sizes.values()) > sum(self.peak.values()):
             self.peak = sizes
         return found
 
