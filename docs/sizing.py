@@ -22,15 +22,15 @@ GPUS = (1, 8, 16, 64)
 LENGTHS = (4096, 16384, 32768)
 HEAD = f"""# Sizing
 
-Whether a trainer fits on {GPU.name} GPUs of {GPU.memory:.1f} GiB: the peak of each GPU in an update, in GiB, by the number
-of GPUs that shard the model (`Mesh(fsdp=GPUs)`, or `ranks=GPUs`) and the longest row, prompt and response together. **Bold**
-fits; leave some room, since the allocator fragments.
+Whether a trainer fits on {GPU.name} GPUs of {GPU.memory:.1f} GiB: the peak of each GPU in an update, in GiB, by the
+number of GPUs that shard the model (`Mesh(fsdp=GPUs)`, or `ranks=GPUs`) and the longest row, prompt and response
+together. **Bold** fits; leave some room, since the allocator fragments.
 
 All numbers are *predicted*, not measured: no run on these GPUs has been compared with them. They are what
 `flowrl plan --hardware` computes from each model's `config.json`, for
 `TorchTrainer(dtype="bfloat16", gradient_checkpointing=True)` with AdamW and one row per micro-batch, and 1.5 GiB for an
 engine that is asleep on the same GPU. See
-[Fit a model into memory](../how-to/precision-and-memory.md#predict-what-fits) for what they count, and for your own model.
+[Fit a model into memory](../how-to/precision-and-memory.md#predict-what-fits) for what they count, and for your model.
 
 <!-- written by docs/sizing.py -->
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,5 @@ def test_a_model_fits_on_more_gpus_if_it_fits_on_fewer() -> None:
     for model in GENERATOR["models"]():
         sizes = [[float(cell.strip("*| ")) for cell in row[2:]] for row in cells if row[0].strip("| ") == model]
         assert all(row == sorted(row) for row in sizes)
-        assert all(
-            wide < narrow
-            for few, many in zip(sizes[1:], sizes[2:], strict=False)
-            for narrow, wide in zip(few, many, strict=True)
-        )
+        for few, many in pairwise(sizes[1:]):
+            assert all(wide < narrow for narrow, wide in zip(few, many, strict=True))

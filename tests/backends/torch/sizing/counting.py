@@ -94,7 +94,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, found)):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = local(tensor).untyped_storage()
                 key = storage._cdata
                 if key not in self._ignored and (key not in self._seen or self._seen[key][0]() is None):
