@@ -121,8 +121,8 @@ class Interact(Sampler, Episodes, Operator):
             conversation so far as the prompt.
         rollout: the engine.
         others: further engines, which an agent, environment or tool may ask: ``await chat.ask("user", messages)`` with
-            ``{"user": Role("user")}``; see `Chat.ask` and `current_chat`. `max_turns` and `context` also limit each of
-            them. `Sampled` makes rows of what they sampled.
+            ``{"user": Role("user")}``; see `Chat.ask` and `flowrl.episodes.current_chat`. `max_turns` and
+            `context` limit each of them, too. `Sampled` makes rows of what they sampled.
 
     Returns:
         The columns of `Generate`, with the last response as `response_text`; `token_level_scores`, with the reward of

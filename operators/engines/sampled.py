@@ -20,7 +20,7 @@ class Sampled(Operator):
     """Episodes as one of their other engines saw them: what it read and sampled there, to train its role.
 
     A row is an episode, and its tokens are those of the other engine alone: the conversations that it was asked to
-    answer, in `segments <flowrl.data.segments>`, with a mask that is True on what it sampled. An episode in which it
+    answer, in segments (`flowrl.data.segments`), with a mask that is True on what it sampled. An episode in which it
     answered nothing is a row without a response.
 
     Args:
