@@ -15,7 +15,7 @@ from flowrl.episodes.requests.broker import RequestBroker
 from flowrl.episodes.sequences import OtherSide, RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
-from flowrl.errors import DataError
+from flowrl.errors import DataError, EngineError
 from flowrl.protocols.protocols import Request, Response, Sampling
 from tests.episodes.scripted import KEY, NAME, SAMPLING, Scripted, row, say
 from tests.support.errors import raises
@@ -280,3 +280,25 @@ def test_an_answer_to_a_dropped_question_is_not_that_to_the_next_one() -> None:
     setup = EpisodeSetup(agent, Limits(4, 1000, 30.0), "strict", None, 1, None, others=others)
     (result,) = play(broker, [row(0)], setup)
     assert result.fault is None and heard == ["two", "three"]
+
+
+def test_the_first_error_of_an_engine_is_the_one_that_is_raised() -> None:
+    """Not that of the call that would drop what it retains."""
+
+    class Dies(Remote):
+        calls = 0
+
+        async def exchange(self, requests: Any, dropped: Any) -> Any:
+            self.calls += 1
+            raise EngineError(f"It died, call {self.calls}.", code="engine.call-failed", engine="user")
+
+    async def agent(chat: Chat, row: Row) -> None:
+        await chat.ask("user", "one")
+
+    remote = Dies()
+    broker = RequestBroker(Scripted(say, remote.tokenizer), remote.tokenizer, SAMPLING, KEY)
+    others = {"user": RequestBroker(remote, remote.tokenizer, SAMPLING, KEY, "user")}
+    setup = EpisodeSetup(agent, Limits(4, 1000, 30.0), "strict", None, 1, None, others=others)
+    with raises("engine.call-failed"):
+        play(broker, [row(0)], setup)
+    assert remote.calls == 1
