@@ -94,10 +94,11 @@ async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup)
                 await server
         raise
     finally:
+        working = [loop for loop, server in zip(loops.values(), servers, strict=True) if not server.done()]
         for server in servers:
             server.cancel()
         await asyncio.gather(*servers, *episodes, return_exceptions=True)
-        for loop in loops.values():
+        for loop in working:  # the error of another one is the cause
             await loop.close()
 
 

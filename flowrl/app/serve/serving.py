@@ -35,7 +35,7 @@ def of_model(backend: Backend) -> tuple[Backend, Interact]:
 
 
 def of_job(target: str, imports: bool) -> tuple[Backend, Interact]:
-    """The policy of a job that plays episodes with an `Endpoint`, before training.
+    """The policy of a job that plays episodes with an `Endpoint`, before training; programs ask no other engines.
 
     Raises:
         ParameterError: it has no `Endpoint`, or its engine names no model.
@@ -64,7 +64,8 @@ def of_job(target: str, imports: bool) -> tuple[Backend, Interact]:
             target=target,
             found=role.name,
         )
-    return dataclasses.replace(backend, model=model, frozen=True), played
+    alone = dataclasses.replace(played, others={}, others_sampling={})
+    return dataclasses.replace(backend, model=model, frozen=True), alone
 
 
 def serve_forever(

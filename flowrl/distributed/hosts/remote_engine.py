@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ray
@@ -77,31 +77,48 @@ def _value(result: Any) -> Any:
 
 
 class RequestServer:
-    """Serves the requests of several processes with one engine."""
+    """Serves the requests of several processes with one engine, where they have names of their own."""
 
     def __init__(self, engine: StreamingRollout) -> None:
         self._engine = engine
-        self._asker: dict[str, str] = {}  # by the name of a request that the engine may know
+        self._known: dict[str, tuple[str, str]] = {}  # the asker and its name of a request that the engine may know
         self._ended: dict[str, list[Ended]] = {}  # by asker, what it has not fetched
 
     def open(self, asker: str) -> None:
         """Drop all requests of a process."""
-        self._drop([name for name, other in self._asker.items() if other == asker])
+        self._drop(asker, [name for other, name in self._known.values() if other == asker])
         self._ended.pop(asker, None)
 
     def exchange(self, asker: str, requests: Sequence[Request], dropped: Sequence[str]) -> list[Ended]:
         """Take requests of a process, and compute until one of its responses ends, for at most `STEPS` steps."""
-        self._drop(dropped)
-        self._asker |= {request.name: asker for request in requests}
-        self._ended.setdefault(asker, []).extend(submit(self._engine, requests))
+        self._drop(asker, dropped)
+        own = [_of(asker, request) for request in requests]
+        self._known |= {one.name: (asker, request.name) for one, request in zip(own, requests, strict=True)}
+        for name, error in submit(self._engine, own):
+            self._end(name, error)
         for _ in range(STEPS if requests or not dropped else 0):
             if self._ended.get(asker):
                 break
             for name in self._engine.step():
-                self._ended.setdefault(self._asker[name], []).append((name, self._engine.take(name)))
+                self._end(name, self._engine.take(name))
         return self._ended.pop(asker, [])
 
-    def _drop(self, names: Sequence[str]) -> None:
+    def _end(self, name: str, ended: Response | DataError) -> None:
+        asker, own = self._known[name]
+        self._ended.setdefault(asker, []).append((own, ended))
+
+    def _drop(self, asker: str, names: Sequence[str]) -> None:
+        self._ended[asker] = [one for one in self._ended.get(asker, ()) if one[0] not in names]
         for name in names:
-            self._engine.drop(name)
-            self._asker.pop(name, None)
+            self._engine.drop(_at_engine(asker, name))
+            self._known.pop(_at_engine(asker, name), None)
+
+
+def _at_engine(asker: str, name: str) -> str:
+    return f"{name} of {asker}"
+
+
+def _of(asker: str, request: Request) -> Request:
+    """A request with names that those of no other process have."""
+    shared = None if request.cache_key is None else _at_engine(asker, request.cache_key)
+    return replace(request, name=_at_engine(asker, request.name), cache_key=shared)

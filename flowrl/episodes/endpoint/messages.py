@@ -80,7 +80,7 @@ def template_message(message: Any, names: dict[str, str], where: str = "messages
     Args:
         names: of functions by the id of their calls; those of this message are added.
     """
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+    if not isinstance(message, Mapping) or str(message.get("role")) not in _ROLES:
         roles = ", ".join(_ROLES)
         raise invalid(f"{where} is not a message with one of the roles {roles}. Use these roles.", where)
     role = _ROLES[message["role"]]

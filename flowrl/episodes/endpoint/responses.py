@@ -50,6 +50,8 @@ def parse(body: Any, sampling: Sampling, strict: bool, stored: Mapping[str, Stor
         body = {**body, "verbosity": text.get("verbosity")}
     body, overridden = read_fields(body, _FIELDS, sampling, strict)
     include = body.get("include", ())
+    if not isinstance(include, list | tuple):
+        raise invalid("include is not a list. Leave it out.", "include")
     if wrong := next((one for one in include if one not in _INCLUDE), None):
         raise refused_value("include", wrong, _INCLUDE)
     names: dict[str, str] = {}
@@ -57,7 +59,7 @@ def parse(body: Any, sampling: Sampling, strict: bool, stored: Mapping[str, Stor
     if instructions := body.get("instructions"):
         first = [template_message({"role": "system", "content": instructions}, names, "instructions")]
     if (previous := body.get("previous_response_id")) is not None:
-        if previous not in stored:
+        if not isinstance(previous, str) or previous not in stored:
             raise RequestError(
                 400,
                 "previous_response_not_found",

@@ -176,9 +176,6 @@ class Session:
         follower = asyncio.ensure_future(self._follow(flight, name, reader)) if flight.is_streamed else None
         try:
             response = await chat.sample(name, ids, turn, request.max_tokens, request.stop)
-        except asyncio.CancelledError:
-            chat.broker.drop(name)
-            raise
         finally:
             self._busy.discard(name)
             if follower is not None and not follower.cancel():

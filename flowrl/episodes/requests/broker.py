@@ -32,12 +32,17 @@ class EngineLoop:
         self._more = asyncio.Event()
 
     async def ask(self, request: Request) -> Response:
-        """The response to a request."""
+        """The response to a request, which is dropped if it is no longer awaited."""
         response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._pending[request.name] = response
         self._new.append(request)
         self._more.set()
-        return await response
+        try:
+            return await response
+        except asyncio.CancelledError:
+            if self._pending.get(request.name) is response:
+                self.drop(request.name)
+            raise
 
     def drop(self, name: str) -> None:
         """Drop a request, and what the engine retains for it."""
@@ -82,7 +87,8 @@ class EngineLoop:
         """Submit requests, and compute; the responses that ended, and why the engine refuses requests."""
         if isinstance(self._engine, RemoteRollout):
             dropped, self._dropped = self._dropped, []
-            return await self._engine.exchange(new, dropped)
+            ended = await self._engine.exchange(new, dropped)
+            return [one for one in ended if one[0] not in self._dropped]  # meanwhile; a later request may have the name
         refused = submit(self._engine, new)
         return [*refused, *((name, self._engine.take(name)) for name in self._engine.step())]
 

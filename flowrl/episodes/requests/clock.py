@@ -22,16 +22,20 @@ class EpisodeClock:
         self._seconds, self._environments = seconds, environments
         self._timeout = asyncio.Timeout(None)
         self._requests = 0  # in flight
+        self._entered = False
 
     async def __aenter__(self) -> None:
         self._environments.begin()
         self._timeout = asyncio.timeout(self._seconds)
         await self._timeout.__aenter__()
+        self._entered = True
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._environments.end()
+        self._entered = False
+        if not self._requests:
+            self._environments.end()
         await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
@@ -40,7 +44,7 @@ class EpisodeClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop it during a request to an engine; it starts again after the last one."""
+        """Stop it during a request to an engine; it starts again after the last one, also if that is refused."""
         if not self._requests:
             self._timeout.reschedule(None)
             self._environments.end()
@@ -49,10 +53,9 @@ class EpisodeClock:
             yield
         finally:
             self._requests -= 1
-            if not self._requests:
+            if not self._requests and self._entered:
                 self._environments.begin()
-        if not self._requests:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._seconds)
+                self._timeout.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def stop(self) -> None:
         """Stop it for good, unless the time is over."""

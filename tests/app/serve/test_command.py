@@ -21,12 +21,15 @@ from tests.support.errors import raises
 pytestmark = pytest.mark.runs
 
 JOB = """
+from flowrl import Role
 from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
 from flowrl.episodes import Endpoint
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
 
-interact = Interact(Endpoint(["true"], parser="glm"), temperature=0.5, max_new_tokens=3)
+interact = Interact(
+    Endpoint(["true"], parser="glm"), temperature=0.5, max_new_tokens=3, others={{"judge": Role("judge")}}
+)
 job = grpo(None, n=2).edit(replace={{"generate": interact}}, drop=["reward"]).bind(
     actor=TorchTrainer({model!r}), ref=TorchScorer({model!r}), rollout=TorchRollout()
 )
@@ -58,7 +61,7 @@ def test_of_a_job_its_sampling_and_parser_count(command: Command, tiny: str) -> 
     write(Path("job.py"), JOB.format(model=tiny))
     backend, interact = of_job("job.py:job", imports=False)
     assert (backend.model, backend.frozen) == (tiny, True)  # type: ignore[attr-defined]
-    assert (interact.temperature, interact.max_new_tokens) == (0.5, 3)
+    assert (interact.temperature, interact.max_new_tokens, interact.others) == (0.5, 3, {})
     endpoint = interact.resolved()
     assert isinstance(endpoint, Endpoint) and endpoint.parser == "glm"
     with raises("cli.wrong-target", found="grpo"):

@@ -110,6 +110,7 @@ def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> Non
     [
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
         ([{"role": "robot", "content": "x"}], "messages[0]"),
+        ([{"role": ["user"], "content": "x"}], "messages[0]"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "messages"),
         ([], "messages"),
         ("text", "messages"),

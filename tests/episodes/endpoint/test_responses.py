@@ -152,6 +152,8 @@ def asked(given: Any = "go", **fields: Any) -> Any:
         ({"n": 2}, "n"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": 5}, "include"),
+        ({"previous_response_id": ["resp_1"]}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": 3}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

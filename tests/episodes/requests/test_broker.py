@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from flowrl.episodes.requests.broker import RequestBroker
 from flowrl.episodes.sequences import OtherSide, RowRecord
 from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
-from flowrl.protocols.protocols import Sampling
+from flowrl.errors import DataError, EngineError
+from flowrl.protocols.protocols import Request, Response, Sampling
 from tests.episodes.scripted import KEY, NAME, SAMPLING, Scripted, row, say
 from tests.support.errors import raises
 from tests.support.templates import tokenizer_of
@@ -212,3 +213,92 @@ def test_there_is_no_chat_outside_of_an_episode_and_in_threads() -> None:
 
     (result,), _, _ = played(InThread, "user")
     assert result.fault is not None and result.fault.code == "episode.no-chat"
+
+
+async def cancel_once_submitted(asked: Any, requests: Sequence[Any]) -> None:
+    """Cancel a question that an engine has."""
+    known, task = len(requests), asyncio.ensure_future(asked)
+    while len(requests) == known:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_question_that_is_canceled_is_dropped() -> None:
+    """As by ``asyncio.wait_for``; the name of its request is free for the next one."""
+    engines: list[Asked] = []
+
+    async def agent(chat: Chat, row: Row) -> None:
+        engine: Any = chat.others["user"].broker.loop._engine
+        engines.append(engine)
+        await cancel_once_submitted(chat.ask("user", "one"), engine.requests)
+        assert engine.dropped == ["row-0~user"]
+        await chat.ask("user", "two")
+
+    (result,), _, other = played(agent, "user")
+    assert result.fault is None and len(other.requests) == 2 and engines == [other]
+
+
+class Remote:
+    """An engine of another process, whose answers repeat the end of the question."""
+
+    receipt = None
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer_of(NAME)
+        self.requests: list[Request] = []
+        self._known: dict[str, Request] = {}
+
+    async def exchange(
+        self, requests: Sequence[Request], dropped: Sequence[str]
+    ) -> Sequence[tuple[str, Response | DataError]]:
+        for name in dropped:
+            self._known.pop(name, None)
+        self._known |= {request.name: request for request in requests}
+        self.requests += requests
+        for _ in range(10):  # a while
+            await asyncio.sleep(0)
+        ended, self._known = self._known, {}
+        return [(name, self._response(request)) for name, request in ended.items()]
+
+    def _response(self, request: Request) -> Response:
+        question = self.tokenizer.text(list(request.ids)).split("\n")[-3]
+        ids = [*self.tokenizer.encode(question), self.tokenizer.turn_end]
+        return Response(ids, [-0.25] * len(ids), [3] * len(ids), "stop")
+
+
+def test_an_answer_to_a_dropped_question_is_not_that_to_the_next_one() -> None:
+    """The engine computes in another process, and its call returns after the question was dropped."""
+    remote, heard = Remote(), list[str]()
+
+    async def agent(chat: Chat, row: Row) -> None:
+        await cancel_once_submitted(chat.ask("user", "one"), remote.requests)
+        heard.extend([(await chat.ask("user", text)).text for text in ("two", "three")])
+
+    broker = RequestBroker(Scripted(say, remote.tokenizer), remote.tokenizer, SAMPLING, KEY)
+    others = {"user": RequestBroker(remote, remote.tokenizer, SAMPLING, KEY.derive("ask", "user"), "user")}
+    setup = EpisodeSetup(agent, Limits(4, 1000, 30.0), "strict", None, 1, None, others=others)
+    (result,) = play(broker, [row(0)], setup)
+    assert result.fault is None and heard == ["two", "three"]
+
+
+def test_the_first_error_of_an_engine_is_the_one_that_is_raised() -> None:
+    """Not that of the call that would drop what it retains."""
+
+    class Dies(Remote):
+        calls = 0
+
+        async def exchange(self, requests: Any, dropped: Any) -> Any:
+            self.calls += 1
+            raise EngineError(f"It died, call {self.calls}.", code="engine.call-failed", engine="user")
+
+    async def agent(chat: Chat, row: Row) -> None:
+        await chat.ask("user", "one")
+
+    remote = Dies()
+    broker = RequestBroker(Scripted(say, remote.tokenizer), remote.tokenizer, SAMPLING, KEY)
+    others = {"user": RequestBroker(remote, remote.tokenizer, SAMPLING, KEY, "user")}
+    setup = EpisodeSetup(agent, Limits(4, 1000, 30.0), "strict", None, 1, None, others=others)
+    with raises("engine.call-failed"):
+        play(broker, [row(0)], setup)
+    assert remote.calls == 1
