@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flowrl.backends.torch.probes import LENGTH, Inputs, known, probe_inputs, relative_error
 from flowrl.backends.torch.score.rows import ShiftedRows, TokenInputs, packed
+from flowrl.backends.torch.score.tiles import summed
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.errors import BindError
 
@@ -97,7 +98,7 @@ class Ulysses(Context):
         return cast(Tensor, _Whole.apply(values, own, tokens, self._group))  # type: ignore[no-untyped-call]
 
     def total(self, sums: Tensor) -> Tensor:
-        return cast(Tensor, _Total.apply(sums, self._group))  # type: ignore[no-untyped-call]
+        return summed(sums, self._group)
 
     def to_heads(self, *parts: Tensor) -> list[Tensor]:
         """Exchange all heads of the own tokens for the own heads of all tokens: ``[1 head token head_dim]`` each.
@@ -161,20 +162,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
         return slope[ctx.saved_tensors[0]], None, None, None
-
-
-class _Total(torch.autograd.Function):
-    """See `Context.total`; all processes compute the same from the result, so each gets its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, group: ProcessGroup) -> Tensor:
-        found = sums.clone()
-        dist.all_reduce(found, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return slope, None
 
 
 def refuse_uncut(lm: PreTrainedModel, folder: str, backend: str) -> None:

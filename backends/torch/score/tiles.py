@@ -125,6 +125,23 @@ def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
     return cast(Tensor, _SumGradient.apply(x, group))  # type: ignore[no-untyped-call]
 
 
+def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x` over all processes of `group`; all compute the same from it, so each gets its gradient."""
+    return cast(Tensor, _Summed.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        found = x.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return slope, None
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

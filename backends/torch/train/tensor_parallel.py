@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from flowrl.backends.torch.score.tiles import VocabularyPart, sum_gradient
+from flowrl.backends.torch.score.tiles import VocabularyPart, sum_gradient, summed
 from flowrl.backends.torch.train.boxes import part
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _split_vocabulary(layer: nn.Module, mesh: DeviceMesh) -> None:
         inside = (ids >= at.start) & (ids < at.end)
         with _local_parameters(layer):
             found = compute((ids - at.start).where(inside, 0))
-        return cast(Tensor, _Sum.apply(found.masked_fill(~inside[..., None], 0), at.group))  # type: ignore[no-untyped-call]
+        return summed(found.masked_fill(~inside[..., None], 0), at.group)
 
     def score(states: Tensor) -> Tensor:
         with _local_parameters(layer):
@@ -146,20 +146,6 @@ def _replaced(module: nn.Module, change: Any) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(own)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the axis; all processes compute the same from it, so each gets its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        found = x.clone()
-        dist.all_reduce(found, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return slope, None
 
 
 class _Join(torch.autograd.Function):
