@@ -75,8 +75,13 @@ class FolderBackend(Backend):
             return None
         with ExitStack() as files:
             shapes = {name: part.get_shape() for name, part in stored_tensors(folder, files).items()}
+        return sent_bytes(shapes, getattr(torch, self.synced_dtype))
+
+    @property
+    def synced_dtype(self) -> str:
+        """See `Backend.synced_dtype`."""
         named = getattr(self, "dtype", None) or "float32"
-        return sent_bytes(shapes, torch.bfloat16 if named == "auto" else getattr(torch, named))
+        return "bfloat16" if named == "auto" else str(named)
 
     @property
     def _repository(self) -> str | None:

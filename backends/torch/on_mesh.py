@@ -44,6 +44,11 @@ class MeshBackend(FolderBackend):
         """The mesh of the processes that form this engine."""
         return Mesh(fsdp=self.ranks) if self.mesh is None else self.mesh
 
+    @property
+    def synced_dtype(self) -> str:
+        """Float32, since models on a mesh compute in bfloat16 by autocast."""
+        return "float32"
+
     def refuse_folder(self, folder: str) -> None:
         """Refuse a folder without a model, or with one that the mesh does not fit; reads no weights.
 

@@ -86,6 +86,11 @@ class Backend(Spec):
         return None
 
     @property
+    def synced_dtype(self) -> str:
+        """The dtype, such as ``"bfloat16"``, that a trainer rounds matrices to before it sends them to the engine."""
+        return "float32"
+
+    @property
     def reads_segments(self) -> bool:
         """Whether a model reads each segment of a row by itself: a token attends to none before the last position 0 of
         its row; see `flowrl.data.segments`."""

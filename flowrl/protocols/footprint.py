@@ -49,6 +49,7 @@ class Demand:
         in_process: engines are in one process, and weights pass without a copy.
         distributions: the loss reads full distributions over the vocabulary.
         owner: the backend whose weights the engine shares; None if it has its own.
+        sent_in: the dtype that matrices are rounded to before they are sent; see `Backend.synced_dtype`.
     """
 
     prompt: int
@@ -60,6 +61,7 @@ class Demand:
     distributions: bool = False
     in_process: bool = False
     owner: Any = None
+    sent_in: str = "float32"
 
     @property
     def tokens(self) -> int:

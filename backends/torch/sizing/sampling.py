@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from flowrl.backends.torch.sizing.trace import MicroBatch, Run
-from flowrl.backends.torch.sizing.weights import FLOAT, Model, peaks_of, weights_of
+from flowrl.backends.torch.sizing.weights import FLOAT, WIDTHS, Model, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, GIB, Demand, Footprint, largest
 from flowrl.sync.buckets import BUCKET_BYTES
 
@@ -24,8 +24,6 @@ ASLEEP_BYTES = GIB
 
 FRACTIONS = {"VLLM": 0.9, "SGLang": 0.88}
 """Stated, not measured: the share of a GPU that each takes if `memory_fraction` is None."""
-
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @functools.cache
@@ -105,4 +103,4 @@ def token_bytes(spec: EngineSpec) -> int:
 
 
 def _width(spec: EngineSpec) -> int:
-    return WIDTHS["bfloat16" if spec.dtype == "auto" else spec.dtype]
+    return WIDTHS[spec.synced_dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Engine:
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
         self.shards = self.mesh.fsdp
-        self.sharded = self.shards > 1 or self.spec.offload
+        self.sharded = self.mesh.ranks > 1 or self.spec.offload
         self.on_device = demand.device == "cpu" or not self.spec.offload
 
     def trained(self, keys: tuple[str, ...], checkpoints: bool, routed: bool) -> Footprint:
@@ -140,11 +141,8 @@ class Engine:
 
     def _send(self) -> Parts:
         """A sync's gathering of shards, and a bucket."""
-        shapes = self.weights.stored
-        gathering = bucket_bytes(shapes, BUCKET_BYTES, self.shards) if self.sharded else 0
-        largest_one = max(FLOAT * _size(shape) for shape in shapes)
-        return {"sync buckets": gathering + min(max(BUCKET_BYTES, largest_one), sum(FLOAT * _size(x) for x in shapes))}
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+        sent, dtype, tensor = weights_of(self.model._replace(tensor=1)).sent, self.demand.sent_in, self.mesh.tensor
+        ranks = self.shards * tensor
+        gathering = bucket_bytes(sent, BUCKET_BYTES, ranks, dtype, split=tensor > 1) if self.sharded else 0
+        sizes = [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
+        return {"sync buckets": gathering + min(max(BUCKET_BYTES, *sizes), sum(sizes))} if sizes else {}

@@ -6,9 +6,11 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from flowrl.backends.torch.load import loading, quiet, skeleton
@@ -16,6 +18,8 @@ from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run, blocks_of, gathered_narrow, trace
 from flowrl.sync.buckets import in_buckets
+from flowrl.sync.pieces import in_pieces
+from flowrl.sync.weight_selection import rounds
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
@@ -31,6 +35,9 @@ _SPLIT = (
 
 FLOAT = 4
 """Bytes of a float32."""
+
+WIDTHS = {"float32": FLOAT, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
 
 
 class Model(NamedTuple):
@@ -83,18 +90,38 @@ class Weight(NamedTuple):
         return -(-first // ranks) * rest
 
 
+class Sent(NamedTuple):
+    """Weights that a sync converts together; see `flowrl.sync.pieces.Piece`.
+
+    Args:
+        shapes: of the weights, as the model has them.
+        stored: of the tensors that are sent.
+        rounds: whether they are sent in the engine's dtype, if that is not float32.
+        converted: whether they are not only renamed.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    stored: tuple[tuple[int, ...], ...]
+    rounds: bool = False
+    converted: bool = False
+
+    def width(self, dtype: str) -> int:
+        """Bytes of a number that is sent to an engine in `dtype`."""
+        return WIDTHS[dtype] if self.rounds else FLOAT
+
+
 class Weights(NamedTuple):
     """The parameters of a model, tied ones once.
 
     Args:
         narrow: whether blocks are gathered in bfloat16, if the model computes in it.
-        stored: the shapes of all weights in the order in which a sync sends them.
+        sent: what a sync sends, in order.
         vocabulary, hidden: of its head.
     """
 
     each: tuple[Weight, ...]
     narrow: bool
-    stored: tuple[tuple[int, ...], ...]
+    sent: tuple[Sent, ...]
     vocabulary: int
     hidden: int
 
@@ -149,9 +176,18 @@ def weights_of(model: Model) -> Weights:
     size, width = embedding.weight.shape
     if not model.with_head:
         each += [Weight((1, width), True, "rest"), Weight((1,), True, "rest")]
-    sent = untied(lm) if model.with_head and model.lora is None else named
-    stored = tuple(tuple(sent[name].shape) for name in sorted(sent))
-    return Weights(tuple(each), all(map(gathered_narrow, blocks)), stored, size, width)
+    sent = _sent(lm, model.lora is not None) if model.with_head else ()
+    return Weights(tuple(each), all(map(gathered_narrow, blocks)), sent, size, width)
+
+
+def _sent(lm: PreTrainedModel, adapted: bool) -> tuple[Sent, ...]:
+    """What a sync sends of a model; adapted layers are merged in float32 before they are rounded."""
+    state, found = untied(lm), []
+    for piece in in_pieces(lm, state):
+        shapes, stored = ([tuple(x.shape) for x in xs] for xs in (map(state.get, piece.names), piece.stored.values()))
+        rounded = not adapted and all(rounds(name, like, torch.bfloat16) for name, like in piece.stored.items())
+        found.append(Sent((*shapes,), (*stored,), rounded, piece.converted))
+    return tuple(found)
 
 
 @functools.cache
@@ -160,15 +196,26 @@ def peaks_of(model: Model, batch: MicroBatch, run: Run) -> Peaks:
     return trace(model.skeleton(), batch, run)
 
 
-def bucket_bytes(shapes: Iterable[tuple[int, ...]], limit: int, ranks: int, width: int = FLOAT) -> int:
-    """The most bytes while sharded weights of these shapes are gathered in buckets; see
-    `flowrl.backends.torch.train.sharded.Sharded.full`: a bucket and the shards that it is gathered from, while the one
-    before is still read."""
-    most = before = 0
-    blanks = ((str(i), _Shaped(shape, width)) for i, shape in enumerate(shapes))
-    for bucket in in_buckets(blanks, limit):  # type: ignore[arg-type]
-        sent = width * sum(Weight(shape.shape, False, 0).numbers(ranks) for _, shape in bucket)
-        most, before = max(most, before + sent * ranks + sent), sent * ranks
+def bucket_bytes(sent: Sequence[Sent], limit: int, ranks: int, dtype: str = "float32", split: bool = False) -> int:
+    """The most bytes while sharded weights for an engine in `dtype` are gathered in buckets; see
+    `flowrl.backends.torch.train.shards.gathered_weights`.
+
+    They are a bucket, the shards that it is gathered from, and these rounded, while the one before is still read. Those
+    that are converted stay until the largest is copied. A weight that is `split` over the axis ``tensor`` is copied
+    from its parts.
+    """
+    most = 0
+    for converted, run in groupby(sent, lambda one: one.converted):
+        for together in ([one] for one in run) if converted else [list(run)]:
+            shaped = [(one, _Shaped(shape, one.width(dtype))) for one in together for shape in one.shapes]
+            before = 0
+            for bucket in in_buckets([(str(one.width(dtype) < FLOAT), x) for one, x in shaped], limit):  # type: ignore[misc]
+                each = [(x.of(ranks), narrows == "True") for narrows, x in bucket]  # type: ignore[attr-defined]
+                own, rounded = sum(size for size, _ in each), sum(size for size, narrows in each if narrows)
+                copied = max(own, split * ranks * max(size for size, _ in each))
+                most = max(most, before + own * ranks + rounded + copied)
+                before = before * converted + own * ranks
+            most = max(most, converted * (before + max(x.nbytes for _, x in shaped)))
     return most
 
 
@@ -181,3 +228,7 @@ class _Shaped(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.width * math.prod(self.shape)
+
+    def of(self, ranks: int) -> int:
+        """The bytes of the first of `ranks` that share its rows."""
+        return self.width * Weight(self.shape, False, 0).numbers(ranks)

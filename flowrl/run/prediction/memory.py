@@ -187,6 +187,7 @@ class _Asked:
             distributions="distributions" in getattr(getattr(node.operator, "loss", None), "model_ports", ()),
             in_process=self._in_process,
             owner=None if backend.shares is None else self._graph.bindings[backend.shares],
+            sent_in=self._graph.bindings[node.writes[0]].synced_dtype if transfers(node) else "float32",
         )
 
     def _call(self, role: str, node: Node) -> Call | None:

@@ -66,6 +66,16 @@ def test_split_slots_are_their_own(folder: str) -> None:
     assert "rollout" not in [one.process for one in memory.peaks[0].alive]
 
 
+def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(folder: str) -> None:
+    def sent(engine: Any) -> int:
+        job = job_of(folder, Split(train=2, rollout=1), engine, ranks=2)
+        return stage(memory_of(job, Hardware(8), LIMITS, 8), "sync").alive[0].parts["sync buckets"]
+
+    one, half = (sent(TorchRollout(folder, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert 0.5 * one <= half < 0.7 * one  # vectors are not rounded, and shards are there twice
+    assert sent(VLLM(folder)) == half
+
+
 def test_stated_memory_stands_for_the_prediction_and_an_unknown_backend_is_named(folder: str) -> None:
     class Mine(TorchScorer):
         def footprint(self, demand: Any) -> Any:

@@ -1,5 +1,5 @@
-"""A rank of two that measures an update of a sharded trainer, and prints it as JSON: ``two_ranks.py RANK STORE FOLDER
-DTYPE``."""
+"""A rank of two that measures syncs to engines in float32 and in bfloat16, and an update of a sharded trainer, and
+prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXIS``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from flowrl.backends import TorchTrainer
+from flowrl.backends import Mesh, TorchTrainer
+from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.sizing.counting import Allocations, local, update
 
 
-def main(rank: int, store: str, folder: str, dtype: Any) -> None:
+def main(rank: int, store: str, folder: str, dtype: Any, axis: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     context: Any = SimpleNamespace(seed=0, rank=rank, world_size=2)
-    engine: Any = TorchTrainer(folder, device="cpu", ranks=2, dtype=dtype, gradient_checkpointing=True).build(context)
-    found, counter = update(engine), Allocations()
-    counter.ignore(*map(local, engine.model.parameters()))
-    with counter:
-        for _ in engine.weights(1 << 20):
-            pass
-    if rank == 0:
-        print(json.dumps(asdict(found) | {"buckets": sum(counter.peak.values())}))
+    mesh = Mesh(**{axis: 2})
+    engine: Any = TorchTrainer(folder, device="cpu", mesh=mesh, dtype=dtype, gradient_checkpointing=True).build(context)
+    buckets = {str(to).removeprefix("torch."): gathering(engine, to) for to in (torch.float32, torch.bfloat16)}
+    print(json.dumps(asdict(update(engine)) | {"buckets": buckets}))
     dist.destroy_process_group()
+
+
+def gathering(engine: Any, dtype: torch.dtype) -> int:
+    """The most bytes while weights for an engine in `dtype` are gathered in buckets of 1 MiB: the least of some passes,
+    since gloo's thread may release late what it has sent."""
+    found = []
+    for _ in range(5):
+        counter = Allocations()
+        counter.ignore(*map(local, engine.model.parameters()))
+        with counter:
+            for _ in rounded(engine.weights(1 << 20), dtype):
+                pass
+        found.append(sum(counter.peak.values()))
+    return min(found)
 
 
 if __name__ == "__main__":
