@@ -15,7 +15,8 @@ _HEADER = re.compile(
     re.DOTALL,
 )
 _END = re.compile(r"<\|(?:end|call|return)\|>")
-_START = "<|start|>assistant"
+START = "<|start|>assistant"
+"""What begins a message after the first one."""
 
 
 class HarmonyMessage(NamedTuple):
@@ -49,7 +50,7 @@ class Call(NamedTuple):
 
 def messages(text: str) -> list[HarmonyMessage]:
     """The messages in an answer."""
-    return [_message(part) for part in text.split(_START)]
+    return [_message(part) for part in text.split(START)]
 
 
 def _message(text: str) -> HarmonyMessage:

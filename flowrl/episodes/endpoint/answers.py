@@ -101,6 +101,7 @@ class AnswerReader:
     def _parts(self, text: str, complete: bool) -> _Parts:
         style = self._style
         if style is HARMONY:
+            text = text if complete else _before_partial(text, [harmony.START])
             messages = harmony.messages(text)
             first = next((i for i, one in enumerate(messages) if one.channel != "analysis" and one.content), None)
             thoughts = [(one.content or "").strip() for one in messages[:first] if one.channel == "analysis"]

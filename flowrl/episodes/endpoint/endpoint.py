@@ -97,9 +97,13 @@ class Endpoint(Spec):
         key = server.open(session)
         try:
             if isinstance(self.agent, tuple):
-                return await self._score_of_command(self.agent, server.url, key, row, session)
-            agent = references.resolve(self.agent) if isinstance(self.agent, str) else self.agent
-            return await self._score_of_function(agent, server.url, key, row, session)
+                score = await self._score_of_command(self.agent, server.url, key, row, session)
+            else:
+                agent = references.resolve(self.agent) if isinstance(self.agent, str) else self.agent
+                score = await self._score_of_function(agent, server.url, key, row, session)
+            if score is not None and not chat.answers:
+                raise _unanswered(session)
+            return score
         finally:
             server.close(key)
             await session.close()
@@ -148,10 +152,9 @@ class Endpoint(Spec):
         return None if self.score is None else self._score(ended, session)
 
     def _failed(self, command: tuple[str, ...], ended: ProgramResult, session: Session) -> EpisodeError:
-        refused = f" Its last refused request: {session.refused.message}" if session.refused else ""
         return EpisodeError(
             f"{command[0]} exited with {ended.status}; expected 0. Its last output: "
-            f"{(ended.stderr or ended.stdout).strip()[-_SHOWN:]!r}.{refused}",
+            f"{(ended.stderr or ended.stdout).strip()[-_SHOWN:]!r}.{_last_refused(session)}",
             code="episode.agent-exit",
             status=ended.status,
             refused=None if session.refused is None else session.refused.code,
@@ -174,6 +177,18 @@ class Endpoint(Spec):
             code="episode.no-score",
             found=line[-_SHOWN:],
         )
+
+
+def _last_refused(session: Session) -> str:
+    return f" Its last refused request: {session.refused.message}" if session.refused else ""
+
+
+def _unanswered(session: Session) -> EpisodeError:
+    return EpisodeError(
+        f"The agent has a score, but the policy answered no request of it.{_last_refused(session)} Send requests to "
+        f"the URL of the episode with its key: OPENAI_BASE_URL and OPENAI_API_KEY, or the arguments of a function.",
+        code="episode.reward-before-answer",
+    )
 
 
 def row_json(row: Row) -> str:

@@ -107,6 +107,15 @@ def test_a_client_gets_text_as_soon_as_it_is_certain() -> None:
     ]
 
 
+def test_a_message_that_begins_before_the_last_one_has_ended_is_no_text() -> None:
+    tokenizer = tokenizer_of("gptoss")
+    ids = tokenizer.encode("<|channel|>final<|message|>Yes<|start|>assistant<|channel|>final<|message|>No")
+    reader = reader_of(tokenizer)
+    found = [reader.partial([token]).content for token in ids]
+    assert reader.complete(ids) == Reading("", "Yes\nNo")
+    assert all("Yes\nNo".startswith(text) for text in found)
+
+
 def test_special_tokens_of_calls_end_with_a_stop_string() -> None:
     """A parser that reads special tokens gets the text up to the stop string, too."""
     tokenizer = tokenizer_of("deepseekv3")

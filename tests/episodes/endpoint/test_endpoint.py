@@ -76,6 +76,13 @@ def test_no_score_is_a_fault(line: str) -> None:
     assert one.fault is not None and one.fault.code == "episode.no-score"
 
 
+def test_a_score_without_an_answer_is_a_fault() -> None:
+    """Such as of a program that speaks to another server."""
+    (one,), _ = played(Endpoint([sys.executable, "-c", "print(1.0)"]), say)
+    assert one.fault is not None and one.fault.code == "episode.reward-before-answer"
+    assert "OPENAI_BASE_URL" in one.fault.message
+
+
 def test_without_score_a_program_may_send_one() -> None:
     (one,), _ = played(Endpoint(program('ask(None, "/score", score=3.0)'), score=None), say)
     assert (one.fault, one.chat.rewards) == (None, [3.0])
