@@ -82,8 +82,12 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape of a ``config.json`` with the names of Llama, Qwen and DeepSeek.
 
     Raises:
-        KeyError: the configuration does not name a count.
+        KeyError: the configuration does not name a count, or has layers other than attention.
     """
+    if odd := set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        raise KeyError(odd.pop())
+    if odd := {name for name in config if name.startswith(("mamba", "ssm", "linear_"))}:
+        raise KeyError(odd.pop())
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
