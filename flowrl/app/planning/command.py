@@ -154,22 +154,22 @@ def _sized(
     given = {} if lengths is None else _lengths(lengths)
     limits = limits_of(job.graph, sources, given)
     count = prompts or (None if training is None else training.prompts)
-    job = job.pinned(Commits())
+    job, times = job.pinned(Commits()), None
+    if "mean" in given:
+        if count is None:
+            raise ParameterError(
+                f"--lengths mean={given['mean']} predicts the times of a step, and {target} does not say how many "
+                f"prompts it has. Pass them: --prompts 128.",
+                code="cli.bad-option",
+                missing="--prompts",
+            )
+        times = times_of(job, device, limits, given["mean"], count, measured)
     memory = memory_of(job, device, limits, count)
     change = None
     if not memory.fits:
         change = cheapest(job, memory, lambda changed: memory_of(changed, device, limits, count))
     lines = described(memory, change)
-    if "mean" not in given:
-        return lines
-    if count is None:
-        raise ParameterError(
-            f"--lengths mean={given['mean']} predicts the times of a step, and {target} does not say how many prompts "
-            f"it has. Pass them: --prompts 128.",
-            code="cli.bad-option",
-            missing="--prompts",
-        )
-    return [*lines, *timed(times_of(job, device, limits, given["mean"], count, measured), device)]
+    return lines if times is None else [*lines, *timed(times, device)]
 
 
 def _hardware(text: str) -> Any:

@@ -228,7 +228,7 @@ def limits_of(graph: Graph, sources: Iterable[Any], given: Mapping[str, int]) ->
         found["response"] = _most(found["response"], settings.get("max_new_tokens"))
     found |= {name: given[name] for name in found if name in given}
     if (most := given.get("max")) is not None:
-        prompt = min(found["prompt"] or 0, most)
+        prompt = min(found["prompt"] or 1, most)
         found = {"prompt": prompt, "response": most - prompt}
     for name, tokens in found.items():
         if tokens is None:
