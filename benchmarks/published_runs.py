@@ -146,7 +146,8 @@ def fit() -> Fitted:
         fitted = Fitted(*map(math.exp, logs))
         return statistics.fmean(abs(math.log(predicted(run, fitted) / run.seconds)) for run in mine)
 
-    return Fitted(*(float(f"{math.exp(log):.3g}") for log in _least(loss, [math.log(x) for x in (0.4, 0.4, 1e-4, 0.05)])))
+    found = _least(loss, [math.log(start) for start in (0.4, 0.4, 1e-4, 0.05)])
+    return Fitted(*(float(f"{math.exp(log):.3g}") for log in found))
 
 
 def _least(loss: Any, at: list[float]) -> list[float]:

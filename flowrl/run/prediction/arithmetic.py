@@ -20,7 +20,7 @@ class Shape:
         cache: numbers a token that a layer keeps in the KV cache.
         attention: weights of a layer's attention.
         dense, sparse: weights of an MLP, and of an expert.
-        experts, chosen, shared: experts of a sparse layer, those that a token goes through, and those that every one does.
+        experts, chosen, shared: experts of a sparse layer, those that a token chooses, and those that all go through.
         dense_layers: layers without experts.
         tied: whether the head is the embedding.
     """

@@ -190,6 +190,7 @@ class _Asked:
             owner=None if backend.shares is None else self._graph.bindings[backend.shares],
         )
 
+
 def call_of(graph: Graph, role: str, node: Node, in_process: bool) -> Call | None:
     """What a node asks of a role's engine; None for an alias, which a sync copies nothing to."""
     if role not in node.roles:

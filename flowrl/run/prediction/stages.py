@@ -170,7 +170,7 @@ class _Asked:
         calls = {call_of(self._graph, role, node, self._in_process) for role in node.roles}
         if transfers(node):
             return None if self._in_process or not calls & {"send", "receive"} else "sync"
-        return next((kind for kind in ("update", "generate", "score") if kind in calls), None)  # type: ignore[return-value]
+        return next((kind for kind in ("update", "generate", "score") if kind in calls), None)
 
     def _owner(self, role: str) -> Backend:
         backend: Backend = self._graph.bindings[role]

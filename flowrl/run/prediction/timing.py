@@ -81,8 +81,8 @@ SCORE = Passes(1.0, 1.0, 1.0)
 
 
 def update_of(checkpoints: bool, lora: bool) -> Passes:
-    """The passes of an update: forward, the gradients of inputs and of trained weights, and with checkpoints the forward
-    pass again; attention's backward pass is 2.5 forward ones (Dao 2023, arXiv:2307.08691, section 4.1)."""
+    """The passes of an update: forward, the gradients of inputs and of trained weights, and with checkpoints forward
+    again; attention's backward pass is 2.5 forward ones (Dao 2023, arXiv:2307.08691, section 4.1)."""
     again = 1.0 if checkpoints else 0.0
     return Passes(2.0 + again + (not lora), 3.5 + again, 2.0 + (0.0 if lora else 2.0))  # float32 gradients count twice
 
@@ -127,8 +127,8 @@ def trained_seconds(
     traffic = tokens * shape.traffic_bytes * passes.weights / (speed.memory * fitted.bandwidth)
     reduced = 0.0
     if trainer.tensor > 1:  # two all-reduces of a layer, of which each moves its bytes twice
-        moved = 4 * HALF * shape.layers * shape.hidden * (trainer.tensor - 1)
-        reduced = tokens * moved * passes.weights / (speed.link * fitted.bandwidth)
+        sent = 4 * HALF * shape.layers * shape.hidden * (trainer.tensor - 1)
+        reduced = tokens * sent * passes.weights / (speed.link * fitted.bandwidth)
     gathered = 0.0
     if trainer.shards > 1:
         path = speed.link if trainer.shards <= trainer.per_machine else speed.network

@@ -1,4 +1,4 @@
-"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`, `time_table.py`); the other options are in `tests/app/test_cli.py`."""
+"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`, `time_table.py`); others: `tests/app/test_cli.py`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_suggested_change_fits_when_it_is_applied(command: Command, training
         (("--hardware", "V100"), "'V100' is no hardware that flowrl knows"),
         (("--hardware", "Hardware(24)"), "--hardware Hardware(24) is not hardware; expected H100, or such as"),
         (("--hardware", "H100", "--lengths", "prompt=long"), "--lengths prompt=long has no numbers of tokens"),
-        (("--hardware", "H100", "--lengths", "max=9,response=4"), "--lengths max=9,response=4 has no numbers of tokens"),
+        (("--hardware", "H100", "--lengths", "max=9,response=4"), "--lengths max=9,response=4 has no numbers"),
         (("--hardware", "H100", "--lengths", "mean=9,max=8"), "Rows of 9 tokens on average and at most 8 cannot be"),
         (("--hardware", "Hardware(memory=24)", "--lengths", "mean=4,max=8"), "Times need the speed of own hardware"),
         (("--lengths", "prompt=1"), "--lengths only applies to the prediction of memory"),
