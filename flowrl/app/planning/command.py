@@ -35,16 +35,11 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = None,
         hardware: Annotated[
             str | None,
-            typer.Option(
-                help="Predict memory, and with --lengths mean= times: 'H100', ... or 'Hardware(memory=24)', in GiB."
-            ),
+            typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
         ] = None,
         lengths: Annotated[
             str | None,
-            typer.Option(
-                help="prompt=N,response=N or max=N: the most tokens of each, or of both; mean=N: of a row, for times. "
-                "[default: those of data and nodes]"
-            ),
+            typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
         ] = None,
         settings: Set = None,
         imports: Annotated[
@@ -70,8 +65,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         if costs is not None:
             lines += _times(found, target, costs, place or (), prompts, cost or (), imports)
         if hardware is not None:
-            measured = None if costs is None else _measured(costs, cost or (), imports)
-            lines += _sized(found, target, hardware, lengths, prompts, measured)
+            lines += _sized(found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports))
         out.print("\n".join(lines), markup=False)
 
 
