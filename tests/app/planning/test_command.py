@@ -78,6 +78,14 @@ def test_with_mean_lengths_plan_prints_seconds_by_stage(command: Command, traini
     assert missing.code == 2 and "Pass them: --prompts 128" in missing.err
 
 
+def test_costs_of_a_run_replace_the_prediction(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    options = ("--costs", "own", "--hardware", "H100", "--lengths", "mean=40,max=64")
+    result = command("plan", f"{training}:training", *options)
+    assert re.search(r"^    update_actor: [\d.e-]+ s, measured in .*own$", result.out, re.MULTILINE)
+    assert "of published steps" not in result.out
+
+
 def test_a_graph_without_backends_is_refused(command: Command) -> None:
     assert "--hardware needs a job or a training" in command("plan", "grpo", "--hardware", "H100").err
 
