@@ -39,7 +39,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = None,
         lengths: Annotated[
             str | None,
-            typer.Option(help="prompt=N,response=N: the most tokens of each. [default: those of data and nodes]"),
+            typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
         ] = None,
         settings: Set = None,
         imports: Annotated[
@@ -48,7 +48,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = False,
     ) -> None:
         """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times; with
-        --hardware, the predicted memory of each slot."""
+        --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage."""
         if costs is None and (place or cost or (prompts and hardware is None)):
             raise ParameterError(
                 "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
@@ -65,7 +65,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         if costs is not None:
             lines += _times(found, target, costs, place or (), prompts, cost or (), imports)
         if hardware is not None:
-            lines += _memory(found, target, hardware, lengths, prompts)
+            lines += _sized(found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports))
         out.print("\n".join(lines), markup=False)
 
 
@@ -89,13 +89,13 @@ def _times(
     imports: bool,
 ) -> list[str]:
     """Predicted step times, for the own place and the given ones."""
-    from flowrl.run.prediction.costs import Costs
     from flowrl.run.prediction.prediction import predict
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
 
     job = found.job if isinstance(found, Training) else found
     graph, given = graph_of(found, target), dict(map(_cost, cost))
+    measured = _measured(costs, cost, imports)
     if odd := [node for node in given if node not in graph.nodes]:
         raise ParameterError(
             f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
@@ -103,7 +103,6 @@ def _times(
             option="--cost",
             found=odd[0],
         )
-    measured = Costs.of(costs, imports=imports).given(**given)
     own = job.place if isinstance(job, Job) else measured.place
     count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
     optimize = not isinstance(job, Job) or job.optimize
@@ -112,13 +111,24 @@ def _times(
     return [f"predicted from {costs}, with {count} prompts per step:", *predicted]
 
 
-def _memory(found: Any, target: str, hardware: str, lengths: str | None, prompts: int | None) -> list[str]:
-    """The predicted memory of each slot, and the cheapest change that fits."""
+def _measured(costs: str, cost: Sequence[str], imports: bool) -> Any:
+    """The costs of a run, with those that are given."""
+    from flowrl.run.prediction.costs import Costs
+
+    return Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+
+
+def _sized(
+    found: Any, target: str, hardware: str, lengths: str | None, prompts: int | None, measured: Any
+) -> list[str]:
+    """The predicted memory of each slot, the cheapest change that fits, and with mean lengths the times of stages."""
     from flowrl.app.planning.memory_table import described
+    from flowrl.app.planning.time_table import timed
     from flowrl.data.sources.source import Source
     from flowrl.hub.repositories import Commits
     from flowrl.run.prediction.fitting import cheapest
     from flowrl.run.prediction.memory import limits_of, memory_of
+    from flowrl.run.prediction.stages import times_of
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
 
@@ -135,14 +145,25 @@ def _memory(found: Any, target: str, hardware: str, lengths: str | None, prompts
     device = _hardware(hardware)
     data = () if training is None else training.data
     sources = (data,) if isinstance(data, Source) else tuple(dict(data).values())
-    limits = limits_of(job.graph, sources, {} if lengths is None else _lengths(lengths))
+    given = {} if lengths is None else _lengths(lengths)
+    limits = limits_of(job.graph, sources, given)
     count = prompts or (None if training is None else training.prompts)
-    job = job.pinned(Commits())
+    job, times = job.pinned(Commits()), None
+    if "mean" in given:
+        if count is None:
+            raise ParameterError(
+                f"--lengths mean={given['mean']} predicts the times of a step, and {target} does not say how many "
+                f"prompts it has. Pass them: --prompts 128.",
+                code="cli.bad-option",
+                missing="--prompts",
+            )
+        times = times_of(job, device, limits, given["mean"], count, measured)
     memory = memory_of(job, device, limits, count)
     change = None
     if not memory.fits:
         change = cheapest(job, memory, lambda changed: memory_of(changed, device, limits, count))
-    return described(memory, change)
+    lines = described(memory, change)
+    return lines if times is None else [*lines, *timed(times, device)]
 
 
 def _hardware(text: str) -> Any:
@@ -155,14 +176,16 @@ def _hardware(text: str) -> Any:
 
 
 def _lengths(text: str) -> Mapping[str, int]:
-    """The numbers of ``prompt=N,response=N``."""
+    """The numbers of ``prompt=N,response=N`` or ``mean=N,max=N``."""
     try:
         found = {name: int(tokens) for name, _, tokens in (part.partition("=") for part in text.split(","))}
-        if not found.keys() <= {"prompt", "response"} or min(found.values()) < 0:
+        odd = not found.keys() <= {"prompt", "response", "mean", "max"} or {"response", "max"} <= found.keys()
+        if odd or min(found.values()) < 0:
             raise ValueError(text)
     except ValueError:
         raise ParameterError(
-            f"--lengths {text} has no numbers of tokens; expected such as --lengths prompt=512,response=1024.",
+            f"--lengths {text} has no numbers of tokens; expected such as --lengths prompt=512,response=1024 or "
+            f"--lengths mean=600,max=1536.",
             code="cli.bad-option",
             option="--lengths",
             found=text,

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flowrl.errors import ParameterError, offer
 from flowrl.protocols.footprint import GIB
+from flowrl.run.prediction.timing import Speed
 from flowrl.spec import Spec
 
 _MIB = MappingProxyType(
@@ -26,6 +27,21 @@ _MIB = MappingProxyType(
 )
 """The memory that ``nvidia-smi`` reports for each, in MiB: about 2 GiB less than vendors' decimal GB."""
 
+_SPEEDS = MappingProxyType(
+    {
+        "A100-40GB": (312, 1555, 300),
+        "A100": (312, 2039, 300),
+        "H100": (989, 3350, 450),
+        "H20": (148, 4000, 450),
+        "H200": (989, 4800, 450),
+        "B200": (2250, 8000, 900),
+        "L40S": (362, 864, 32),
+        "RTX4090": (165, 1008, 32),
+    }
+)
+"""Of vendors' data sheets: dense bfloat16 TFLOP/s, and GB/s of memory and of the link (NVLink, or PCIe 4) in one
+direction."""
+
 
 class Hardware(Spec):
     """A device of each slot: its memory in GiB, and what it is.
@@ -34,6 +50,11 @@ class Hardware(Spec):
         memory: GiB of a slot.
         device: ``"cuda"``, or ``"cpu"``, where an engine that sleeps keeps its memory.
         name: for messages.
+        flops: dense bfloat16 operations a second, in TFLOP/s; times are predicted only if this and `bandwidth` are
+            stated.
+        bandwidth: of its memory, in GB/s.
+        link: to the other devices of its machine, in GB/s and one direction.
+        network: of each device to other machines, likewise.
     """
 
     schedulable = False
@@ -41,18 +62,32 @@ class Hardware(Spec):
     memory: float = Field(gt=0, allow_inf_nan=False)
     device: Literal["cuda", "cpu"] = "cuda"
     name: str = "own hardware"
+    flops: float | None = Field(None, gt=0, allow_inf_nan=False)
+    bandwidth: float | None = Field(None, gt=0, allow_inf_nan=False)
+    link: float = Field(32.0, gt=0, allow_inf_nan=False)
+    network: float = Field(50.0, gt=0, allow_inf_nan=False)
 
     @property
     def room(self) -> int:
         """Bytes of a slot."""
         return round(self.memory * GIB)
 
+    @property
+    def speed(self) -> Speed | None:
+        """Its stated figures in operations and bytes a second; None if they are not stated."""
+        if self.flops is None or self.bandwidth is None:
+            return None
+        return Speed(self.flops * 1e12, self.bandwidth * 1e9, self.link * 1e9, self.network * 1e9)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.memory:.1f} GiB)"
 
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    {name: Hardware(size / 1024, name=name) for name, size in _MIB.items()}
+    {
+        name: Hardware(size / 1024, name=name, flops=flops, bandwidth=bandwidth, link=link)
+        for (name, size), (flops, bandwidth, link) in zip(_MIB.items(), _SPEEDS.values(), strict=True)
+    }
 )
 """Hardware by name."""
 

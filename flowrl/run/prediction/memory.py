@@ -114,7 +114,7 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
             slots.
     """
     graph = job.runs
-    hosts = _hosts(job)
+    hosts = hosts_of(job)
     asked = _Asked(graph, hardware, limits, prompts, job.place is None)
     stages: list[Stage] = []
     for node in Plan(graph).order:
@@ -128,7 +128,8 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
     return Memory(hardware, limits, stages, sorted(asked.unknown))
 
 
-def _hosts(job: Job[Any]) -> list[ProcessSpec]:
+def hosts_of(job: Job[Any]) -> list[ProcessSpec]:
+    """The processes of a job; without a place, the one that holds all roles."""
     if job.place is not None:
         return lay_out(job.graph, job.place)
     return [ProcessSpec(tuple(job.graph.bindings), 0, Mesh(), (0,))]
@@ -157,7 +158,7 @@ class _Asked:
         for role in host.roles:
             footprint = self.footprint(role, node)
             _add(parts, (footprint.asleep if asleep else footprint.awake).items())
-            if runs and (call := self._call(role, node)) is not None:
+            if runs and (call := call_of(self._graph, role, node, self._in_process)) is not None:
                 _add(parts, footprint.calls.get(call, {}).items())
         if "CUDA" in parts:  # once for a process
             parts["CUDA"] = max(self.footprint(role, node).awake.get("CUDA", 0) for role in host.roles)
@@ -190,18 +191,19 @@ class _Asked:
             sent_in=self._graph.bindings[node.writes[0]].synced_dtype if transfers(node) else "float32",
         )
 
-    def _call(self, role: str, node: Node) -> Call | None:
-        """What a node asks of a role's engine; None for an alias, which a sync copies nothing to."""
-        if role not in node.roles:
+
+def call_of(graph: Graph, role: str, node: Node, in_process: bool) -> Call | None:
+    """What a node asks of a role's engine; None for an alias, which a sync copies nothing to."""
+    if role not in node.roles:
+        return None
+    if transfers(node):
+        if any(graph.bindings[written].shares in node.reads for written in node.writes):
             return None
-        if transfers(node):
-            if any(self._graph.bindings[written].shares in node.reads for written in node.writes):
-                return None
-            return "receive" if role in node.writes else None if self._in_process else "send"
-        if role in node.writes:
-            return "update"
-        generates = any(use.role == role and use.goes_through(Synced) for use in node.uses)
-        return "generate" if generates else "score"
+        return "receive" if role in node.writes else None if in_process else "send"
+    if role in node.writes:
+        return "update"
+    generates = any(use.role == role and use.goes_through(Synced) for use in node.uses)
+    return "generate" if generates else "score"
 
 
 def _add(parts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
@@ -211,6 +213,9 @@ def _add(parts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
 
 def limits_of(graph: Graph, sources: Iterable[Any], given: Mapping[str, int]) -> RowLimits:
     """The longest rows of a graph: of its settings and its `sources` of data, unless they are `given`.
+
+    Args:
+        given: tokens by ``"prompt"`` and ``"response"``, or by ``"max"`` of both together.
 
     Raises:
         ParameterError: no setting limits a prompt or a response.
@@ -223,7 +228,10 @@ def limits_of(graph: Graph, sources: Iterable[Any], given: Mapping[str, int]) ->
         if (context := settings.get("context")) and isinstance(context, int):  # an episode ends where it is full
             found |= {"prompt": 0, "response": _most(found["response"], context)}
         found["response"] = _most(found["response"], settings.get("max_new_tokens"))
-    found |= given
+    found |= {name: given[name] for name in found if name in given}
+    if (most := given.get("max")) is not None:
+        prompt = min(found["prompt"] or 1, most)
+        found = {"prompt": prompt, "response": most - prompt}
     for name, tokens in found.items():
         if tokens is None:
             fix = f"max_{name}_length= of its data" if name == "prompt" else "max_new_tokens of a node that generates"

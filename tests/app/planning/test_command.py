@@ -1,4 +1,4 @@
-"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`); the other options are in `tests/app/test_cli.py`."""
+"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`, `time_table.py`); others: `tests/app/test_cli.py`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ def test_the_suggested_change_fits_when_it_is_applied(command: Command, training
         (("--hardware", "V100"), "'V100' is no hardware that flowrl knows"),
         (("--hardware", "Hardware(24)"), "--hardware Hardware(24) is not hardware; expected H100, or such as"),
         (("--hardware", "H100", "--lengths", "prompt=long"), "--lengths prompt=long has no numbers of tokens"),
+        (("--hardware", "H100", "--lengths", "max=9,response=4"), "--lengths max=9,response=4 has no numbers"),
+        (("--hardware", "H100", "--lengths", "mean=9,max=8"), "Rows of 9 tokens on average and at most 8 cannot be"),
+        (("--hardware", "Hardware(memory=24)", "--lengths", "mean=4,max=8"), "Times need the speed of own hardware"),
         (("--lengths", "prompt=1"), "--lengths only applies to the prediction of memory"),
         (("--hardware", "H100"), "has no longest prompt"),
     ],
@@ -57,6 +60,30 @@ def test_the_suggested_change_fits_when_it_is_applied(command: Command, training
 def test_misuse_is_one_paragraph(command: Command, training: Path, arguments: tuple[str, ...], expected: str) -> None:
     result = command("plan", f"{training}:training", *arguments)
     assert result.code == 2 and is_paragraph(result) and expected in result.err
+
+
+def test_with_mean_lengths_plan_prints_seconds_by_stage(command: Command, training: Path) -> None:
+    half = "from training import training, job\nfrom flowrl.backends import TorchTrainer\n"
+    half += "job = job.edit(bind={'actor': TorchTrainer(job.graph.bindings['actor'].model, dtype='bfloat16')})\n"
+    write(training.parent / "half.py", half)
+    options = ("--hardware", "H100", "--lengths", "mean=40,max=64")
+    result = command("plan", f"{training.parent / 'half.py'}:job", *options, "--prompts", "8")
+    assert "for rows of at most 1 + 63 tokens" in result.out
+    for stage, source in (("generate", "16 rows in 1 engines of"), ("update", "3 passes over 640 tokens")):
+        assert re.search(rf"^  {stage}: [\d.e-]+ s\n    \w+: [\d.e-]+ s, {source}", result.out, re.MULTILINE)
+    assert re.search(r"^  step, one after another: [\d.e-]+ s$", result.out, re.MULTILINE)
+    assert "80 % took 0.41 to 0.8 times what this predicts" in result.out
+    assert "not predicted: ref_log_prob (ref computes in float32, whose speed is not stated)" in result.out
+    missing = command("plan", f"{training.parent / 'half.py'}:job", *options)
+    assert missing.code == 2 and "Pass them: --prompts 128" in missing.err
+
+
+def test_costs_of_a_run_replace_the_prediction(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    options = ("--costs", "own", "--hardware", "H100", "--lengths", "mean=40,max=64")
+    result = command("plan", f"{training}:training", *options)
+    assert re.search(r"^    update_actor: [\d.e-]+ s, measured in .*own$", result.out, re.MULTILINE)
+    assert "of published steps" not in result.out
 
 
 def test_a_graph_without_backends_is_refused(command: Command) -> None:
@@ -77,7 +104,7 @@ def test_the_example_of_the_docs_is_printed_by_the_code(command: Command, tmp_pa
     ).save_pretrained(tmp_path / "Qwen3-8B")
     write(tmp_path / "my_reward.py", "def score(response: str) -> float:\n    return 1.0\n")
     write(tmp_path / "large.py", LARGE)
-    options = ("--hardware", "H100", "--lengths", "prompt=1024", "--prompts", "128")
+    options = ("--hardware", "H100", "--lengths", "prompt=1024,mean=2400", "--prompts", "128")
     printed = command("plan", "large.py:job", *options).out
     page = (ROOT / "docs" / "how-to" / "precision-and-memory.md").read_text(encoding="utf-8")
     _, heading, memory = printed.partition("memory of each slot")

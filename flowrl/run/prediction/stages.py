@@ -1,0 +1,237 @@
+"""The seconds of each node of a job, predicted before it ever ran: by formula, stated hardware and fitted constants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.lineage import rows_of_step, transfers
+from flowrl.core.graphs.plan import Plan
+from flowrl.errors import ParameterError
+from flowrl.protocols.backend import Backend
+from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.placement.placement import processes_of
+from flowrl.run.prediction.arithmetic import HALF, Shape, shape_of
+from flowrl.run.prediction.cost import Load
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.hardware import Hardware
+from flowrl.run.prediction.memory import RowLimits, call_of, hosts_of
+from flowrl.run.prediction.timing import (
+    FITTED,
+    SCORE,
+    Lengths,
+    Rollout,
+    Speed,
+    Trainer,
+    generated_seconds,
+    synced_seconds,
+    trained_seconds,
+    update_of,
+)
+from flowrl.run.training.job import Job
+
+Kind = Literal["generate", "score", "update", "sync"]
+
+MACHINE = 8
+"""Devices of a machine, which links connect; stated."""
+
+MICRO_BATCH = 16384
+"""As the default of `flowrl.backends.torch.score.rows.Budget` on a GPU."""
+
+ROWS = 256
+"""As the default of `flowrl.backends.hosted.spec.EngineSpec.max_num_seqs`."""
+
+SHARE = 0.9
+"""The part of a GPU that an engine takes by default; as `flowrl.backends.torch.sizing.sampling.FRACTIONS`."""
+
+
+class StageTime(NamedTuple):
+    """A node: its stage, its seconds in a step, and where they come from."""
+
+    node: str
+    kind: Kind
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Times:
+    """The predicted times of a step.
+
+    Args:
+        seconds: of a step: its nodes one after another, or with a lag the busiest slot.
+        unknown: nodes that are not predicted, with the reason.
+    """
+
+    stages: Sequence[StageTime]
+    seconds: float
+    unknown: Mapping[str, str]
+    lag: int
+
+    def of(self, kind: Kind) -> float:
+        """The seconds of all nodes of a stage."""
+        return sum(one.seconds for one in self.stages if one.kind == kind)
+
+
+def times_of(
+    job: Job[Any], hardware: Hardware, limits: RowLimits, mean: float, prompts: int, costs: Costs | None = None
+) -> Times:
+    """The predicted times of a job; reads the configurations of its models, and no weights.
+
+    Args:
+        mean: tokens of a row, prompt and response; prompts are counted as short of their limit as rows are of theirs.
+        costs: measured ones, which replace the prediction of the nodes that they know.
+
+    Raises:
+        ParameterError: `hardware` states no speeds, or `mean` is over the limit.
+    """
+    if hardware.speed is None:
+        raise ParameterError(
+            f"Times need the speed of {hardware}. State it: 'Hardware(memory=80, flops=989, bandwidth=3350)', in "
+            f"TFLOP/s and GB/s.",
+            code="memory.no-speed",
+            found=hardware,
+        )
+    most = limits.prompt + limits.response
+    if not 0 < mean <= most:
+        raise ParameterError(
+            f"Rows of {mean:g} tokens on average and at most {most} cannot be. Pass a mean up to the most: "
+            f"--lengths mean={max(most // 2, 1)},max={most}.",
+            code="memory.mean-length",
+            found=mean,
+            limit=most,
+        )
+    asked = _Asked(job, hardware, hardware.speed, limits, Lengths(mean, most), prompts)
+    stages: list[StageTime] = []
+    unknown: dict[str, str] = {}
+    for node in Plan(job.runs).order:
+        found = (costs and asked.measured(node, costs)) or asked.predicted(node)
+        if isinstance(found, StageTime):
+            stages.append(found)
+        elif found:
+            unknown[node.name] = found
+    lag = job.runs.lag.versions
+    return Times(stages, asked.step(stages, lag), unknown, lag)
+
+
+class _Asked:
+    """A job on its hardware."""
+
+    def __init__(
+        self, job: Job[Any], hardware: Hardware, speed: Speed, limits: RowLimits, lengths: Lengths, prompts: int
+    ) -> None:
+        self._graph: Graph = job.runs
+        self._hosts = hosts_of(job)
+        self._in_process = job.place is None
+        self._hardware, self._speed, self._lengths, self._prompts = hardware, speed, lengths, prompts
+        self._prompt = limits.prompt * lengths.mean / max(lengths.longest, 1)
+        self._response = limits.response
+
+    def measured(self, node: Node, costs: Costs) -> StageTime | None:
+        """A node by its measured cost; None if it has none, or no role."""
+        if node.name not in costs.nodes or (kind := self._kind(node)) is None:
+            return None
+        rows = rows_of_step(self._graph, node.name, self._prompts) or 0
+        ranks = max(len(processes_of(node, self._hosts)), 1)
+        each = -(-rows // ranks)
+        load = Load(each, round(each * self._lengths.mean), round(each * self._lengths.longest), self._response)
+        return StageTime(node.name, kind, costs.seconds(node.name, ranks, load), f"measured in {costs.source}")
+
+    def predicted(self, node: Node) -> StageTime | str | None:
+        """A node by the formula of its stage, or why there is none; None for a node that takes no time of a model."""
+        kind = self._kind(node)
+        if node.is_input:
+            return None
+        if kind is None:
+            return None if transfers(node) else "its own code"
+        role = next(iter(node.reads if kind == "sync" else node.writes or node.roles))
+        backend = self._owner(role)
+        if getattr(backend, "dtype", "auto") == "float32" and kind != "sync":
+            return f"{role} computes in float32, whose speed is not stated"
+        if getattr(backend, "starts_from", None) is None:
+            return f"{role} names no model folder"
+        shape = _shape(backend)
+        if shape is None:
+            return f"{role} is no Llama, Qwen or DeepSeek, by its config.json"
+        rows = rows_of_step(self._graph, node.name, self._prompts)
+        if kind == "sync":
+            return self._sync(node, shape)
+        if rows is None:
+            return "its number of rows is not known"
+        if kind == "generate":
+            return self._generate(node, shape, backend, role, rows)
+        return self._train(node, shape, backend, kind, rows)
+
+    def _kind(self, node: Node) -> Kind | None:
+        calls = {call_of(self._graph, role, node, self._in_process) for role in node.roles}
+        if transfers(node):
+            return None if self._in_process or not calls & {"send", "receive"} else "sync"
+        return next((kind for kind in ("update", "generate", "score") if kind in calls), None)
+
+    def _owner(self, role: str) -> Backend:
+        backend: Backend = self._graph.bindings[role]
+        return backend if backend.shares is None else self._graph.bindings[backend.shares]
+
+    def _sync(self, node: Node, shape: Shape) -> StageTime:
+        slots = {slot for host in self._hosts for slot in host.slots if set(host.roles) & set(node.roles)}
+        near = max(slots) // MACHINE == min(slots) // MACHINE
+        seconds = synced_seconds(shape, self._speed, FITTED, near)
+        path, stated = ("link", self._hardware.link) if near else ("network", self._hardware.network)
+        source = f"{HALF * shape.weights / 1e9:.3g} GB over {FITTED.sync:.3g} of the {path}'s {stated:g} GB/s"
+        return StageTime(node.name, "sync", seconds, source)
+
+    def _train(self, node: Node, shape: Shape, backend: Any, kind: Kind, rows: int) -> StageTime:
+        mesh = backend.geometry
+        repeats = getattr(node.operator, "ppo_epochs", 1) if kind == "update" else 1
+        rows *= repeats
+        budget = getattr(backend, "max_tokens", None) or MICRO_BATCH
+        micro_batches = max(rows * self._lengths.mean / mesh.data_ranks / (budget * mesh.context), 1.0)
+        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE)
+        lora = getattr(backend, "lora", None) is not None
+        passes = update_of(backend.gradient_checkpointing, lora) if kind == "update" else SCORE
+        seconds = trained_seconds(shape, self._speed, FITTED, self._lengths, rows, trainer, passes)
+        source = (
+            f"{passes.weights:g} passes over {rows * self._lengths.mean:.3g} tokens and {shape.active:.3g} weights on "
+            f"{mesh.ranks} GPUs at {FITTED.compute:.3g} of {self._hardware.flops:g} TFLOP/s"
+        )
+        return StageTime(node.name, kind, seconds, source)
+
+    def _generate(self, node: Node, shape: Shape, backend: Any, role: str, rows: int) -> StageTime:
+        mine: Any = self._graph.bindings[role]
+        wide, engines = mine.slots_per_rank, mine.ranks
+        part = getattr(mine, "memory_fraction", None) or SHARE
+        room = part * self._hardware.room * wide - HALF * shape.weights
+        fits = max(int(room / (self._lengths.mean * max(shape.cache_bytes, 1))), 1)
+        limit = getattr(mine, "max_num_seqs", None) or getattr(mine, "max_rows", None) or ROWS
+        rollout = Rollout(engines, wide, min(limit, fits))
+        seconds = generated_seconds(shape, self._speed, FITTED, self._lengths, self._prompt, rows, rollout)
+        source = (
+            f"{rows} rows in {engines} engines of {min(limit, fits)} at a time, at {FITTED.bandwidth:.3g} of "
+            f"{self._hardware.bandwidth:g} GB/s and {FITTED.layer * 1e3:.3g} ms a layer"
+        )
+        return StageTime(node.name, "generate", seconds, source)
+
+    def step(self, stages: Iterable[StageTime], lag: int) -> float:
+        """The seconds of a step."""
+        if not lag:
+            return sum(one.seconds for one in stages)
+        busy: dict[int, float] = {}
+        for one in stages:
+            node = self._graph[one.node]
+            running: list[ProcessSpec] = [host for host in self._hosts if set(host.roles) & set(node.roles)]
+            for slot in {slot for host in running for slot in host.slots}:
+                busy[slot] = busy.get(slot, 0.0) + one.seconds
+        return max(busy.values(), default=0.0)
+
+
+def _shape(backend: Any) -> Shape | None:
+    """The shape of a backend's model; None if its configuration has other names."""
+    config = json.loads((Path(backend.starts_from) / "config.json").read_text(encoding="utf-8"))
+    try:
+        return shape_of(config)
+    except KeyError:
+        return None
