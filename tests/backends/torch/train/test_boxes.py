@@ -151,11 +151,11 @@ class Engine:
 @pytest.mark.parametrize("spec", MESHES[1:], ids=repr)
 def test_boxes_are_what_torch_gives(spec: Mesh) -> None:
     for rank in range(spec.ranks):
-        place = Seat(spec, rank).place
         for name, shape in SHAPES.items():
             truth = torch.arange(math.prod(shape)).view(shape)
             placement = cut_by(name, spec)
             cut = None if placement is None else Cut(placement.dim, getattr(placement, "split_factor", 1))
+            place = Seat(spec, rank).place_of(cut)
             found = torch.full(local_shape(shape, cut, place), -1)
             for box in boxes(shape, cut, place):
                 found[box.local] = truth[box.whole]
@@ -176,7 +176,7 @@ def test_the_place_of_a_tensor_is_read_from_torch(cut: Any, rank: int) -> None:
         fully_shard(layer, mesh=mesh["fsdp"])
         weight: Any = layer.weight
         found = torch.full_like(local := weight.to_local().detach(), -1)
-        for box in boxes(truth.shape, cut_of(weight), Seat(spec, rank).place):
+        for box in boxes(truth.shape, cut_of(weight), Seat(spec, rank).place_of(cut_of(weight))):
             found[box.local] = truth[box.whole]
         assert torch.equal(found, local)
 
