@@ -54,6 +54,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> No
         split = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
         module._parameters[key] = nn.Parameter(split, requires_grad=parameter.requires_grad)
     own.num_experts //= mesh.size()
+    shared = None if tensor is None else (tensor.get_group(), tensor.get_local_rank(), tensor.size())
     compute, there = module.forward, _Experts(own.num_experts, mesh.size(), mesh.get_group())
 
     def computed(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -61,10 +62,10 @@ def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> No
             return cast(Tensor, compute(states, chosen, weights))
 
     def forward(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        if tensor is None:
+        if shared is None:
             return there.combined(computed, states, chosen, weights)
-        group, total = tensor.get_group(), len(states)
-        first, end = part(total, tensor.get_local_rank(), tensor.size())
+        (group, number, count), total = shared, len(states)
+        first, end = part(total, number, count)
         states, weights = sum_gradient(states, group), sum_gradient(weights, group)
         mine = there.combined(computed, states[first:end], chosen[first:end], weights[first:end])
         return sum_over(pad(mine, (0, 0, first, total - end)), group)
