@@ -181,6 +181,27 @@ def test_the_place_of_a_tensor_is_read_from_torch(cut: Any, rank: int) -> None:
         assert torch.equal(found, local)
 
 
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("experts", [4, 6])  # two processes shard two experts, and three
+def test_experts_are_cut_before_they_are_sharded(experts: int, rank: int) -> None:
+    spec, truth = Mesh(fsdp=2, tensor=2, expert=2), torch.arange(experts * 6.0).view(experts, 2, 3)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.ranks)
+    try:
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "expert"))
+        layer, half = nn.Module(), truth.chunk(2)[rank % 2]
+        layer.weight = nn.Parameter(DTensor.from_local(half, mesh["expert"], [Shard(0)], run_check=False))
+        fully_shard(layer, mesh=mesh["shard"])
+        weight: Any = layer.weight
+        found = torch.full_like(local := weight.to_local().detach(), -1)
+        cut = cut_of(weight)
+        for box in boxes(truth.shape, cut, Seat(spec, rank).place_of(cut)):
+            found[box.local] = truth[box.whole]
+        assert torch.equal(found, local)
+        assert torch.equal(local, chunks(half, 2, rank // 2, 0))
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Tensor]]]:
     """A checkpoint of each mesh, with the same tensors, and the tensors."""
