@@ -40,8 +40,8 @@ class Place(NamedTuple):
     """A process among those that hold a tensor: its number, and how many there are, on the axis that cuts it, and by
     FSDP."""
 
-    number: int
-    count: int
+    part: int
+    parts: int
     shard: int
     shards: int
 
@@ -69,7 +69,7 @@ def boxes(shape: Sequence[int], cut: Cut | None, place: Place) -> list[Box]:
     dim, spans = 0, [(0, shape[0])]
     if cut is not None:
         dim, block = cut.dim, shape[cut.dim] // cut.blocks
-        begin, end = part(block, place.number, place.count)
+        begin, end = part(block, place.part, place.parts)
         spans = [(start + begin, start + end) for start in range(0, cut.blocks * block, block)]
     rows = sum(end - start for start, end in spans) if dim == 0 else shape[0]
     first, last = part(rows, place.shard, place.shards)
@@ -92,7 +92,7 @@ def local_shape(shape: Sequence[int], cut: Cut | None, place: Place) -> tuple[in
     """The shape of what a process holds."""
     sides = list(shape)
     if cut is not None:
-        begin, end = part(shape[cut.dim] // cut.blocks, place.number, place.count)
+        begin, end = part(shape[cut.dim] // cut.blocks, place.part, place.parts)
         sides[cut.dim] = cut.blocks * (end - begin)
     first, last = part(sides[0], place.shard, place.shards)
     return (last - first, *sides[1:])

@@ -74,10 +74,10 @@ def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> No
 
 
 class _Experts(NamedTuple):
-    """The experts of a layer: `each` on each of `count` processes, in the order of the ranks of `group`."""
+    """The experts of a layer: `each` on each of as many `processes`, in the order of the ranks of `group`."""
 
     each: int
-    count: int
+    processes: int
     group: ProcessGroup
 
     def combined(self, compute: Callable[..., Tensor], states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ class _Experts(NamedTuple):
         """
         experts, choices = chosen.flatten(), chosen.shape[1]
         order = experts.argsort(stable=True)
-        leaving = experts.bincount(minlength=self.count * self.each).view(self.count, self.each)
+        leaving = experts.bincount(minlength=self.processes * self.each).view(self.processes, self.each)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=self.group)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         tokens = _exchanged(states[order // choices], sent, received, self.group)
-        numbers = torch.arange(self.each, device=chosen.device).repeat(self.count)
+        numbers = torch.arange(self.each, device=chosen.device).repeat(self.processes)
         outputs = _each(compute, tokens, numbers.repeat_interleave(arriving.flatten(), output_size=len(tokens)))
         outputs = _exchanged(outputs, received, sent, self.group)[order.argsort()]
         outputs = outputs.view(*chosen.shape, outputs.shape[-1])
