@@ -37,7 +37,6 @@ class MeshBackend(FolderBackend):
                 ranks=self.ranks,
                 mesh=self.mesh,
             )
-        self.geometry.refuse_unbuilt(name, ("expert",))
 
     @property
     def geometry(self) -> Mesh:
@@ -64,16 +63,21 @@ class MeshBackend(FolderBackend):
             return
         with loading(folder):
             config = _configuration(folder)
-        if mesh.tensor > 1 and not config.base_model_tp_plan:
-            raise BindError(
-                f"{type(self).__name__}(mesh={written(mesh)}) splits layers by tensor={mesh.tensor}, but transformers "
-                f"has no tensor-parallel plan for {config.model_type!r}, the architecture of {folder!r}. Use "
-                f"Mesh(fsdp={mesh.fsdp * mesh.tensor}).",
-                code="mesh.no-plan",
-                axis="tensor",
-                architecture=config.model_type,
-                path=folder,
-            )
+        from flowrl.backends.torch.train.expert_parallel import DISPATCHED  # here, since it takes seconds to import
+
+        experts = (config.base_model_ep_plan or {}).values()
+        plans = {"tensor": bool(config.base_model_tp_plan), "expert": DISPATCHED in experts}
+        for axis, planned in plans.items():
+            if getattr(mesh, axis) > 1 and not planned:
+                raise BindError(
+                    f"{type(self).__name__}(mesh={written(mesh)}) splits layers by {axis}={getattr(mesh, axis)}, but "
+                    f"transformers has no {axis}-parallel plan for {config.model_type!r}, the architecture of "
+                    f"{folder!r}. Use Mesh(fsdp={mesh.fsdp * mesh.tensor}).",
+                    code="mesh.no-plan",
+                    axis=axis,
+                    architecture=config.model_type,
+                    path=folder,
+                )
         mesh.refuse_unfit(type(self).__name__, folder, _sizes(config))
         if mesh.context > 1:
             with loading(folder):

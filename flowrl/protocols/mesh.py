@@ -21,6 +21,8 @@ class Position(NamedTuple):
     Args:
         rank: its number in the mesh.
         replicate, fsdp, tensor: its coordinates.
+        expert: its number among those that have the experts of a layer together.
+        shard: its number among those of a replica that have the same experts.
         data_rank: whose rows it computes. Processes with the same one compute the same rows.
         part: its part of each row, by `Mesh.context`.
         reports: whether its outputs and metrics count; one process of each data rank.
@@ -32,6 +34,8 @@ class Position(NamedTuple):
     replicate: int
     fsdp: int
     tensor: int
+    expert: int
+    shard: int
     data_rank: int
     part: int
     reports: bool
@@ -81,6 +85,11 @@ class Mesh(Spec):
         return self.replicate * self.fsdp * self.tensor
 
     @property
+    def expert_shards(self) -> int:
+        """The processes of a replica that have the same experts, which FSDP shards among them."""
+        return self.fsdp * self.tensor // self.expert
+
+    @property
     def data_ranks(self) -> int:
         """The parts that the rows of a batch are split into."""
         return self.replicate * self.fsdp // self.context
@@ -89,8 +98,10 @@ class Mesh(Spec):
         """What the process with this rank is."""
         outer, tensor = divmod(rank, self.tensor)
         data_rank, part = divmod(outer, self.context)
+        shard, expert = divmod(rank % (self.fsdp * self.tensor), self.expert)
         reports, leads = tensor == 0 and part == 0, rank == 0
-        return Position(rank, *divmod(outer, self.fsdp), tensor, data_rank, part, reports, leads, leads)
+        axes = (*divmod(outer, self.fsdp), tensor, expert, shard)
+        return Position(rank, *axes, data_rank, part, reports, leads, leads)
 
     @property
     def positions(self) -> Sequence[Position]:
@@ -110,6 +121,8 @@ class Mesh(Spec):
             "fsdp": ("replicate", "tensor"),
             "tensor": ("replicate", "fsdp"),
             "context": ("data_rank", "tensor"),
+            "expert": ("replicate", "shard"),
+            "shard": ("replicate", "expert"),
             "weights": ("replicate",),
             "rows": ("data_rank",),
         }[axis]
@@ -144,16 +157,4 @@ class Mesh(Spec):
                     size=name,
                     found=sizes[name],
                     path=folder,
-                )
-
-    def refuse_unbuilt(self, backend: str, axes: Sequence[str]) -> None:
-        """Refuse `axes` that no engine splits yet. Raises `ParameterError`."""
-        for axis in axes:
-            if (size := getattr(self, axis)) > 1:
-                raise ParameterError(
-                    f"{backend}(mesh={written(self)}): the axis {axis}={size} is not implemented. Leave {axis} out, "
-                    f"and use fsdp.",
-                    code="mesh.not-implemented",
-                    axis=axis,
-                    given=size,
                 )

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 def in_pieces(model: PreTrainedModel, state: Mapping[str, Tensor]) -> list[Piece]:
     """The weights of a model by their names in its state dict, in pieces in the order of their stored names."""
-    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    blank = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     renamed = {id(tensor): name for name, tensor in _stored(model, blank).items()}
     layers: dict[str, list[str]] = defaultdict(list)
     pieces = []

@@ -28,7 +28,7 @@ MESHES = [
 ]
 
 
-def processes(replicate: int, fsdp: int, tensor: int, context: int) -> list[Position]:
+def processes(replicate: int, fsdp: int, tensor: int, context: int, expert: int = 1) -> list[Position]:
     """The processes of a mesh, outer to inner, by nested loops over data ranks and parts of rows."""
     found: list[Position] = []
     for copy in range(replicate):
@@ -38,12 +38,15 @@ def processes(replicate: int, fsdp: int, tensor: int, context: int) -> list[Posi
                     rank = len(found)
                     first_of_rows = part == t == 0
                     data_rank = copy * (fsdp // context) + batch
+                    within = rank - copy * fsdp * tensor
                     found.append(
                         Position(
                             rank,
                             copy,
                             batch * context + part,
                             t,
+                            within % expert,
+                            within // expert,
                             data_rank,
                             part,
                             first_of_rows,
@@ -78,6 +81,21 @@ def test_a_mesh_of_twelve_by_hand() -> None:
     assert [one.rank for one in mesh.positions if one.reports] == [0, 6]
     assert mesh.together("tensor") == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
     assert mesh.together("context") == [(0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1, 2), (1, 4, 1, 2, 2), (2, 2, 2, 1, 2), (1, 2, 2, 1, 4), (3, 2, 4, 2, 8)])
+def test_neighbors_have_the_experts_together(sizes: tuple[int, ...]) -> None:
+    """Consecutive processes, never of two replicas; of the others of a replica, some have the same ones."""
+    mesh, expected = Mesh(*sizes), processes(*sizes)
+    assert list(mesh.positions) == expected
+    replicate, fsdp, tensor, _, expert = sizes
+    together = [tuple(range(first, first + expert)) for first in range(0, mesh.ranks, expert)]
+    assert mesh.together("expert") == together
+    assert mesh.expert_shards * expert == fsdp * tensor
+    for group in mesh.together("shard"):
+        assert len(group) == mesh.expert_shards
+        assert len({(expected[rank].replicate, expected[rank].expert) for rank in group}) == 1
+    assert len(mesh.together("shard")) == replicate * expert
 
 
 def test_one_axis_has_a_data_rank_for_each_process() -> None:
@@ -127,8 +145,6 @@ def test_a_backend_has_one_mesh(backend: Any) -> None:
     assert backend("model").geometry == Mesh()
     with raises("mesh.ranks", ranks=2):
         backend("model", ranks=2, mesh=Mesh(fsdp=2))
-    with raises("mesh.not-implemented", axis="expert", given=2):
-        backend("model", mesh=Mesh(fsdp=2, expert=2))
 
 
 def test_a_mesh_survives_a_file() -> None:
@@ -172,5 +188,7 @@ def test_a_model_that_does_not_fit_is_refused_by_its_configuration_alone(tmp_pat
             backend(str(folders["llama"]), mesh=Mesh(tensor=2)).refuse_missing()
         with raises("mesh.no-plan", architecture="gpt2", axis="tensor"):
             backend(str(folders["gpt2"]), mesh=Mesh(fsdp=2, tensor=2)).refuse_missing()
+        with raises("mesh.no-plan", architecture="llama", axis="expert"):
+            backend(str(folders["llama"]), mesh=Mesh(fsdp=2, expert=2)).refuse_missing()
         backend(str(folders["qwen2"]), mesh=Mesh(tensor=2)).refuse_missing()
         backend(str(folders["gpt2"]), mesh=Mesh(fsdp=2)).refuse_missing()

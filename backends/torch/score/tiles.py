@@ -72,8 +72,12 @@ class LMHead(NamedTuple):
     part: VocabularyPart | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits ``[tokens vocabulary]``."""
-        return states if self.layer is None else self.after(self.layer(states))
+        """Logits ``[tokens vocabulary]``.
+
+        Without the layer's hooks, which gather its weights: its caller has gathered them, and ranks call this as often
+        as they have chunks of tokens.
+        """
+        return states if self.layer is None else self.after(self.layer.forward(states))
 
 
 def score_tokens(

@@ -1,4 +1,5 @@
-"""Which parts of a tensor a process of a mesh holds: the tensor axis cuts it first, FSDP the rows of what is left."""
+"""Which parts of a tensor a process of a mesh holds: the axis ``tensor`` or ``expert`` cuts it first, FSDP the rows of
+what is left."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 class Cut(NamedTuple):
-    """How the tensor axis cuts a tensor: along `dim`, each of `blocks` equal blocks of it (of weights that are stored
+    """How an axis of a mesh cuts a tensor: along `dim`, each of `blocks` equal blocks of it (of weights that are stored
     fused, such as gate and up projections)."""
 
     dim: int
     blocks: int = 1
+    axis: str = "tensor"
 
 
 class Box(NamedTuple):
@@ -35,23 +37,24 @@ class Box(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A process among those that hold a tensor: its number, and how many there are, on the axes tensor and fsdp."""
+    """A process among those that hold a tensor: its number, and how many there are, on the axis that cuts it, and by
+    FSDP."""
 
-    tensor: int
-    tensors: int
-    fsdp: int
+    part: int
+    parts: int
+    shard: int
     shards: int
 
 
 def cut_of(tensor: DTensor) -> Cut | None:
-    """How the tensor axis cuts a sharded tensor; None if all of its processes hold the same."""
+    """How the axis ``tensor`` or ``expert`` cuts a sharded tensor; None if all of its processes hold the same."""
     names = tensor.device_mesh.mesh_dim_names or ()
     for name, placement in zip(names, tensor.placements, strict=False):
-        if name == "tensor" and not isinstance(placement, Replicate):
+        if name in ("tensor", "expert") and not isinstance(placement, Replicate):
             dim: int = placement.dim  # type: ignore[attr-defined]
             # Packed weights are `_StridedShard`, which is no `Shard`.
             blocks = 1 if isinstance(placement, Shard) else int(placement.split_factor)  # type: ignore[attr-defined]
-            return Cut(dim % tensor.ndim, blocks)
+            return Cut(dim % tensor.ndim, blocks, name)
     return None
 
 
@@ -66,10 +69,10 @@ def boxes(shape: Sequence[int], cut: Cut | None, place: Place) -> list[Box]:
     dim, spans = 0, [(0, shape[0])]
     if cut is not None:
         dim, block = cut.dim, shape[cut.dim] // cut.blocks
-        begin, end = part(block, place.tensor, place.tensors)
+        begin, end = part(block, place.part, place.parts)
         spans = [(start + begin, start + end) for start in range(0, cut.blocks * block, block)]
     rows = sum(end - start for start, end in spans) if dim == 0 else shape[0]
-    first, last = part(rows, place.fsdp, place.shards)
+    first, last = part(rows, place.shard, place.shards)
     found, before = [], 0
     for start, end in spans:
         local, whole = ([slice(0, size) for size in shape] for _ in range(2))
@@ -89,7 +92,7 @@ def local_shape(shape: Sequence[int], cut: Cut | None, place: Place) -> tuple[in
     """The shape of what a process holds."""
     sides = list(shape)
     if cut is not None:
-        begin, end = part(shape[cut.dim] // cut.blocks, place.tensor, place.tensors)
+        begin, end = part(shape[cut.dim] // cut.blocks, place.part, place.parts)
         sides[cut.dim] = cut.blocks * (end - begin)
-    first, last = part(sides[0], place.fsdp, place.shards)
+    first, last = part(sides[0], place.shard, place.shards)
     return (last - first, *sides[1:])

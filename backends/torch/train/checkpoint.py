@@ -125,7 +125,8 @@ def _write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 def _boxes(tensor: Tensor, mesh: ProcessMesh) -> list[Box]:
     """The parts of a tensor that this process has."""
     if isinstance(tensor, DTensor):
-        return boxes(tensor.shape, cut_of(tensor), cast("Sharded", mesh).place)
+        cut = cut_of(tensor)
+        return boxes(tensor.shape, cut, cast("Sharded", mesh).place_of(cut))
     return [_whole(tensor.shape)]
 
 

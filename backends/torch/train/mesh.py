@@ -65,7 +65,11 @@ class ProcessMesh:
         self.device = device
 
     def gathered(
-        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+        layers: Sequence[nn.Module] = (),
+        experts: Sequence[nn.Module] = (),
     ) -> Gathered:
         """Access to `module` with its weights gathered."""
         return Gathered(module, operator.call)

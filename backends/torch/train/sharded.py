@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.backends.torch.train.boxes import Cut, Place, boxes, cut_of, local_shape
 from flowrl.backends.torch.train.mesh import Caller, Gathered, ProcessMesh
 from flowrl.errors import BindError, RankError
-from flowrl.protocols.mesh import Mesh
+from flowrl.protocols.mesh import Mesh, Position
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
@@ -46,7 +46,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Sharded(ProcessMesh):
     """Weights sharded along their first axis by FSDP2, over the ranks of a mesh that differ on the axis ``fsdp``; on
-    ``tensor``, layers are split before (`split_layers`), and on ``replicate`` there are copies (HSDP).
+    ``tensor``, layers are split before (`split_layers`), and on ``replicate`` there are copies (HSDP). Experts that the
+    axis ``expert`` cuts are sharded over the processes that have the same ones.
 
     Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are already global.
 
@@ -73,18 +74,30 @@ class Sharded(ProcessMesh):
         if spec.ranks == spec.fsdp:
             self._data = DeviceMesh.from_group(group, device.type)
         else:
-            names = ("replicate", "fsdp", "tensor")
-            groups = [self._subgroup(axis) for axis in names]
-            ranks = torch.arange(spec.ranks).view(spec.replicate, spec.fsdp, spec.tensor)
-            mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
-            self._fsdp, self._weights = groups[1], self._subgroup("weights")
+            mesh = self._device_mesh(("replicate", "fsdp", "tensor"), (spec.replicate, spec.fsdp, spec.tensor))
+            self._fsdp, self._weights = mesh.get_group("fsdp"), self._subgroup("weights")
             self._data = mesh["fsdp"] if spec.replicate == 1 else mesh["replicate", "fsdp"]
             self.tensor = mesh["tensor"] if spec.tensor > 1 else None
+        self.expert: DeviceMesh | None = None
+        """The ranks that have the experts of a layer together, if there are several."""
+        self._same_experts = self._data
+        if spec.expert > 1:
+            mesh = self._device_mesh(
+                ("replicate", "shard", "expert"), (spec.replicate, spec.expert_shards, spec.expert)
+            )
+            self.expert = mesh["expert"]
+            self._same_experts = mesh["shard"] if spec.replicate == 1 else mesh["replicate", "shard"]
         self._peers = self._subgroup("rows") if spec.data_ranks < spec.ranks else None
         if spec.context > 1:
             self.neighbors = self._subgroup("context")
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self._bfloat16 = bfloat16
+
+    def _device_mesh(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+        """All ranks on axes of these sizes, outer to inner."""
+        groups = [self._subgroup(axis) for axis in axes]
+        ranks = torch.arange(self.spec.ranks).view(sizes)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
     def _subgroup(self, axis: str) -> ProcessGroup:
         """This process's group on an axis, with the timeout of the whole one; see `Mesh.together`."""
@@ -92,10 +105,12 @@ class Sharded(ProcessMesh):
         found, _ = dist.new_subgroups_by_enumeration(self.spec.together(axis), patience)
         return cast(ProcessGroup, found)
 
-    @property
-    def place(self) -> Place:
-        """Which of the processes that hold a tensor this one is."""
-        return Place(self.position.tensor, self.spec.tensor, self.position.fsdp, self.spec.fsdp)
+    def place_of(self, cut: Cut | None, at: Position | None = None) -> Place:
+        """Which of the processes that hold a tensor this one is, or the one `at` a position."""
+        at = at or self.position
+        if cut is not None and cut.axis == "expert":
+            return Place(at.expert, self.spec.expert, at.shard, self.spec.expert_shards)
+        return Place(at.tensor, self.spec.tensor, at.fsdp, self.spec.fsdp)
 
     @property
     def storage(self) -> torch.device:
@@ -103,20 +118,29 @@ class Sharded(ProcessMesh):
         return torch.device("cpu") if self.offload else self.device
 
     def gathered(
-        self, module: nn.Module, blocks: Sequence[nn.Module] = (), layers: Sequence[nn.Module] = ()
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+        layers: Sequence[nn.Module] = (),
+        experts: Sequence[nn.Module] = (),
     ) -> Gathered:
         """Shard `module` in place; the result calls functions while its weights are gathered.
 
         Weights of `blocks` and `layers` are gathered while the forward of each runs (of a layer also in a call of its
-        `caller`), all others while the function runs. A backward pass gathers them again; it must start from tensors
-        that the function returned, directly or in a tuple.
+        `caller`), and so are those of `experts`, parts of blocks that the axis ``expert`` cuts; all others while the
+        function runs. A backward pass gathers them again; it must start from tensors that the function returned,
+        directly or in a tuple.
         """
         root = _Root(module)
         for layer in layers:
             self._shard(layer, MixedPrecisionPolicy())
         for block in blocks:
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
-            self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
+            precision = self._narrow if narrow else MixedPrecisionPolicy()
+            for part in block.modules():
+                if part in experts:
+                    self._shard(part, precision, self._same_experts)
+            self._shard(block, precision)
         self._shard(root, MixedPrecisionPolicy())
         return Gathered(root, root.call)
 
@@ -129,9 +153,9 @@ class Sharded(ProcessMesh):
         register_fsdp_forward_method(layer, "call")
         return cast(Caller, own.call)
 
-    def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy, over: DeviceMesh | None = None) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
-        sharded = fully_shard(module, mesh=self._data, mp_policy=precision, offload_policy=offload)
+        sharded = fully_shard(module, mesh=over or self._data, mp_policy=precision, offload_policy=offload)
         # A sum: gloo has no average, and with one rank NCCL's is not reliable.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -194,15 +218,18 @@ class Sharded(ProcessMesh):
 
     def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters that torch's multi-tensor kernels take together: those on one device mesh."""
-        whole, cut = ([p for p in parameters if (cut_of(cast(DTensor, p)) is None) == same] for same in (True, False))
-        return [group for group in (whole, cut) if group]
+        groups: dict[str, list[nn.Parameter]] = {"": [], "tensor": [], "expert": []}
+        for parameter in parameters:
+            cut = cut_of(cast(DTensor, parameter))
+            groups["" if cut is None else cut.axis].append(parameter)
+        return [group for group in groups.values() if group]
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order; a collective: all ranks must iterate to the end.
 
         Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor gets its own bucket). At most three
         buckets exist at a time: the last one returned, the one being gathered, and its send buffer; and a tensor that
-        is split on the axis ``tensor``, which is copied from its parts.
+        is split on the axis ``tensor`` or ``expert``, which is copied from its parts.
         """
         for bucket in in_buckets(named, bucket_bytes):
             yield from self._gather(list(bucket))
@@ -226,8 +253,10 @@ class Sharded(ProcessMesh):
         """Of each of `shards` those of all `count` ranks of `group`: ``[ranks numbers]``, padded to the largest."""
         if not shards:
             return
-        first = Place(0, self.spec.tensor, 0, self.spec.fsdp)  # which has as much as any
-        numbers = [math.prod(local_shape(shard.shape, cut_of(shard), first)) for shard in shards]
+        first = self.spec.position(0)  # which has as much as any
+        cuts = [cut_of(shard) for shard in shards]
+        shapes = [local_shape(one.shape, cut, self.place_of(cut, first)) for one, cut in zip(shards, cuts, strict=True)]
+        numbers = [math.prod(shape) for shape in shapes]
         sizes = [number * shard.itemsize for number, shard in zip(numbers, shards, strict=True)]
         rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         gathered = torch.empty(count, sum(rooms), dtype=torch.uint8, device=self.device)
@@ -236,11 +265,10 @@ class Sharded(ProcessMesh):
             yield piece[:, :size].contiguous().view(shard.dtype)
 
     def _joined(self, pieces: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
-        """A tensor that the tensor axis cuts, from the parts of its ranks."""
+        """A tensor that an axis cuts, from the parts of its ranks."""
         whole = pieces.new_empty(shape)
         for number, piece in enumerate(pieces):
-            fsdp, tensor = divmod(number, self.spec.tensor)
-            place = Place(tensor, self.spec.tensor, fsdp, self.spec.fsdp)
+            place = self.place_of(cut, self.spec.position(number))
             sides = local_shape(shape, cut, place)
             own = piece[: math.prod(sides)].view(sides)
             for box in boxes(shape, cut, place):

@@ -34,6 +34,7 @@ from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.train.boxes import boxes, cut_of
+from flowrl.backends.torch.train.expert_parallel import split_experts
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
 from flowrl.backends.torch.train.sharded import Sharded
 from flowrl.backends.torch.train.tensor_parallel import split_layers
@@ -61,9 +62,10 @@ def load_sharded(
             adapter.fill(seed)
         loaded = _loaded(lm, with_head)
         blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        experts = [] if mesh.expert is None else split_experts(lm, mesh.expert, mesh.tensor)
         if mesh.tensor is not None:
-            split_layers(lm, mesh.tensor, () if adapter is None else adapter.layers)
-        call = mesh.gathered(loaded, blocks, _ends(lm, loaded))
+            split_layers(lm, mesh.tensor, () if adapter is None else adapter.layers, experts)
+        call = mesh.gathered(loaded, blocks, _ends(lm, loaded), experts)
         if sources is not None:
             _allocate(call.root, mesh.storage)
             with loading(folder):
@@ -166,7 +168,8 @@ def read_rows(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Pro
             step = max(1, _READ_BYTES * tensor.shape[0] // tensor.nbytes)
             if isinstance(source, Converted) and not source.by_rows:
                 step = tensor.shape[0]
-            for box in boxes(tensor.shape, cut_of(tensor), cast(Sharded, mesh).place):
+            cut = cut_of(tensor)
+            for box in boxes(tensor.shape, cut, cast(Sharded, mesh).place_of(cut)):
                 own = tensor.to_local()[box.local]
                 (first, last), sides = (box.whole[0].start, box.whole[0].stop), box.whole[1:]
                 for start in range(first, last, step):

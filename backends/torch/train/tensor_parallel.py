@@ -31,17 +31,19 @@ _SUMMED = "replicated_with_grad_allreduce"
 """The style of weights that each process uses for its own heads, so that their gradients add up."""
 
 
-def split_layers(lm: PreTrainedModel, mesh: DeviceMesh, adapted: Collection[str]) -> None:
+def split_layers(
+    lm: PreTrainedModel, mesh: DeviceMesh, adapted: Collection[str], experts: Collection[nn.Module] = ()
+) -> None:
     """Split the layers of a model over `mesh`, of the axis ``"tensor"``; its weights may be on the meta device.
 
-    `adapted` are the full names of the layers with an adapter.
+    `adapted` are the full names of the layers with an adapter; `experts` are layers that the axis ``"expert"`` cuts.
     """
     ends = [layer for layer in (lm.get_input_embeddings(), lm.get_output_embeddings()) if _is_split(layer)]
-    _split_parameters(lm, mesh, adapted, ends)  # first: some styles look at the parameters
+    _split_parameters(lm, mesh, adapted, [*ends, *experts])  # first: some styles look at the parameters
     modules = dict(lm.named_modules())
     for name, style in _styles(lm, adapted).items():
         module = modules.get(name)
-        if module is None or module in ends:
+        if module is None or module in ends or module in experts:
             continue
         if style == _SUMMED:
             _sum_gradients(module, mesh.get_group())
@@ -80,14 +82,14 @@ def _styles(lm: PreTrainedModel, adapted: Collection[str]) -> dict[str, str]:
 
 
 def _split_parameters(
-    lm: PreTrainedModel, mesh: DeviceMesh, adapted: Collection[str], ends: Collection[nn.Module]
+    lm: PreTrainedModel, mesh: DeviceMesh, adapted: Collection[str], others: Collection[nn.Module]
 ) -> None:
-    """Replace the parameters that the plan splits; it names them, or their modules."""
+    """Replace the parameters that the plan splits, except those of `others`; it names them, or their modules."""
     plan, styles = dict(lm.tp_plan), _styles(lm, adapted)
     for name, module in lm.named_modules():
         for key in [key for key, _ in module.named_parameters(recurse=False)]:
             style = plan.get(replace_layer_number_by_wildcard(f"{name}.{key}"), styles.get(name))
-            if style in ALL_PARALLEL_STYLES and module not in ends:
+            if style in ALL_PARALLEL_STYLES and module not in others:
                 ALL_PARALLEL_STYLES[style].shard_param(module, key, mesh)
 
 
@@ -104,12 +106,12 @@ def _split_vocabulary(layer: nn.Module, mesh: DeviceMesh) -> None:
 
     def look_up(ids: Tensor) -> Tensor:
         inside = (ids >= at.start) & (ids < at.end)
-        with _local_parameters(layer):
+        with local_parameters(layer):
             found = compute((ids - at.start).where(inside, 0))
         return summed(found.masked_fill(~inside[..., None], 0), at.group)
 
     def score(states: Tensor) -> Tensor:
-        with _local_parameters(layer):
+        with local_parameters(layer):
             logits = compute(sum_gradient(states, at.group))
         return cast(Tensor, _Join.apply(logits, at, total))  # type: ignore[no-untyped-call]
 
@@ -133,7 +135,8 @@ def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     own.forward = forward
 
 
-def _local_parameters(module: nn.Module) -> Any:
+def local_parameters(module: nn.Module) -> Any:
+    """In the block, the module computes with what this process has of its parameters."""
     return _replaced(module, local)
 
 

@@ -151,6 +151,8 @@ class TorchTrainer(TrainedSpec):
             return super().why_not_fusable
         if self.geometry.tensor > 1:
             return "layers that are split (tensor) are computed by other kernels with a gradient"
+        if self.geometry.expert > 1:
+            return "experts also compute the tokens of other processes (expert), whose number may change their kernels"
         return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
 
     @property

@@ -10,6 +10,7 @@ import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ MESHES: tuple[Mesh, ...] = (
     Mesh(fsdp=2, tensor=2),
     Mesh(replicate=2, fsdp=2),
     Mesh(replicate=2, tensor=2),
+    Mesh(fsdp=2, expert=2),
+    Mesh(fsdp=2, tensor=2, expert=2),
+    Mesh(replicate=2, fsdp=2, expert=2),
 )
 ENGINES = ("experts", "adapter", "critic")
 PROCESSES = 4
@@ -48,6 +52,8 @@ def make_inputs(folder: Path) -> None:
 
 def build(ranks: Ranks, name: str) -> Any:
     optimizer = AdamW(lr=0.01)
+    if name != "experts":
+        ranks = replace(ranks, mesh=replace(ranks.mesh, expert=1))
     if name == "critic":
         return ranks.build(TorchCritic, "llama", optimizer=optimizer, grad_clip=None)
     if name == "adapter":

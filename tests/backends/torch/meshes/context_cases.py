@@ -202,9 +202,10 @@ def balancing(ranks: Ranks, tokens: int) -> dict[str, Any]:
     return gradient(ranks, "mixtral", tokens=tokens, router_aux_loss_coef=0.3)
 
 
-def critic(ranks: Ranks) -> dict[str, Any]:
+def critic(ranks: Ranks, kind: str = "llama") -> dict[str, Any]:
     settings: dict[str, Any] = {"optimizer": SGD(lr=0.01, momentum=0.9), "grad_clip": None}
-    engine, batch, loss = ranks.build(TorchCritic, **settings), ranks.batch(), TokenObjective(ValueClip(0.2))
+    engine, batch = ranks.build(TorchCritic, kind, **settings), ranks.batch(kind)
+    loss = TokenObjective(ValueClip(0.2))
     metrics = [engine.update(batch, ranks.minis(batch, loss, ALL), loss)]
     slope = last_gradient(engine)  # the head starts at 0, so the body has a gradient from the second step on
     metrics.append(engine.update(batch, ranks.minis(batch, loss, *MINIS), loss))

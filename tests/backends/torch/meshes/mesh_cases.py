@@ -7,6 +7,7 @@ pickles the results; ``AXES`` is JSON. With ``architectures`` it runs those in p
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import sys
@@ -206,7 +207,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
 
 
 def name_of(mesh: Mesh) -> str:
-    return f"{mesh.replicate}-{mesh.fsdp}-{mesh.tensor}-{mesh.context}"
+    return "-".join(map(str, dataclasses.astuple(mesh)))
 
 
 def main(rank: int, folder: Path, mesh: Mesh, every: bool) -> None:

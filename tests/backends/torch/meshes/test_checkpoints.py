@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with log.open("w") as out:
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -54,13 +54,13 @@ def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], M
     return truth, request.param, run(folder, request.param)
 
 
-def run(folder: Path, mesh: Mesh, *which: str) -> list[dict[str, Any]]:
-    """The results of the ranks of a mesh."""
+def run(folder: Path, mesh: Mesh, *which: str, cases: str = "mesh_cases") -> list[dict[str, Any]]:
+    """The results of the ranks of a mesh, of a module of cases."""
     axes, name = json.dumps(dataclasses.asdict(mesh)), name_of(mesh)
     logs = [folder / f"log-{name}-{rank}.txt" for rank in range(mesh.ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.backends.torch.meshes.mesh_cases", str(rank), str(folder), axes, *which]
+        command = [sys.executable, "-m", f"{__package__}.{cases}", str(rank), str(folder), axes, *which]
         with log.open("w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
         processes.append(process)

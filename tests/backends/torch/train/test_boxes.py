@@ -151,11 +151,11 @@ class Engine:
 @pytest.mark.parametrize("spec", MESHES[1:], ids=repr)
 def test_boxes_are_what_torch_gives(spec: Mesh) -> None:
     for rank in range(spec.ranks):
-        place = Seat(spec, rank).place
         for name, shape in SHAPES.items():
             truth = torch.arange(math.prod(shape)).view(shape)
             placement = cut_by(name, spec)
             cut = None if placement is None else Cut(placement.dim, getattr(placement, "split_factor", 1))
+            place = Seat(spec, rank).place_of(cut)
             found = torch.full(local_shape(shape, cut, place), -1)
             for box in boxes(shape, cut, place):
                 found[box.local] = truth[box.whole]
@@ -176,9 +176,30 @@ def test_the_place_of_a_tensor_is_read_from_torch(cut: Any, rank: int) -> None:
         fully_shard(layer, mesh=mesh["fsdp"])
         weight: Any = layer.weight
         found = torch.full_like(local := weight.to_local().detach(), -1)
-        for box in boxes(truth.shape, cut_of(weight), Seat(spec, rank).place):
+        for box in boxes(truth.shape, cut_of(weight), Seat(spec, rank).place_of(cut_of(weight))):
             found[box.local] = truth[box.whole]
         assert torch.equal(found, local)
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("experts", [4, 6])  # two processes shard two experts, and three
+def test_experts_are_cut_before_they_are_sharded(experts: int, rank: int) -> None:
+    spec, truth = Mesh(fsdp=2, tensor=2, expert=2), torch.arange(experts * 6.0).view(experts, 2, 3)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.ranks)
+    try:
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "expert"))
+        layer, half = nn.Module(), truth.chunk(2)[rank % 2]
+        layer.weight = nn.Parameter(DTensor.from_local(half, mesh["expert"], [Shard(0)], run_check=False))
+        fully_shard(layer, mesh=mesh["shard"])
+        weight: Any = layer.weight
+        found = torch.full_like(local := weight.to_local().detach(), -1)
+        cut = cut_of(weight)
+        for box in boxes(truth.shape, cut, Seat(spec, rank).place_of(cut)):
+            found[box.local] = truth[box.whole]
+        assert torch.equal(found, local)
+        assert torch.equal(local, chunks(half, 2, rank // 2, 0))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
