@@ -184,7 +184,9 @@ def _sent(lm: PreTrainedModel, adapted: bool) -> tuple[Sent, ...]:
     """What a sync sends of a model; adapted layers are merged in float32 before they are rounded."""
     state, found = untied(lm), []
     for piece in in_pieces(lm, state):
-        shapes, stored = ([tuple(x.shape) for x in xs] for xs in (map(state.get, piece.names), piece.stored.values()))
+        shapes, stored = (
+            [tuple(x.shape) for x in xs] for xs in ([state[name] for name in piece.names], piece.stored.values())
+        )
         rounded = not adapted and all(rounds(name, like, torch.bfloat16) for name, like in piece.stored.items())
         found.append(Sent((*shapes,), (*stored,), rounded, piece.converted))
     return tuple(found)
