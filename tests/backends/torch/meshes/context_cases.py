@@ -188,9 +188,9 @@ def training(ranks: Ranks) -> dict[str, Any]:
     return {"close": after, "metrics": metrics, "exact": {"resumed": torch.tensor(same)}}
 
 
-def over_rows(ranks: Ranks, name: str) -> dict[str, Any]:
+def over_rows(ranks: Ranks, name: str, kind: str = "llama") -> dict[str, Any]:
     """A loss across the tokens of a row, the rows of a group, or all rows."""
-    objective, engine, batch = OVER_ROWS[name], ranks.trainer(tokens=20), ranks.batch()
+    objective, engine, batch = OVER_ROWS[name], ranks.trainer(kind, tokens=20), ranks.batch(kind)
     uid = np.array([f"{row % 3}" for row in ALL], dtype=object)
     whole = None if name == "sequences" else batch._asdict() | {"uid": uid}
     metrics = engine.update(batch, ranks.minis(batch, objective, ALL, whole=whole), objective)

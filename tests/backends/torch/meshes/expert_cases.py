@@ -98,6 +98,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "other checkpoint": other_checkpoint,
     "balancing in one": lambda ranks: shared.balancing(ranks, 400),
     "balancing in several": lambda ranks: shared.balancing(ranks, 20),
+    "pairs": lambda ranks: shared.over_rows(ranks, "pairs", "mixtral"),
     "critic": lambda ranks: shared.critic(ranks, "mixtral"),
     "adapter": adapter,
     "sync": mesh_cases.sync,

@@ -104,6 +104,11 @@ def test_one_process_resumes_from_a_checkpoint_of_a_mesh(found: Any, alone: Any)
     assert relative_error(dict(engine.weights()), ranks[0]["training qwen2_moe"]["close"]) < 2e-6
 
 
+def test_passes_are_not_fused() -> None:
+    reason = TorchTrainer("model", mesh=Mesh(fsdp=2, expert=2)).why_not_fusable
+    assert reason is not None and "(expert)" in reason
+
+
 @pytest.mark.parametrize("backend", [TorchTrainer, TorchScorer])
 def test_experts_that_the_axis_does_not_divide_are_refused_by_the_configuration_alone(
     backend: Any, tmp_path: Path
