@@ -74,7 +74,7 @@ class Sampler(Spec):
         top_p: sample from the smallest set of tokens whose probability reaches `top_p`; 1 is no limit.
         max_new_tokens: maximum length of a response in tokens.
         stop_token_ids: tokens that end a response, in addition to the end-of-turn tokens of the model
-            (`ChatTokenizer.ends`).
+            (``ChatTokenizer.ends``).
         stop: strings that end a response. The response ends with the token that completes the string, so its text may
             extend past the string. Special tokens have no text; put them into `stop_token_ids`.
         ignore_eos: do not end a response at end-of-turn tokens; stop tokens and strings still end it.

@@ -12,6 +12,7 @@ from flowrl.backends.torch.sizing.logits import Head
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
 from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, bucket_bytes, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
+from flowrl.protocols.mesh import Mesh
 from flowrl.sync.buckets import BUCKET_BYTES
 
 
@@ -33,7 +34,7 @@ class Engine:
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
         self.shards = self.mesh.fsdp
-        self.sharded = self.mesh.ranks > 1 or self.spec.offload
+        self.sharded = self.mesh != Mesh() or self.spec.offload
         self.on_device = demand.device == "cpu" or not self.spec.offload
 
     def trained(self, keys: tuple[str, ...], checkpoints: bool, routed: bool) -> Footprint:
