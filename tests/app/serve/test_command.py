@@ -38,7 +38,9 @@ plain = grpo(None, n=2)
 
 
 def test_a_model_is_served_until_it_is_interrupted(tiny: str, tmp_path: Path) -> None:
-    code = "from flowrl.app.cli import main; main()"
+    # Background jobs of a shell ignore SIGINT, and so would their children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; from flowrl.app.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", tiny, "--max-new-tokens", "4", "--parser", "hermes"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment, text=True) as process:
