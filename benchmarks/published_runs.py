@@ -1,4 +1,4 @@
-"""Predicted against published seconds: ``python benchmarks/published_runs.py``, and ``--fit`` fits the constants anew.
+"""Predicted against published seconds: ``python benchmarks/published_runs.py``, and ``--fit`` fits the constants again.
 
 Models, sorted by their weights, alternate between the half that constants are fitted on and the half that is held out;
 `flowrl.run.prediction.timing` keeps the constants and, for what `flowrl plan` prints, the errors of the held-out half.

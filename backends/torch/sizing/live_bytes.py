@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes |= {tensor.untyped_storage()._cdata: 0 for tensor in tensors}
 
     def mark(self) -> int:
-        """The peak so far; counts it anew from here."""
+        """The peak so far; starts again from here."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -24,7 +24,8 @@ from flowrl.backends.torch.train import saving
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.meshes.context_cases import Ranks
-from tests.backends.torch.meshes.mesh_cases import SIZES, name_of, write_model
+from tests.backends.torch.meshes.mesh_cases import SIZES, write_model
+from tests.backends.torch.meshes.processes import name_of
 
 MESHES: tuple[Mesh, ...] = (
     Mesh(),

@@ -1,17 +1,14 @@
 """Cases that `test_context.py` runs in one process and on meshes whose processes share rows, and the main program of a
 rank.
 
-``python -m tests.backends.torch.meshes.context_cases RANK FOLDER FSDP CONTEXT`` runs every case as one rank of a gloo
-group, and pickles the results.
+``python -m tests.backends.torch.meshes.context_cases RANK FOLDER AXES`` runs every case as one rank of a gloo group,
+and pickles the results; ``AXES`` is JSON.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +37,7 @@ from flowrl.operators import DPO, GSPO, BradleyTerry, KLCov, KLLoss, PPOClip, Va
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.mesh import Position
+from tests.backends.torch.meshes.processes import main
 from tests.backends.torch.train.fsdp_cases import LiveBytes, error_of, last_gradient, values_of, weights
 from tests.support.models import EOS, PAD, VOCAB, Ragged, char_tokenizer, ragged
 from tests.support.rows.cut_rows import cut
@@ -308,16 +306,10 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
 }
 
 
-def main(rank: int, folder: Path, mesh: Mesh) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / f'group-{mesh.fsdp}-{mesh.context}'}"
-    wait = timedelta(seconds=300)  # imports of one rank may take much longer than of the other
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
+def results(folder: Path, mesh: Mesh, rank: int, every: bool) -> dict[str, Any]:
     ranks = Ranks(folder, mesh, rank)
-    found = {name: case(ranks) for name, case in CASES.items()}
-    dist.destroy_process_group()
-    (folder / f"found-{mesh.fsdp}-{mesh.context}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    return {name: case(ranks) for name, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Mesh(fsdp=int(sys.argv[3]), context=int(sys.argv[4])))
+    main(results)

@@ -7,16 +7,11 @@ pickles the results; ``AXES`` is JSON. With ``architectures`` it runs those in p
 
 from __future__ import annotations
 
-import json
-import pickle
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from flowrl.backends import LoRA, Mesh
@@ -24,7 +19,8 @@ from tests.backends.torch.meshes import context_cases as shared
 from tests.backends.torch.meshes import mesh_cases
 from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, Ranks
 from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES as DENSE_AND_EXPERTS
-from tests.backends.torch.meshes.mesh_cases import checkpoint, name_of
+from tests.backends.torch.meshes.mesh_cases import checkpoint
+from tests.backends.torch.meshes.processes import main
 from tests.backends.torch.train.fsdp_cases import weights
 from tests.support.architectures import EXPERTS, SETTINGS
 
@@ -111,16 +107,10 @@ def architectures(ranks: Ranks) -> dict[str, Any]:
     return {kind: shared.gradient(ranks, kind) for kind in ARCHITECTURES}
 
 
-def main(rank: int, folder: Path, mesh: Mesh, every: bool) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / f'group-{name_of(mesh)}'}"
-    wait = timedelta(seconds=300)  # imports of one rank may take much longer than of the other
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
+def results(folder: Path, mesh: Mesh, rank: int, every: bool) -> dict[str, Any]:
     ranks = Ranks(folder, mesh, rank)
-    found = {"architectures": architectures(ranks)} if every else {name: case(ranks) for name, case in CASES.items()}
-    dist.destroy_process_group()
-    (folder / f"found-{name_of(mesh)}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    return {"architectures": architectures(ranks)} if every else {name: case(ranks) for name, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Mesh(**json.loads(sys.argv[3])), "architectures" in sys.argv[4:])
+    main(results)

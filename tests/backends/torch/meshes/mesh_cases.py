@@ -7,23 +7,18 @@ pickles the results; ``AXES`` is JSON. With ``architectures`` it runs those in p
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import pickle
-import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flowrl.backends import SGD, LoRA, Mesh, TorchRollout, TorchScorer
 from tests.backends.torch.meshes import context_cases as shared
 from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
+from tests.backends.torch.meshes.processes import main, name_of
 from tests.backends.torch.train.fsdp_cases import Shared, error_of, last_gradient, weights
 from tests.support.architectures import SETTINGS
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer, ragged
@@ -206,20 +201,10 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
 }
 
 
-def name_of(mesh: Mesh) -> str:
-    return "-".join(map(str, dataclasses.astuple(mesh)))
-
-
-def main(rank: int, folder: Path, mesh: Mesh, every: bool) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / f'group-{name_of(mesh)}'}"
-    wait = timedelta(seconds=300)  # imports of one rank may take much longer than of the other
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.ranks, timeout=wait)
+def results(folder: Path, mesh: Mesh, rank: int, every: bool) -> dict[str, Any]:
     ranks = Ranks(folder, mesh, rank)
-    found = {"architectures": architectures(ranks)} if every else {name: case(ranks) for name, case in CASES.items()}
-    dist.destroy_process_group()
-    (folder / f"found-{name_of(mesh)}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    return {"architectures": architectures(ranks)} if every else {name: case(ranks) for name, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Mesh(**json.loads(sys.argv[3])), "architectures" in sys.argv[4:])
+    main(results)

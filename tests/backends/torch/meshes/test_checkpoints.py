@@ -18,7 +18,7 @@ from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.weight_selection import rounded
 from tests import ROOT
 from tests.backends.torch.meshes.checkpoint_cases import ENGINES, MESHES, PROCESSES, make_inputs
-from tests.backends.torch.meshes.mesh_cases import name_of
+from tests.backends.torch.meshes.processes import name_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.runs, pytest.mark.timeout(1200)]
 

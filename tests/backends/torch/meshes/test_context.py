@@ -5,21 +5,16 @@ The ranks of a mesh run once, through all of `context_cases`. Four ranks run nig
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flowrl.backends import Mesh
-from flowrl.data.metrics import Metrics
-from tests import ROOT
 from tests.backends.torch.meshes.context_cases import ADAMW, CASES, MINIS, PPO, Ranks, make_inputs
+from tests.backends.torch.meshes.processes import assert_as_one, run
+from tests.backends.torch.train.test_fsdp import relative_error
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
 
@@ -42,30 +37,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: f"{mesh.fsdp}-{mesh.context}")
 def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], Mesh, list[dict[str, Any]]]:
     """The results of one process, a mesh, and the results of its ranks."""
-    (folder, truth), mesh = alone, request.param
-    sizes = f"{mesh.fsdp}-{mesh.context}"
-    logs = [folder / f"log-{sizes}-{rank}.txt" for rank in range(mesh.ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        arguments = [str(rank), str(folder), str(mesh.fsdp), str(mesh.context)]
-        command = [sys.executable, "-m", "tests.backends.torch.meshes.context_cases", *arguments]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-        processes.append(process)
-    try:
-        codes = [process.wait(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
-    files = [folder / f"found-{sizes}-{rank}.pickle" for rank in range(mesh.ranks)]
-    return truth, mesh, [pickle.loads(file.read_bytes()) for file in files]
-
-
-def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    assert found.keys() == truth.keys()
-    flat = [torch.cat([part[name].double().flatten() for name in sorted(part)]) for part in (found, truth)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+    folder, truth = alone
+    return truth, request.param, run(folder, request.param, "context_cases")
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in OTHERS])
@@ -73,22 +46,11 @@ def test_processes_that_share_rows_compute_what_one_does(found: Any, case: str) 
     """Scores of dense models are equal to the bit, on every process in the order of the rows; gradients, weights after
     several mini-batches and metrics up to rounding."""
     truth, mesh, ranks = found
-    expected = truth[case]
+    assert_as_one(truth[case], mesh, [rank[case] for rank in ranks], 1e-6)
     for rank in (one[case] for one in ranks):
-        for name, tensor in expected.get("exact", {}).items():
-            assert torch.equal(rank["exact"][name], tensor), name
-        for group in ("close", "after"):
-            if group in expected:
-                assert relative_error(rank[group], expected[group]) < 1e-6
         if "own" in rank:
             rows, part = rank["own"]
-            torch.testing.assert_close(part, expected["own"][1][: len(rows)], atol=1e-6, rtol=1e-6)
-    counted = [one[case] for one, at in zip(ranks, mesh.positions, strict=True) if at.reports]
-    for step, metrics in enumerate(expected.get("metrics", ())):
-        merged = Metrics()
-        for one in counted:
-            merged.merge(one["metrics"][step])
-        assert merged.compute() == pytest.approx(metrics.compute(), rel=1e-5, abs=1e-6)
+            torch.testing.assert_close(part, truth[case]["own"][1][: len(rows)], atol=1e-6, rtol=1e-6)
 
 
 def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any) -> None:

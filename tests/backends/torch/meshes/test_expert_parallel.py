@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flowrl.backends import Mesh, TorchScorer, TorchTrainer
-from flowrl.data.metrics import Metrics
 from flowrl.sync.digest import weights_digest
 from tests.backends.torch.meshes.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
 from tests.backends.torch.meshes.expert_cases import ARCHITECTURES, CASES, KINDS, make_inputs
-from tests.backends.torch.meshes.mesh_cases import checkpoint, name_of
+from tests.backends.torch.meshes.mesh_cases import checkpoint
 from tests.backends.torch.meshes.mesh_cases import make_inputs as make_models
-from tests.backends.torch.meshes.test_context import relative_error
-from tests.backends.torch.meshes.test_tensor_parallel import run
+from tests.backends.torch.meshes.processes import assert_as_one, name_of, run
+from tests.backends.torch.train.test_fsdp import relative_error
 from tests.nightly import nightly
 from tests.support.errors import raises
 
@@ -49,26 +47,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], Mesh, list[dict[str, Any]]]:
     """The results of one process, a mesh, and the results of its ranks."""
     folder, truth = alone
-    return truth, request.param, run(folder, request.param, cases="expert_cases")
+    return truth, request.param, run(folder, request.param, "expert_cases")
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in OTHERS])
 def test_a_mesh_computes_what_one_process_does(found: Any, case: str) -> None:
     """Scores, gradients, weights after eight mini-batches and metrics up to rounding, on every process."""
     truth, mesh, ranks = found
-    expected = truth[case]
-    for rank in (one[case] for one in ranks):
-        for name, tensor in expected.get("exact", {}).items():
-            assert torch.equal(rank["exact"][name], tensor), name
-        for group in ("close", "after"):
-            if group in expected:
-                assert relative_error(rank[group], expected[group]) < 2e-6
-    counted = [one[case] for one, at in zip(ranks, mesh.positions, strict=True) if at.reports]
-    for step, metrics in enumerate(expected.get("metrics", ())):
-        merged = Metrics()
-        for one in counted:
-            merged.merge(one["metrics"][step])
-        assert merged.compute() == pytest.approx(metrics.compute(), rel=1e-5, abs=1e-6)
+    assert_as_one(truth[case], mesh, [rank[case] for rank in ranks], 2e-6)
 
 
 def test_experts_without_tokens_have_no_gradient(found: Any) -> None:
@@ -126,7 +112,7 @@ def test_experts_of_every_architecture_are_cut(tmp_path: Path) -> None:
     """Gradients of one update on two ranks, against one process."""
     make_models(tmp_path, ARCHITECTURES)
     alone = {kind: gradient(Ranks(tmp_path), kind) for kind in ARCHITECTURES}
-    found = run(tmp_path, Mesh(fsdp=2, expert=2), "architectures", cases="expert_cases")
+    found = run(tmp_path, Mesh(fsdp=2, expert=2), "expert_cases", "architectures")
     for here in (rank["architectures"] for rank in found):
         errors = {kind: relative_error(here[kind]["close"], alone[kind]["close"]) for kind in ARCHITECTURES}
         assert all(error < 2e-6 for error in errors.values()), errors

@@ -5,25 +5,17 @@ The ranks of a mesh run once, through all of `mesh_cases`. Four ranks run nightl
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flowrl.backends import Mesh, TorchTrainer
-from flowrl.data.metrics import Metrics
 from flowrl.sync.digest import weights_digest
-from tests import ROOT
 from tests.backends.torch.meshes.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
-from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs, name_of
-from tests.backends.torch.meshes.test_context import relative_error
+from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs
+from tests.backends.torch.meshes.processes import assert_as_one, name_of, run
+from tests.backends.torch.train.test_fsdp import relative_error
 from tests.nightly import nightly
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
@@ -51,46 +43,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def found(request: pytest.FixtureRequest, alone: Any) -> tuple[dict[str, Any], Mesh, list[dict[str, Any]]]:
     """The results of one process, a mesh, and the results of its ranks."""
     folder, truth = alone
-    return truth, request.param, run(folder, request.param)
-
-
-def run(folder: Path, mesh: Mesh, *which: str, cases: str = "mesh_cases") -> list[dict[str, Any]]:
-    """The results of the ranks of a mesh, of a module of cases."""
-    axes, name = json.dumps(dataclasses.asdict(mesh)), name_of(mesh)
-    logs = [folder / f"log-{name}-{rank}.txt" for rank in range(mesh.ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", f"{__package__}.{cases}", str(rank), str(folder), axes, *which]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-        processes.append(process)
-    try:
-        codes = [process.wait(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
-    files = [folder / f"found-{name}-{rank}.pickle" for rank in range(mesh.ranks)]
-    return [pickle.loads(file.read_bytes()) for file in files]
+    return truth, request.param, run(folder, request.param, "mesh_cases")
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in OTHERS])
 def test_a_mesh_computes_what_one_process_does(found: Any, case: str) -> None:
     """Scores, gradients, weights after several mini-batches and metrics up to rounding, on every process."""
     truth, mesh, ranks = found
-    expected = truth[case]
-    for rank in (one[case] for one in ranks):
-        for name, tensor in expected.get("exact", {}).items():
-            assert torch.equal(rank["exact"][name], tensor), name
-        for group in ("close", "after"):
-            if group in expected:
-                assert relative_error(rank[group], expected[group]) < 1e-6
-    counted = [one[case] for one, at in zip(ranks, mesh.positions, strict=True) if at.reports]
-    for step, metrics in enumerate(expected.get("metrics", ())):
-        merged = Metrics()
-        for one in counted:
-            merged.merge(one["metrics"][step])
-        assert merged.compute() == pytest.approx(metrics.compute(), rel=1e-5, abs=1e-6)
+    assert_as_one(truth[case], mesh, [rank[case] for rank in ranks], 1e-6)
 
 
 def test_bfloat16_gradients_equal_those_of_one_process_up_to_rounding(found: Any) -> None:
@@ -123,7 +83,7 @@ def test_every_architecture_with_a_plan_is_split(tmp_path: Path) -> None:
     """Gradients of one update on two ranks that split layers, against one process."""
     make_inputs(tmp_path, {**ARCHITECTURES, **NOT_SPLIT})
     alone = {kind: gradient(Ranks(tmp_path), kind) for kind in ARCHITECTURES}
-    found = run(tmp_path, Mesh(tensor=2), "architectures")
+    found = run(tmp_path, Mesh(tensor=2), "mesh_cases", "architectures")
     for here in (rank["architectures"] for rank in found):
         errors = {kind: relative_error(here[kind]["close"], alone[kind]["close"]) for kind in ARCHITECTURES}
         assert all(error < 2e-6 for error in errors.values()), errors
