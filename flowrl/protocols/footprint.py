@@ -32,6 +32,10 @@ PARTS = (
 STATED = frozenset({"engine", "CUDA", "as stated"})
 """Parts that are stated, not computed."""
 
+MICRO_BATCH = {"cpu": 2048, "cuda": 16384}
+"""The most positions in a micro-batch by default: on a CPU small ones are fastest, since activations stay in its
+caches; on a GPU large ones, within its memory."""
+
 CUDA_BYTES = GIB // 2
 """Stated, not measured: what a CUDA context, its kernels and cuBLAS take in a process, awake or asleep."""
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
 
 
+Ended = tuple[str, Response | DataError]
+"""The response to a request, or why the engine refuses it, with the request's name."""
+
+
 class SentChanges(NamedTuple):
     """What a sync with ``changed=True`` sent: its bytes, and the share of all values that changed since the last sync
     (None if all weights were sent)."""
@@ -46,9 +50,7 @@ class RemoteRollout(Protocol):
     @property
     def receipt(self) -> Receipt | None: ...
 
-    async def exchange(
-        self, requests: Sequence[Request], dropped: Sequence[str]
-    ) -> Sequence[tuple[str, Response | DataError]]:
+    async def exchange(self, requests: Sequence[Request], dropped: Sequence[str]) -> Sequence[Ended]:
         """Drop the requests of these names, submit others, and compute until some response ends, or for some steps.
 
         Returns:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.segments import begins
 from flowrl.errors import DataError
+from flowrl.protocols.footprint import MICRO_BATCH
 from flowrl.records import Sequences, Tokens
 
 Rows = TypeVar("Rows", bound=NamedTuple)
@@ -132,9 +133,8 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, max_tokens: int | None, device: torch.device, packed: bool) -> Budget:
-        """The budget of a spec, by default by `device`: on a CPU small micro-batches are fastest, since activations
-        stay in its caches; on a GPU large ones, within its memory."""
-        return cls(max_tokens or (2048 if device.type == "cpu" else 16384), packed)
+        """The budget of a spec, by default by `device`; see `MICRO_BATCH`."""
+        return cls(max_tokens or MICRO_BATCH["cpu" if device.type == "cpu" else "cuda"], packed)
 
 
 def micro_batches(attention_mask: Tensor, budget: Budget) -> list[Tensor]:

@@ -27,13 +27,14 @@ from flowrl.data.now import Now
 from flowrl.data.waits import Wait
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults.faults import Failure, named
-from flowrl.distributed.hosts.remote_engine import Ended, EngineAddress, EngineFacts, RequestServer
+from flowrl.distributed.hosts.remote_engine import EngineAddress, EngineFacts, RequestServer
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.distributed.hosts.wire import Array, ColumnPart, join, pack, unpack, widths
 from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
 from flowrl.errors import FlowrlError, SyncError
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Adapted, Request, Sleeper
+from flowrl.protocols.remote import Ended
 from flowrl.protocols.scorers import Follower
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder

@@ -17,11 +17,8 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.distributed.faults.faults import Failure
 from flowrl.errors import DataError
 from flowrl.protocols.protocols import Request, Response, StreamingRollout
-from flowrl.protocols.remote import submit
+from flowrl.protocols.remote import Ended, submit
 from flowrl.records import Receipt
-
-Ended = tuple[str, Response | DataError]
-"""The response to a request, or why the engine refuses it, with the request's name."""
 
 STEPS = 16
 """The most engine steps of a call, so that requests of other calls join."""

@@ -11,7 +11,7 @@ from flowrl.data.waits import WaitRecorder
 from flowrl.errors import DataError
 from flowrl.protocols.partial_responses import PartialResponses
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
-from flowrl.protocols.remote import RemoteRollout, submit
+from flowrl.protocols.remote import Ended, RemoteRollout, submit
 
 
 class EngineLoop:
@@ -83,7 +83,7 @@ class EngineLoop:
         """The tokens of a request in flight from this number on; None if the engine gives only whole responses."""
         return self._engine.sampled_so_far(name, start) if isinstance(self._engine, PartialResponses) else None
 
-    async def _step(self, new: Sequence[Request]) -> Sequence[tuple[str, Response | DataError]]:
+    async def _step(self, new: Sequence[Request]) -> Sequence[Ended]:
         """Submit requests, and compute; the responses that ended, and why the engine refuses requests."""
         if isinstance(self._engine, RemoteRollout):
             dropped, self._dropped = self._dropped, []

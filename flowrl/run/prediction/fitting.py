@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
+from flowrl.protocols.footprint import MICRO_BATCH
 from flowrl.run.prediction.memory import Memory
 from flowrl.run.training.job import Job
 from flowrl.spec import Spec, written
@@ -64,7 +65,7 @@ _NONE: _Choice = (0, {})
 
 def _micro_batches(job: Job[Any], memory: Memory, roles: list[str]) -> Iterator[_Choice]:
     """Half, a quarter and an eighth of the micro-batch, but no less than the longest row."""
-    default = 2048 if memory.hardware.device == "cpu" else 16384
+    default = MICRO_BATCH[memory.hardware.device]
     least = max(sum(memory.limits), _FEWEST)
     has = {role: job.graph.bindings[role].max_tokens or default for role in roles if _field(job, role, "max_tokens")}
     for halvings in range(1, 4):

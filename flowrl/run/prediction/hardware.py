@@ -13,34 +13,18 @@ from flowrl.protocols.footprint import GIB
 from flowrl.run.prediction.timing import Speed
 from flowrl.spec import Spec
 
-_MIB = MappingProxyType(
-    {
-        "A100-40GB": 40_960,
-        "A100": 81_920,
-        "H100": 81_559,
-        "H20": 97_871,
-        "H200": 143_771,
-        "B200": 183_359,
-        "L40S": 46_068,
-        "RTX4090": 24_564,
-    }
-)
-"""The memory that ``nvidia-smi`` reports for each, in MiB: about 2 GiB less than vendors' decimal GB."""
-
-_SPEEDS = MappingProxyType(
-    {
-        "A100-40GB": (312, 1555, 300),
-        "A100": (312, 2039, 300),
-        "H100": (989, 3350, 450),
-        "H20": (148, 4000, 450),
-        "H200": (989, 4800, 450),
-        "B200": (2250, 8000, 900),
-        "L40S": (362, 864, 32),
-        "RTX4090": (165, 1008, 32),
-    }
-)
-"""Of vendors' data sheets: dense bfloat16 TFLOP/s, and GB/s of memory and of the link (NVLink, or PCIe 4) in one
-direction."""
+_FIGURES = {
+    "A100-40GB": (40_960, 312, 1555, 300),
+    "A100": (81_920, 312, 2039, 300),
+    "H100": (81_559, 989, 3350, 450),
+    "H20": (97_871, 148, 4000, 450),
+    "H200": (143_771, 989, 4800, 450),
+    "B200": (183_359, 2250, 8000, 900),
+    "L40S": (46_068, 362, 864, 32),
+    "RTX4090": (24_564, 165, 1008, 32),
+}
+"""The memory that ``nvidia-smi`` reports, in MiB, about 2 GiB less than vendors' decimal GB; and of vendors' data
+sheets: dense bfloat16 TFLOP/s, and GB/s of memory and of the link (NVLink, or PCIe 4) in one direction."""
 
 
 class Hardware(Spec):
@@ -86,7 +70,7 @@ class Hardware(Spec):
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         name: Hardware(size / 1024, name=name, flops=flops, bandwidth=bandwidth, link=link)
-        for (name, size), (flops, bandwidth, link) in zip(_MIB.items(), _SPEEDS.values(), strict=True)
+        for name, (size, flops, bandwidth, link) in _FIGURES.items()
     }
 )
 """Hardware by name."""

@@ -13,6 +13,7 @@ from flowrl.core.graphs.lineage import rows_of_step, transfers
 from flowrl.core.graphs.plan import Plan
 from flowrl.errors import ParameterError
 from flowrl.protocols.backend import Backend
+from flowrl.protocols.footprint import MICRO_BATCH
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.placement import processes_of
 from flowrl.run.prediction.arithmetic import HALF, Shape, shape_of
@@ -38,9 +39,6 @@ Kind = Literal["generate", "score", "update", "sync"]
 
 MACHINE = 8
 """Devices of a machine, which links connect; stated."""
-
-MICRO_BATCH = 16384
-"""As the default of `flowrl.backends.torch.score.rows.Budget` on a GPU."""
 
 ROWS = 256
 """As the default of `flowrl.backends.hosted.spec.EngineSpec.max_num_seqs`."""
@@ -188,7 +186,7 @@ class _Asked:
         mesh = backend.geometry
         repeats = getattr(node.operator, "ppo_epochs", 1) if kind == "update" else 1
         rows *= repeats
-        budget = getattr(backend, "max_tokens", None) or MICRO_BATCH
+        budget = getattr(backend, "max_tokens", None) or MICRO_BATCH[self._hardware.device]
         micro_batches = max(rows * self._lengths.mean / mesh.data_ranks / (budget * mesh.context), 1.0)
         trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE)
         lora = getattr(backend, "lora", None) is not None
