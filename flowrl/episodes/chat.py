@@ -201,7 +201,7 @@ class Chat:
         """
         if name not in self.others:
             raise EpisodeError(
-                f"The episode asks {name!r}, which it has not; {offer(name, self.others, 'it has')} Pass "
+                f"The episode asks {name!r}, which it does not have; {offer(name, self.others, 'it has')} Pass "
                 f"Interact(others={{{name!r}: Role({name!r})}}), and bind the role.",
                 code="episode.unknown-engine",
                 name=name,

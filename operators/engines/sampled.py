@@ -47,7 +47,7 @@ class Sampled(Operator):
         for sides in asked:
             if self.other not in sides:
                 raise EpisodeError(
-                    f"{self.name} makes rows of the engine {self.other!r}, which the episodes have not; "
+                    f"{self.name} makes rows of the engine {self.other!r}, which the episodes do not have; "
                     f"{offer(self.other, sides, 'they have')} Name a key of Interact(others=...).",
                     code="episode.unknown-engine",
                     name=self.other,
