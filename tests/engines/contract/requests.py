@@ -161,8 +161,8 @@ async def doubter(chat: Chat, row: Row) -> float:
 
 
 def calling(text: str) -> list[ToolCall]:
-    """Parse every other text as a tool call."""
-    return [ToolCall("letters", {"count": len(text)})] if len(text) % 2 else []
+    """Parse three of four texts as a tool call: of 12 that an engine samples freely, one has a call."""
+    return [ToolCall("letters", {"count": len(text)})] if sum(map(ord, text)) % 4 else []
 
 
 async def letters(count: int) -> str:
