@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_every_algorithm_learns_on_a_mesh_as_in_one_process(algorithm: str, mesh
     """Two steps: the same metrics and weights, receipts of syncs included."""
     model = str(tmp_path / "mixtral")
     write_model(Path(model), "mixtral", SIZES | KINDS["mixtral"])
-    separate = {
+    separate: dict[str, Any] = {
         "rollout": TorchRollout(model, device="cpu"),
         "teacher": TorchScorer(model, device="cpu"),
         "reward_model": TorchRewardTrainer(model, device="cpu"),
