@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.load import FolderBackend, loading, refuse_no_model, skeleton
@@ -25,6 +25,9 @@ class MeshBackend(FolderBackend):
         mesh: the processes on named axes, one device each; None is ``Mesh(fsdp=ranks)``.
     """
 
+    pipelined: ClassVar[bool] = False
+    """Whether `Mesh.pipeline` may be above 1."""
+
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
 
     def _check(self) -> None:
@@ -36,6 +39,14 @@ class MeshBackend(FolderBackend):
                 code="mesh.ranks",
                 ranks=self.ranks,
                 mesh=self.mesh,
+            )
+        if self.geometry.pipeline > 1 and not self.pipelined:
+            raise ParameterError(
+                f"{name}(mesh={written(self.geometry)}) would be a pipeline, but only MegatronTrainer has one. Use the "
+                f"axes fsdp and tensor.",
+                code="mesh.pipeline",
+                backend=name,
+                given=self.geometry.pipeline,
             )
 
     @property
@@ -116,6 +127,7 @@ def _sizes(config: Any) -> dict[str, int]:
     found = {
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_hidden_layers": getattr(config, "num_hidden_layers", None),
         "num_experts": next((size for name in _EXPERTS if (size := getattr(config, name, None))), None),
         **{name: getattr(config, name, None) for name in _WIDTHS},
     }
