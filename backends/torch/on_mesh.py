@@ -73,7 +73,7 @@ class MeshBackend(FolderBackend):
         if mesh.tensor * mesh.context * mesh.expert == 1:
             return
         with loading(folder):
-            config = _configuration(folder)
+            config = configuration(folder)
         from flowrl.backends.torch.train.expert_parallel import DISPATCHED  # here, since it takes seconds to import
 
         experts = (config.base_model_ep_plan or {}).values()
@@ -89,7 +89,7 @@ class MeshBackend(FolderBackend):
                     architecture=config.model_type,
                     path=folder,
                 )
-        mesh.refuse_unfit(type(self).__name__, folder, _sizes(config))
+        mesh.refuse_unfit(type(self).__name__, folder, sizes(config))
         if mesh.context > 1:
             with loading(folder):
                 lm = skeleton(folder, cast(Any, self).attention)
@@ -113,7 +113,7 @@ class MeshBackend(FolderBackend):
         return shard_over(context, self.geometry, place, spec.dtype == "bfloat16", spec.offload)
 
 
-def _configuration(folder: str) -> Any:
+def configuration(folder: str) -> Any:
     """The configuration of the language model of a folder."""
     from transformers import AutoConfig
 
@@ -121,7 +121,7 @@ def _configuration(folder: str) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _sizes(config: Any) -> dict[str, int]:
+def sizes(config: Any) -> dict[str, int]:
     """The sizes of a model that axes divide; those that it has."""
     heads = getattr(config, "num_attention_heads", None)
     found = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -164,10 +164,10 @@ class TrainedSpec(MeshBackend):
 
 
 class Learner:
-    """Trains the parameters of a module, in float32.
+    """Trains the parameters of a model, in float32.
 
     Args:
-        module: trained are its parameters that require gradients.
+        named: the parameters of a model by name; trained are those that require gradients.
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
         balancing: a further loss, of the experts of a mini-batch's tokens.
         passes: how micro-batches are computed; None is one by one.
@@ -175,7 +175,7 @@ class Learner:
 
     def __init__(
         self,
-        module: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         spec: TrainedSpec,
         prefix: str,
         mesh: ProcessMesh,
@@ -185,7 +185,7 @@ class Learner:
         passes: Passes | None = None,
     ) -> None:
         optimizer = spec.optimizer
-        self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names = {name: p for name, p in named if p.requires_grad}
         self._parameters = list(self._names.values())
         self._alike = mesh.alike(self._parameters)
         groups = self._parameters if len(self._alike) == 1 else [{"params": group} for group in self._alike]
@@ -212,7 +212,7 @@ class Learner:
         values that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly.
         Raises `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
-        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
+        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the model's device.
         """
         metrics, mesh = Metrics(), self.mesh
         columns: Any = batch

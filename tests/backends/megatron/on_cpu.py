@@ -1,0 +1,28 @@
+"""megatron-core on a CPU: what it asks of ``torch.cuda`` is answered for the CPU, in this process from now on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class OnCPU(TorchFunctionMode):
+    """Tensors that are made on or moved to ``"cuda"`` are on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*args, **kwargs)
+
+
+def install() -> None:
+    """Replace ``torch.cuda`` for the rest of the process."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    OnCPU().__enter__()
