@@ -35,11 +35,13 @@ class Weight(NamedTuple):
     Args:
         cut: how the axis ``tensor`` cuts it; None if all of its processes have the same.
         sources: the rows of a folder's tensors that it consists of.
+        summed: whether those processes use it for heads of their own, so that its gradients add up.
     """
 
     shape: tuple[int, ...]
     cut: Cut | None
     sources: list[Source]
+    summed: bool = False
 
 
 def weights(config: Any) -> Iterator[tuple[str, Weight]]:
@@ -65,7 +67,8 @@ def _layer(config: Any, stored: str) -> Iterator[tuple[str, Weight]]:
         yield "self_attention.linear_qkv.bias", _attention(config, f"{stored}self_attn.", "bias", ())
     if config.model_type == "qwen3":
         for part in "qk":
-            yield f"self_attention.{part}_layernorm.weight", _same(f"{stored}self_attn.{part}_norm.weight", (size,))
+            norm = _same(f"{stored}self_attn.{part}_norm.weight", (size,))
+            yield f"self_attention.{part}_layernorm.weight", norm._replace(summed=True)
     yield "pre_mlp_layernorm.weight", _same(f"{stored}post_attention_layernorm.weight", (hidden,))
     gated = [
         Source.of(f"{stored}mlp.{part}_proj.weight", start, 0, inner, (hidden,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +16,8 @@ from flowrl.backends.torch.meshes.group import GroupMesh
 from flowrl.errors import BindError
 from flowrl.protocols.mesh import Mesh
 from flowrl.spec import written
+
+T = TypeVar("T")
 
 
 class MegatronMesh(GroupMesh):
@@ -46,6 +50,12 @@ class MegatronMesh(GroupMesh):
         self.first, self.last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         """Whether this process has the first layers, and whether it has the last."""
 
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this process's part of a tensor is not a copy of another's. A number, such as the steps of a weight,
+        is of a stage."""
+        at = self.position
+        return at.replicate == at.tensor == 0 if tensor.ndim == 0 else super().writes(tensor)
+
     def from_last(self, tensor: Tensor) -> Tensor:
         """The values of the last stage, in place; a collective of the stages."""
         if self.spec.pipeline > 1:
@@ -54,6 +64,12 @@ class MegatronMesh(GroupMesh):
             dist.broadcast(found, last, parallel_state.get_pipeline_model_parallel_group())
             tensor.copy_(found)
         return tensor
+
+    def union(self, named: dict[str, T]) -> dict[str, T]:  # type: ignore[override]
+        """What all stages have by name; a collective."""
+        found: list[Any] = [None] * self.spec.pipeline
+        dist.all_gather_object(found, named, parallel_state.get_pipeline_model_parallel_group())
+        return {name: of for stage in found for name, of in stage.items()}
 
     def over_weights(self, tensor: Tensor) -> Tensor:
         """The sum over the processes with one copy of the weights, in place."""

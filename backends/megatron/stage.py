@@ -163,9 +163,12 @@ class Stage:
             shard.grad = self._shard(cast(Tensor, self._local[name].grad), self._weights[name])
 
     def complete(self) -> None:
-        """Add up the gradients of copies of the weights, and of those that two stages use."""
+        """Add up the gradients of weights of which several processes use copies."""
         if (shared := self._shared()) is not None:
             dist.all_reduce(cast(Tensor, shared.grad), group=parallel_state.get_embedding_group())
+        for name, parameter in self._local.items():
+            if self._weights[name].summed:
+                dist.all_reduce(cast(Tensor, parameter.grad), group=self._mesh.tensor.get_group())
         for parameter in self.module.parameters():
             self._mesh.over_copies(cast(Tensor, parameter.grad))
 

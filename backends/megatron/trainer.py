@@ -31,8 +31,9 @@ class MegatronTrainer(TrainedSpec):
     `TorchTrainer`, in float32, and each process steps its own part.
 
     Args:
-        model, optimizer, schedule, grad_clip, dtype, gradient_checkpointing, max_tokens, device, memory, mesh: see
+        model, optimizer, schedule, grad_clip, gradient_checkpointing, max_tokens, device, memory, mesh: see
             `TrainedSpec`. Rows of a micro-batch are padded to the longest.
+        dtype: only ``"float32"`` is supported.
         attention, ranks, offload: not supported.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
 
@@ -53,6 +54,7 @@ class MegatronTrainer(TrainedSpec):
             "attention": self.attention is not None,
             "ranks": self.ranks > 1,
             "offload": self.offload,
+            "dtype": self.dtype != "float32",
             **{f"mesh.{axis}": getattr(mesh, axis) > 1 for axis in ("fsdp", "context", "expert")},
         }
         if name := next((name for name, is_used in used.items() if is_used), None):

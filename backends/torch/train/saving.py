@@ -46,8 +46,9 @@ class _File(NamedTuple):
 def save_gathered(
     mesh: ProcessMesh, model: PreTrainedModel, folder: str, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """`PreTrainedModel.save_pretrained` of `weights`, in their order (`flowrl.sync.digest.named_weights`); a collective,
-    as they are. The weights of `folder` are replaced when all files are complete. Ranks on machines that do not share the folder of the first rank write none."""
+    """`PreTrainedModel.save_pretrained` of `weights`, which are in the order of `flowrl.sync.digest.named_weights` and
+    gathered as they are read; a collective. The weights of `folder` are replaced when all files are complete. Ranks on
+    machines that do not share the folder of the first rank write none."""
     token = mesh.max_over_ranks(secrets.randbits(48) if mesh.position.leads else 0)
     drafts = os.path.join(folder, f"{_DRAFTS}{token}")
     with mesh.all_or_none("save_pretrained"):

@@ -25,4 +25,8 @@ def install() -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None
+    # Recomputed layers restore the state of random numbers.
+    torch.cuda.random.get_rng_state = lambda **_: torch.get_rng_state()
+    torch.cuda.default_generators = {torch.device("cpu"): torch.default_generator}  # type: ignore[assignment]
+    torch.cuda._lazy_call = lambda function, **_: function()
     OnCPU().__enter__()
