@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.backends.megatron.model import MegatronModel
+from flowrl.backends.megatron.rows import refuse_gaps
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
-from flowrl.backends.torch.score.rows import Rows, SequenceInputs, ends, micro_rows, put
-from flowrl.data.segments import begins
-from flowrl.errors import DataError
+from flowrl.backends.torch.score.rows import Rows, SequenceInputs, micro_rows, put
 from flowrl.records import Sequences
 
 
@@ -54,27 +53,9 @@ class MegatronTrainerEngine(TorchTrainerEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `TrainedEngine.load_state_dict`; a collective."""
         super().load_state_dict(state)
-        self._scorer.stage.share_embedding()
+        self._scorer.stage.follow()
 
     def load_checkpoint(self, folder: str) -> None:
         """See `TrainedEngine.load_checkpoint`."""
         super().load_checkpoint(folder)
-        self._scorer.stage.share_embedding()
-
-
-def refuse_gaps(batch: Sequences) -> None:
-    """Refuse rows that hide tokens between others, or skip positions: megatron-core numbers the tokens of a row itself.
-    Raises `DataError`."""
-    attended = batch.attention_mask.bool()
-    first, last = ends(attended)
-    starts, both = begins(attended, batch.position_ids)[:, 1:], attended[:, 1:] & attended[:, :-1]
-    skips = both & ~starts & (batch.position_ids.diff(dim=1) != 1)
-    wrong = (attended.sum(1) != (last - first).clamp(min=0)) | skips.any(1)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise DataError(
-            f"Row {row} hides tokens between others, or its position_ids skip some; MegatronTrainer computes only "
-            f"consecutive tokens. Use TorchTrainer, or rows without gaps.",
-            code="megatron.gaps",
-            row=row,
-        )
+        self._scorer.stage.follow()

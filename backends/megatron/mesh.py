@@ -39,9 +39,9 @@ class MegatronMesh(GroupMesh):
             raise BindError(
                 f"MegatronTrainer(mesh={written(spec)}) is built in a process in which megatron-core has "
                 f"{written(Mesh(tensor=tensor, pipeline=pipeline))}. Use one mesh for all of its engines in a process.",
-                code="megatron.other-mesh",
+                code="megatron.unsupported",
+                setting="mesh",
                 given=spec,
-                found=(tensor, pipeline),
             )
         initialize_rng_tracker(inference_rng_tracker=True)  # without dropout nothing is drawn
         self._tensor = parallel_state.get_tensor_model_parallel_group()

@@ -42,8 +42,8 @@ class MegatronModel(TorchModel):
 
     def __init__(self, folder: str, dtype: Dtype, mesh: MegatronMesh, gradient_checkpointing: bool) -> None:
         self.mesh, self.device, self.context = mesh, mesh.device, Context.of(mesh)
-        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
-        self.dtype = torch.bfloat16 if self._autocast else torch.float32
+        self._autocast, self._checkpoints = False, gradient_checkpointing
+        self.dtype = getattr(torch, dtype)
         self.adapter = self.adapter_of = None
         self.unpacked = "megatron-core's own attention computes rows of equal length"
         with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
@@ -55,7 +55,7 @@ class MegatronModel(TorchModel):
                 sources = lm.state_dict()
             refuse_other(lm.config, "MegatronTrainer", folder)
             self.module = lm
-            self.stage = Stage(lm.config, mesh, _frequencies(lm, folder), gradient_checkpointing)
+            self.stage = Stage(lm.config, mesh, self.dtype, _frequencies(lm, folder), gradient_checkpointing)
             with loading(folder):
                 self.stage.load(sources)
         self.gathered = Gathered(self.stage.module, operator.call)
@@ -79,8 +79,7 @@ class MegatronModel(TorchModel):
             number, micro = next(coming)
             moved = from_first_tokens(micro)
             stage.train(self._checkpoints and backward)
-            with self.autocast():
-                hidden = stage(moved.input_ids, moved.position_ids, _hidden_keys(moved.attention_mask))
+            hidden = stage(moved.input_ids, moved.position_ids, _hidden_keys(moved.attention_mask))
             return hidden, partial(score, number, moved)
 
         def score(number: int, moved: ShiftedRows, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

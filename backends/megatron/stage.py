@@ -32,33 +32,36 @@ class Layers(GPTModel):  # type: ignore[misc]
 
 
 class _Copy(NamedTuple):
-    """Equal parts of a weight of this process and of a tensor of a folder.
+    """Equal parts of a weight of this process, in float32, and of a tensor of a folder.
 
     Args:
         first: whether no process before this one on the axis ``tensor`` has the same part.
     """
 
-    parameter: nn.Parameter
+    weight: Tensor
     first: bool
     here: tuple[slice, ...]
     there: tuple[slice, ...]
 
 
 class Stage:
-    """The layers of this process.
+    """The layers of this process, in a compute dtype, and their trained weights in float32: the same ones, or in
+    another dtype copies of them.
 
     Args:
         config: of the Hugging Face model.
         frequencies: of rotary positions, ``[head size / 2]``.
     """
 
-    def __init__(self, config: Any, mesh: MegatronMesh, frequencies: Tensor, checkpointing: bool) -> None:
+    def __init__(
+        self, config: Any, mesh: MegatronMesh, dtype: torch.dtype, frequencies: Tensor, checkpointing: bool
+    ) -> None:
         self._mesh, self._vocabulary = mesh, config.vocab_size
         self.tied = bool(config.tie_word_embeddings)
         own = -(-config.vocab_size // mesh.spec.tensor)
         made = settings(config)
         self.module = Layers(
-            config=_transformer_config(made, mesh, checkpointing),
+            config=_transformer_config(made, mesh, dtype, checkpointing),
             transformer_layer_spec=get_gpt_layer_local_spec(
                 qk_layernorm=made["qk_layernorm"], normalization=made["normalization"]
             ),
@@ -68,15 +71,19 @@ class Stage:
             post_process=mesh.last,
             share_embeddings_and_output_weights=self.tied,
             position_embedding_type="rope",
-        ).to(mesh.device)
+        ).to(mesh.device, dtype)
         self.module.rotary_pos_emb.inv_freq = frequencies.to(mesh.device)
         self.shards: dict[str, nn.Parameter] = {}
-        """The weights that this process trains, by their names in the whole model: parts of them, in the same memory as
-        those of `module`."""
+        """The weights that this process trains, by their names in the whole model, as parts of them."""
         self._local: dict[str, nn.Parameter] = {}
+        self._trained: dict[str, Tensor] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         self._weights = dict(weights(config))
         self._copies: dict[str, list[_Copy]] = {}
         self._wrap(config)
+        if dtype != torch.float32:
+            for parameter in self.module.parameters():
+                parameter.register_post_accumulate_grad_hook(self._add_gradient)
 
     def _wrap(self, config: Any) -> None:
         """Set `shards`, and where the tensors of a folder are in them."""
@@ -88,13 +95,14 @@ class Stage:
                 parts[2] = str(int(parts[2]) - offset)
             if (parameter := named.get(".".join(parts))) is None:
                 continue
-            self._local[name] = parameter
-            self.shards[name] = nn.Parameter(self._shard(parameter.detach(), weight))
+            self._local[name], trained = parameter, parameter.detach().float()  # the same memory if it is float32
+            self._trained[name] = trained
+            self.shards[name] = nn.Parameter(self._shard(trained, weight))
             first = weight.cut is not None or self._mesh.position.tensor == 0
             for box in boxes(weight.shape, weight.cut, self._mesh.place_of(weight.cut)):
                 for source in weight.sources:
                     if (common := box.common(source.box)) is not None:
-                        self._copies.setdefault(source.name, []).append(_Copy(parameter, first, *common))
+                        self._copies.setdefault(source.name, []).append(_Copy(trained, first, *common))
 
     def _shard(self, local: Tensor, weight: Weight) -> DTensor:
         """A weight of this process, or its gradient, without padding, as a part of the whole weight."""
@@ -110,12 +118,12 @@ class Stage:
     @torch.no_grad()
     def load(self, sources: Mapping[str, Any]) -> None:
         """Read this process's parts of the tensors of a folder, or of slices of them."""
-        for parameter in self.module.parameters():
-            parameter.zero_()  # what is padded
+        for trained in self._trained.values():
+            trained.zero_()  # what is padded
         for name, copies in self._copies.items():
-            for parameter, _, here, there in copies:
-                parameter[here] = sources[name][there].to(parameter)
-        self.share_embedding()
+            for weight, _, here, there in copies:
+                weight[here] = sources[name][there].to(weight)
+        self.follow()
 
     def gathered(
         self, like: Mapping[str, Tensor], bucket_bytes: int, dtype: torch.dtype | None
@@ -137,9 +145,9 @@ class Stage:
                 for piece, (name, x) in zip(memory.split(rooms), named.items(), strict=True)
             }
             for name, tensor in tensors.items():
-                for parameter, first, here, there in self._copies.get(name, ()):
+                for weight, first, here, there in self._copies.get(name, ()):
                     if first:
-                        tensor[there] = parameter.detach()[here].to(tensor.dtype)
+                        tensor[there] = weight[here].to(tensor.dtype)
             self._mesh.over_weights(memory.view(torch.int32))
             yield from tensors.items()
 
@@ -156,27 +164,42 @@ class Stage:
         return part(self._vocabulary, self._mesh.position.tensor, self._mesh.spec.tensor)
 
     def begin(self) -> None:
-        """Set all gradients to 0; those of `shards` are in the same memory as those of `module`."""
+        """Set all gradients to 0; they add up in float32."""
         for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            self._gradients[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.dtype == torch.float32:
+                parameter.grad = self._gradients[parameter]
         for name, shard in self.shards.items():
-            shard.grad = self._shard(cast(Tensor, self._local[name].grad), self._weights[name])
+            shard.grad = self._shard(self._gradients[self._local[name]], self._weights[name])
+
+    def _add_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients[cast(nn.Parameter, parameter)] += parameter.grad
+        parameter.grad = None
 
     def complete(self) -> None:
         """Add up the gradients of weights of which several processes use copies."""
         if (shared := self._shared()) is not None:
-            dist.all_reduce(cast(Tensor, shared.grad), group=parallel_state.get_embedding_group())
+            dist.all_reduce(self._gradients[shared], group=parallel_state.get_embedding_group())
         for name, parameter in self._local.items():
             if self._weights[name].summed:
-                dist.all_reduce(cast(Tensor, parameter.grad), group=self._mesh.tensor.get_group())
-        for parameter in self.module.parameters():
-            self._mesh.over_copies(cast(Tensor, parameter.grad))
+                dist.all_reduce(self._gradients[parameter], group=self._mesh.tensor.get_group())
+        for gradient in self._gradients.values():
+            self._mesh.over_copies(gradient)
 
-    def share_embedding(self) -> None:
-        """Copy the embedding of the first stage to the head of the last one, if they are tied; a collective."""
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Let the layers compute with the trained weights, after they have changed, and release gradients.
+
+        A collective: the head of the last stage gets an embedding of the first one that is tied to it.
+        """
+        for name, parameter in self._local.items():
+            parameter.copy_(self._trained[name])
         if (shared := self._shared()) is not None:
             group = parallel_state.get_embedding_group()
             dist.broadcast(shared.detach(), dist.get_process_group_ranks(group)[0], group)
+        self._gradients.clear()
+        self.module.zero_grad(set_to_none=True)
 
     def _shared(self) -> nn.Parameter | None:
         """The weights that this process has of an embedding that is also the head of another stage."""
@@ -185,14 +208,18 @@ class Stage:
         return cast(nn.Parameter, self.module.shared_embedding_or_output_weight())
 
 
-def _transformer_config(made: dict[str, Any], mesh: MegatronMesh, checkpointing: bool) -> TransformerConfig:
+def _transformer_config(
+    made: dict[str, Any], mesh: MegatronMesh, dtype: torch.dtype, checkpointing: bool
+) -> TransformerConfig:
     recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(
         **made,
         **(recompute if checkpointing else {}),
         tensor_model_parallel_size=mesh.spec.tensor,
         pipeline_model_parallel_size=mesh.spec.pipeline,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also without experts
         calculate_per_token_loss=True,  # losses are not divided by the number of micro-batches

@@ -33,7 +33,8 @@ class MegatronTrainer(TrainedSpec):
     Args:
         model, optimizer, schedule, grad_clip, gradient_checkpointing, max_tokens, device, memory, mesh: see
             `TrainedSpec`. Rows of a micro-batch are padded to the longest.
-        dtype: only ``"float32"`` is supported.
+        dtype: the compute dtype; with ``"bfloat16"``, layers and what passes between them are in it, as is usual in
+            megatron-core, but not trained weights, gradients that add up, and log-probs.
         attention, ranks, offload: not supported.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
 
@@ -54,7 +55,6 @@ class MegatronTrainer(TrainedSpec):
             "attention": self.attention is not None,
             "ranks": self.ranks > 1,
             "offload": self.offload,
-            "dtype": self.dtype != "float32",
             **{f"mesh.{axis}": getattr(mesh, axis) > 1 for axis in ("fsdp", "context", "expert")},
         }
         if name := next((name for name, is_used in used.items() if is_used), None):
@@ -81,6 +81,12 @@ class MegatronTrainer(TrainedSpec):
             BindError: megatron-core or a GPU is missing; the folder has no tokenizer, or no complete causal LM that is
                 supported; or this process is not one of the mesh.
         """
+        if not torch.cuda.is_available():
+            raise BindError(
+                "MegatronTrainer needs a GPU, since megatron-core allocates by CUDA, and torch sees none here. Use "
+                "TorchTrainer.",
+                code="megatron.no-gpu",
+            )
         if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
             raise BindError(
                 "MegatronTrainer needs the package megatron-core, which is not installed. Run pip install "
@@ -88,12 +94,6 @@ class MegatronTrainer(TrainedSpec):
                 code="package.not-installed",
                 package="megatron-core",
                 extra="megatron",
-            )
-        if not torch.cuda.is_available():
-            raise BindError(
-                "MegatronTrainer needs a GPU, since megatron-core allocates by CUDA, and torch sees none here. Use "
-                "TorchTrainer.",
-                code="megatron.no-gpu",
             )
         from flowrl.backends.megatron.engine import MegatronTrainerEngine  # here and below, since it imports megatron
         from flowrl.backends.megatron.mesh import MegatronMesh
@@ -109,6 +109,6 @@ class MegatronTrainer(TrainedSpec):
         model = MegatronModel(folder, self.dtype, mesh, self.gradient_checkpointing)
         budget = model.budget(self.max_tokens)
         learner = Learner(model.stage.shards.items(), self, "actor", mesh, budget, passes=StagePasses(model))
-        learner.optimizer.register_step_post_hook(lambda *_: model.stage.share_embedding())
+        learner.optimizer.register_step_post_hook(lambda *_: model.stage.follow())
         residence = Residence(place, [], offload=True)  # its weights stay on the device
         return MegatronTrainerEngine(folder, model, budget, self.logprob_chunk, residence, learner, tokenizer)

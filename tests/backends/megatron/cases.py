@@ -1,8 +1,8 @@
 """Cases that `test_trainer.py` runs with `TorchTrainer` in one process and with `MegatronTrainer` on meshes, and the
 main program of a rank.
 
-``python -m tests.backends.megatron.cases RANK FOLDER AXES`` runs every case as one rank of a gloo group on megatron-core,
-and pickles the results; ``AXES`` is JSON.
+``python -m tests.backends.megatron.cases RANK FOLDER AXES`` runs every case as one rank of a gloo group on
+megatron-core, and pickles the results; ``AXES`` is JSON.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def training(ranks: Ranks, kind: str) -> dict[str, Any]:
     """Eight mini-batches of AdamW; a checkpoint in between, from which the second half is the same to the bit."""
     engine, batch = ranks.trainer(kind), ranks.batch(kind)
     metrics = [engine.update(batch, ranks.minis(batch, PPO, *MINIS), PPO)]
-    engine.save_checkpoint(folder := str(ranks.folder / f"checkpoint-{kind}-{name_of(ranks.mesh)}-{ranks.backend.__name__}"))
+    engine.save_checkpoint(
+        folder := str(ranks.folder / f"checkpoint-{kind}-{name_of(ranks.mesh)}-{ranks.backend.__name__}")
+    )
     metrics.append(engine.update(batch, ranks.minis(batch, PPO, *MINIS), PPO))
     after = weights(engine)
     other = ranks.trainer(kind)
@@ -121,6 +123,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "segments": segments,
     **{f"training {kind}": lambda ranks, kind=kind: training(ranks, kind) for kind in ("llama", "qwen3")},
     **{name: lambda ranks, name=name: over_rows(ranks, name) for name in OVER_ROWS},
+    "bfloat16": lambda ranks: gradient(ranks, "qwen3", dtype="bfloat16"),
     **{f"sync {kind}": lambda ranks, kind=kind: sync(ranks, kind) for kind in ("llama", "qwen3")},
     "refused": refused,
 }

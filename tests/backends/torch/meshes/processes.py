@@ -52,7 +52,15 @@ def run(folder: Path, mesh: Mesh, cases: str, *which: str) -> list[dict[str, Any
     logs = [folder / f"log-{name}-{rank}.txt" for rank in range(mesh.ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", cases if "." in cases else f"{__package__}.{cases}", str(rank), str(folder), axes, *which]
+        command = [
+            sys.executable,
+            "-m",
+            cases if "." in cases else f"{__package__}.{cases}",
+            str(rank),
+            str(folder),
+            axes,
+            *which,
+        ]
         with log.open("w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
         processes.append(process)
