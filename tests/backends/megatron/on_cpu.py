@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from flowrl.backends import MegatronTrainer
+from flowrl.protocols.protocols import BuildContext
+
+if TYPE_CHECKING:  # it imports megatron-core
+    from flowrl.backends.megatron.engine import MegatronTrainerEngine
 
 
 class OnCPU(TorchFunctionMode):
@@ -18,6 +24,14 @@ class OnCPU(TorchFunctionMode):
         if function is torch.Tensor.cuda:
             return args[0]
         return function(*args, **kwargs)
+
+
+class MegatronOnCPU(MegatronTrainer):
+    """One that replaces ``torch.cuda`` in its processes."""
+
+    def build(self, context: BuildContext) -> MegatronTrainerEngine:
+        install()
+        return super().build(context)
 
 
 def install() -> None:
