@@ -45,8 +45,8 @@ class Weight(NamedTuple):
 
 
 def weights(config: Any) -> Iterator[tuple[str, Weight]]:
-    """The weights of all layers by their names in megatron-core's `GPTModel`, its layers counted from the first of the
-    model. Tied ones are the embedding's."""
+    """The weights of all layers by their names in megatron-core's ``GPTModel``, with layers counted from the first of
+    the model. Tied ones are the embedding's."""
     hidden, vocabulary = config.hidden_size, config.vocab_size
     yield EMBEDDING, _same("model.embed_tokens.weight", (vocabulary, hidden), ROWS)
     for number in range(config.num_hidden_layers):
@@ -100,7 +100,7 @@ def head_size(config: Any) -> int:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The arguments of megatron-core's `TransformerConfig` for the architecture."""
+    """The arguments of megatron-core's ``TransformerConfig`` for the architecture."""
     return dict(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

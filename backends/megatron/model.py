@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from flowrl.backends.megatron.architecture import refuse_other
 from flowrl.backends.megatron.mesh import MegatronMesh
 from flowrl.backends.megatron.stage import Stage
-from flowrl.backends.torch.load import load_causal_lm, loading, stored_tensors
+from flowrl.backends.torch.load import load_causal_lm, loading, refuse_not_finite, stored_tensors
 from flowrl.backends.torch.meshes.passes import Forward, Loss, Passes, See
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import AfterHead
@@ -33,9 +33,7 @@ from flowrl.records import Tokens
 
 class MegatronModel(TorchModel):
     """A causal LM whose body is a `Stage` in each process. Its `module` is transformers' model without weights, for
-    configuration and names.
-
-    Scores are called on the last stage, in a call of `run`.
+    configuration and names. Scores are computed on the last stage, in a call of `run`.
     """
 
     mesh: MegatronMesh
@@ -58,6 +56,9 @@ class MegatronModel(TorchModel):
             self.stage = Stage(lm.config, mesh, self.dtype, _frequencies(lm, folder), gradient_checkpointing)
             with loading(folder):
                 self.stage.load(sources)
+        self.stage.follow()
+        with mesh.all_or_none(f"loading {folder!r}"):
+            refuse_not_finite(cast(Any, self.stage.module), folder)
         self.gathered = Gathered(self.stage.module, operator.call)
         self.after_head, self._run, self._output, self._call_head = AfterHead(), lm, "logits", operator.call
         self._head = _head_of(self.stage, mesh, self.vocabulary)

@@ -1,4 +1,4 @@
-"""The layers of one process, as a `GPTModel` of megatron-core, and its weights by the names of a folder."""
+"""The layers of one process, as a ``GPTModel`` of megatron-core, and its weights by the names of a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ALIGNED = 16  # bytes: tensors of a bucket start at multiples of it, so that th
 
 
 class Layers(GPTModel):  # type: ignore[misc]
-    """A `GPTModel` that returns its last hidden states, ``[sequence batch hidden]``, in place of logits."""
+    """A ``GPTModel`` that returns its last hidden states, ``[sequence batch hidden]``, in place of logits."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
@@ -117,13 +117,12 @@ class Stage:
 
     @torch.no_grad()
     def load(self, sources: Mapping[str, Any]) -> None:
-        """Read this process's parts of the tensors of a folder, or of slices of them."""
+        """Read this process's parts of the tensors of a folder, or of slices of them; `follow` then."""
         for trained in self._trained.values():
             trained.zero_()  # what is padded
         for name, copies in self._copies.items():
             for weight, _, here, there in copies:
                 weight[here] = sources[name][there].to(weight)
-        self.follow()
 
     def gathered(
         self, like: Mapping[str, Tensor], bucket_bytes: int, dtype: torch.dtype | None
