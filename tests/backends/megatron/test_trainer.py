@@ -1,4 +1,5 @@
-"""`MegatronTrainer` on megatron-core against `TorchTrainer` in one process: the modules of `backends/megatron`.
+"""`MegatronTrainer` on megatron-core against `TorchTrainer` in one process: `trainer.py`, `architecture.py`, `mesh.py`,
+`stage.py`, `model.py`, `rows.py` and `engine.py` of `backends/megatron`.
 
 It runs on CPUs, with replaced calls of ``torch.cuda``, in the processes of a mesh, once through all of `cases`.
 """
