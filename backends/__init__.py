@@ -1,5 +1,5 @@
-"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder; vLLM; and SGLang. Names
-are imported on first use, and the libraries of the latter two when one is built."""
+"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder; megatron-core; vLLM; and
+SGLang. Names are imported on first use, and the libraries of the latter three when one is built."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if __name__ != "flowrl.backends":
 from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
+    from flowrl.backends.megatron.trainer import MegatronTrainer
     from flowrl.backends.sglang.engine import SGLang
     from flowrl.backends.torch.generate.rollout import TorchRollout
     from flowrl.backends.torch.lora import LoRA
@@ -31,6 +32,7 @@ __all__ = [
     "AdamW",
     "Backend",
     "LoRA",
+    "MegatronTrainer",
     "Mesh",
     "SGLang",
     "TorchCritic",
@@ -51,6 +53,7 @@ __getattr__ = lazy(
         "AdamW": "torch.train.learner",
         "Backend": ".protocols.backend",
         "LoRA": "torch.lora",
+        "MegatronTrainer": "megatron.trainer",
         "Mesh": ".protocols.mesh",
         "SGLang": "sglang.engine",
         "TorchCritic": "torch.train.critic",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.load import FolderBackend, loading, refuse_no_model, skeleton
@@ -25,6 +25,9 @@ class MeshBackend(FolderBackend):
         mesh: the processes on named axes, one device each; None is ``Mesh(fsdp=ranks)``.
     """
 
+    pipelined: ClassVar[bool] = False
+    """Whether `Mesh.pipeline` may be above 1."""
+
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
 
     def _check(self) -> None:
@@ -36,6 +39,14 @@ class MeshBackend(FolderBackend):
                 code="mesh.ranks",
                 ranks=self.ranks,
                 mesh=self.mesh,
+            )
+        if self.geometry.pipeline > 1 and not self.pipelined:
+            raise ParameterError(
+                f"{name}(mesh={written(self.geometry)}) would be a pipeline, but only MegatronTrainer has one. Use the "
+                f"axes fsdp and tensor.",
+                code="mesh.pipeline",
+                backend=name,
+                given=self.geometry.pipeline,
             )
 
     @property
@@ -62,7 +73,7 @@ class MeshBackend(FolderBackend):
         if mesh.tensor * mesh.context * mesh.expert == 1:
             return
         with loading(folder):
-            config = _configuration(folder)
+            config = configuration(folder)
         from flowrl.backends.torch.train.expert_parallel import DISPATCHED  # here, since it takes seconds to import
 
         experts = (config.base_model_ep_plan or {}).values()
@@ -78,7 +89,7 @@ class MeshBackend(FolderBackend):
                     architecture=config.model_type,
                     path=folder,
                 )
-        mesh.refuse_unfit(type(self).__name__, folder, _sizes(config))
+        mesh.refuse_unfit(type(self).__name__, folder, sizes(config))
         if mesh.context > 1:
             with loading(folder):
                 lm = skeleton(folder, cast(Any, self).attention)
@@ -102,7 +113,7 @@ class MeshBackend(FolderBackend):
         return shard_over(context, self.geometry, place, spec.dtype == "bfloat16", spec.offload)
 
 
-def _configuration(folder: str) -> Any:
+def configuration(folder: str) -> Any:
     """The configuration of the language model of a folder."""
     from transformers import AutoConfig
 
@@ -110,12 +121,13 @@ def _configuration(folder: str) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _sizes(config: Any) -> dict[str, int]:
+def sizes(config: Any) -> dict[str, int]:
     """The sizes of a model that axes divide; those that it has."""
     heads = getattr(config, "num_attention_heads", None)
     found = {
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_hidden_layers": getattr(config, "num_hidden_layers", None),
         "num_experts": next((size for name in _EXPERTS if (size := getattr(config, name, None))), None),
         **{name: getattr(config, name, None) for name in _WIDTHS},
     }

@@ -20,18 +20,19 @@ class Position(NamedTuple):
 
     Args:
         rank: its number in the mesh.
-        replicate, fsdp, tensor: its coordinates.
+        replicate, pipeline, fsdp, tensor: its coordinates.
         expert: its number among those that have the experts of a layer together.
         shard: its number among those of a replica that have the same experts.
         data_rank: whose rows it computes. Processes with the same one compute the same rows.
         part: its part of each row, by `Mesh.context`.
-        reports: whether its outputs and metrics count; one process of each data rank.
+        reports: whether its outputs and metrics count; one process of each data rank, which has the last layers.
         leads: whether it writes folders, and reports values that all processes know.
         sends: whether it sends weights to engines that have no sender on their device.
     """
 
     rank: int
     replicate: int
+    pipeline: int
     fsdp: int
     tensor: int
     expert: int
@@ -44,7 +45,7 @@ class Position(NamedTuple):
 
 
 class Mesh(Spec):
-    """The processes of an engine, ``replicate * fsdp * tensor`` of them, outer to inner.
+    """The processes of an engine, ``replicate * pipeline * fsdp * tensor`` of them, outer to inner.
 
     Args:
         replicate: copies of the weights, whose gradients are summed (HSDP).
@@ -53,6 +54,8 @@ class Mesh(Spec):
             architecture.
         context: neighbors on ``fsdp`` that share each row; divides `fsdp`.
         expert: neighbors on ``fsdp * tensor`` that share the experts of a layer; divides their number.
+        pipeline: processes that each have some of the layers (Narayanan et al. 2021, arXiv:2104.04473); divides their
+            number. Only `flowrl.backends.megatron.trainer.MegatronTrainer` has it.
 
     Raises:
         ParameterError: `context` or `expert` does not divide what it splits.
@@ -65,6 +68,7 @@ class Mesh(Spec):
     tensor: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
 
     def _check(self) -> None:
         super()._check()
@@ -82,7 +86,7 @@ class Mesh(Spec):
     @property
     def ranks(self) -> int:
         """The number of processes."""
-        return self.replicate * self.fsdp * self.tensor
+        return self.replicate * self.pipeline * self.fsdp * self.tensor
 
     @property
     def expert_shards(self) -> int:
@@ -96,11 +100,14 @@ class Mesh(Spec):
 
     def position(self, rank: int) -> Position:
         """What the process with this rank is."""
-        outer, tensor = divmod(rank, self.tensor)
-        data_rank, part = divmod(outer, self.context)
-        shard, expert = divmod(rank % (self.fsdp * self.tensor), self.expert)
-        reports, leads = tensor == 0 and part == 0, rank == 0
-        axes = (*divmod(outer, self.fsdp), tensor, expert, shard)
+        stage, inner = divmod(rank, self.fsdp * self.tensor)
+        replicate, pipeline = divmod(stage, self.pipeline)
+        fsdp, tensor = divmod(inner, self.tensor)
+        shard, expert = divmod(inner, self.expert)
+        data_rank, part = divmod(replicate * self.fsdp + fsdp, self.context)
+        reports = tensor == 0 and part == 0 and pipeline == self.pipeline - 1
+        leads = reports and data_rank == 0
+        axes = (replicate, pipeline, fsdp, tensor, expert, shard)
         return Position(rank, *axes, data_rank, part, reports, leads, leads)
 
     @property
@@ -117,12 +124,13 @@ class Mesh(Spec):
         """The groups of ranks that differ only on an axis, such as ``"tensor"`` or ``"context"``; that hold one copy of
         the weights (``"weights"``); or that have the same rows (``"rows"``)."""
         same = {
-            "replicate": ("fsdp", "tensor"),
-            "fsdp": ("replicate", "tensor"),
-            "tensor": ("replicate", "fsdp"),
-            "context": ("data_rank", "tensor"),
-            "expert": ("replicate", "shard"),
-            "shard": ("replicate", "expert"),
+            "replicate": ("pipeline", "fsdp", "tensor"),
+            "pipeline": ("replicate", "fsdp", "tensor"),
+            "fsdp": ("replicate", "pipeline", "tensor"),
+            "tensor": ("replicate", "pipeline", "fsdp"),
+            "context": ("data_rank", "pipeline", "tensor"),
+            "expert": ("replicate", "pipeline", "shard"),
+            "shard": ("replicate", "pipeline", "expert"),
             "weights": ("replicate",),
             "rows": ("data_rank",),
         }[axis]
@@ -145,6 +153,7 @@ class Mesh(Spec):
             own = kv // self.tensor  # repeated if there are fewer of them than parts of a row
             wrong["num_key_value_heads"] = ("tensor * context", attention, own % self.context and self.context % own)
         wrong |= {n: ("tensor", self.tensor, size % self.tensor) for n, size in sizes.items() if n.endswith("_size")}
+        wrong["num_hidden_layers"] = ("pipeline", self.pipeline, sizes.get("num_hidden_layers", 0) % self.pipeline)
         wrong["num_experts"] = ("expert", self.expert, sizes.get("num_experts", 0) % self.expert)
         for name, (axis, size, rest) in wrong.items():
             if rest:

@@ -28,30 +28,33 @@ MESHES = [
 ]
 
 
-def processes(replicate: int, fsdp: int, tensor: int, context: int, expert: int = 1) -> list[Position]:
+def processes(
+    replicate: int, fsdp: int, tensor: int, context: int, expert: int = 1, pipeline: int = 1
+) -> list[Position]:
     """The processes of a mesh, outer to inner, by nested loops over data ranks and parts of rows."""
     found: list[Position] = []
-    for copy in range(replicate):
+    for copy, stage in itertools.product(range(replicate), range(pipeline)):
         for batch in range(fsdp // context):
             for part in range(context):
                 for t in range(tensor):
                     rank = len(found)
-                    first_of_rows = part == t == 0
+                    of_rows = part == t == 0 and stage == pipeline - 1
                     data_rank = copy * (fsdp // context) + batch
-                    within = rank - copy * fsdp * tensor
+                    within = rank % (fsdp * tensor)
                     found.append(
                         Position(
                             rank,
                             copy,
+                            stage,
                             batch * context + part,
                             t,
                             within % expert,
                             within // expert,
                             data_rank,
                             part,
-                            first_of_rows,
-                            rank == 0,
-                            rank == 0,
+                            of_rows,
+                            of_rows and data_rank == 0,
+                            of_rows and data_rank == 0,
                         )
                     )
     return found
@@ -64,12 +67,23 @@ def test_every_process_is_what_nested_loops_say(axes: dict[str, int]) -> None:
     assert mesh.data_ranks == len({one.data_rank for one in expected})
     assert sum(one.reports for one in mesh.positions) == mesh.data_ranks
     assert [one.rank for one in mesh.positions if one.sends] == [mesh.sender]
-    for axis, same in (("tensor", "fsdp replicate"), ("context", "data_rank tensor")):
+    for axis, same in (("tensor", "fsdp replicate pipeline"), ("context", "data_rank pipeline tensor")):
         groups: dict[Any, list[int]] = {}
         for one in expected:
             groups.setdefault(tuple(getattr(one, name) for name in same.split()), []).append(one.rank)
         assert sorted(mesh.together(axis)) == sorted(map(tuple, groups.values()))
         assert {len(group) for group in mesh.together(axis)} == {axes[axis]}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 2), (2, 1, 2, 1, 1, 2), (2, 4, 2, 2, 4, 3)])
+def test_processes_of_a_pipeline_are_what_nested_loops_say(sizes: tuple[int, ...]) -> None:
+    mesh, expected = Mesh(*sizes), processes(*sizes)
+    assert list(mesh.positions) == expected
+    step = mesh.fsdp * mesh.tensor
+    first = [tuple(range(low, low + step * mesh.pipeline, step)) for low in range(step)]
+    assert mesh.together("pipeline")[:step] == first
+    rows = [[one.pipeline for one in expected if one.data_rank == rank] for rank in range(mesh.data_ranks)]
+    assert [sorted(set(stages)) for stages in rows] == [list(range(mesh.pipeline))] * mesh.data_ranks
 
 
 def test_a_mesh_of_twelve_by_hand() -> None:
@@ -145,6 +159,8 @@ def test_a_backend_has_one_mesh(backend: Any) -> None:
     assert backend("model").geometry == Mesh()
     with raises("mesh.ranks", ranks=2):
         backend("model", ranks=2, mesh=Mesh(fsdp=2))
+    with raises("mesh.pipeline", given=2, backend=backend.__name__):
+        backend("model", mesh=Mesh(pipeline=2))
 
 
 def test_a_mesh_survives_a_file() -> None:
@@ -152,7 +168,13 @@ def test_a_mesh_survives_a_file() -> None:
     assert decode(json.loads(json.dumps(encode(spec, "here"))), "here", None) == spec
 
 
-SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 6}
+SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_experts": 6,
+    "num_hidden_layers": 10,
+}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +185,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
         ({"fsdp": 16, "context": 16}, "num_attention_heads", "tensor * context", 16),
         ({"tensor": 2, "fsdp": 8, "context": 8}, "num_attention_heads", "tensor * context", 16),
         ({"fsdp": 4, "expert": 4}, "num_experts", "expert", 4),
+        ({"pipeline": 4}, "num_hidden_layers", "pipeline", 4),
     ],
 )
 def test_sizes_that_axes_do_not_divide_are_refused(axes: dict[str, int], size: str, axis: str, given: int) -> None:

@@ -252,7 +252,7 @@ class TorchModel:
         else:
             from flowrl.backends.torch.train.saving import save_gathered
 
-            save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
+            save_gathered(self.mesh, self.module, folder, self.weights(bucket_bytes))
 
     def save_adapter(self, folder: str, model: str, bucket_bytes: int) -> None:
         """Write the adapter over the folder `model` in PEFT's format; a collective, only rank 0 writes."""

@@ -222,11 +222,16 @@ def fill_rows(
 ) -> None:
     """`score_rows` for a score of several tensors, into `out`: ``[batch response ...]`` each."""
     for run, micro in micro_rows(mesh, inputs, budget):
-        for column, found in zip(out, score(micro), strict=True):
-            if run is not None and run.columns is None:
-                column[run.rows.to(column.device)] = found.to(column.device)
-            elif run is not None:  # 0 in other segments
-                column[run.rows.to(column.device)] += found.to(column.device)
+        put(out, run, score(micro))
+
+
+def put(out: Sequence[Tensor], run: Run | None, scores: Sequence[Tensor]) -> None:
+    """Put the scores of a micro-batch, if it is not idle, into the rows of `out`."""
+    for column, found in zip(out, scores, strict=True):
+        if run is not None and run.columns is None:
+            column[run.rows.to(column.device)] = found.to(column.device)
+        elif run is not None:  # 0 in other segments
+            column[run.rows.to(column.device)] += found.to(column.device)
 
 
 def micro_rows(mesh: ProcessMesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Run | None, Rows]]:

@@ -82,14 +82,18 @@ def load(
     tensors: dict[str, Tensor] = dict(extra)
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
     state: dict[Tensor, dict[str, Tensor]] = {}
+    for name, parameter in weights.items():
+        state[parameter] = {key: _blank(key, parameter) for key in state_keys}
+        tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
+    expected = mesh.union({name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()})
     with ExitStack() as files:
         with mesh.all_or_none("load_checkpoint"):
             stored = _pieces(folder, files)
-            if any(name.startswith("optimizer.") for name in stored):
-                for name, parameter in weights.items():
-                    state[parameter] = {key: _blank(key, parameter) for key in state_keys}
-                    tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
-            expected = {name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
+            if not any(map(_of_optimizer, stored)):  # written before the first step
+                tensors, expected = (
+                    {n: x for n, x in of.items() if not _of_optimizer(n)} for of in (tensors, expected)
+                )
+                state = {}
             found = {name: _described(pieces) for name, pieces in stored.items()}
             if expected != found:
                 other = sorted({name for name, _ in expected.items() ^ found.items()})
@@ -106,6 +110,10 @@ def load(
                 _read(stored[name], tensor, mesh)
     optimizer.state.clear()
     optimizer.state.update(state)
+
+
+def _of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer.")
 
 
 def _blank(key: str, parameter: nn.Parameter) -> Tensor:

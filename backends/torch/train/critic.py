@@ -54,7 +54,7 @@ class TorchCritic(TrainedSpec):
         gathered_head = mesh.gathered(head)
         module = nn.ModuleDict({"model": body.module, "value_head": head})
         budget = body.budget(self.max_tokens)
-        learner = Learner(module, self, "critic", mesh, budget)
+        learner = Learner(module.named_parameters(), self, "critic", mesh, budget)
         residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
         return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
 

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from flowrl.backends.torch.load import Folder
+from flowrl.backends.torch.meshes.passes import Forward, Passes
 from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.score.model import Dtype
-from flowrl.backends.torch.score.rows import Budget, Rows, Run, SequenceInputs, by_segments, micro_batches, take
+from flowrl.backends.torch.score.rows import Budget, Rows, Run, by_segments, micro_batches, take
 from flowrl.backends.torch.train.balancing import LoadBalancing
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.protocols.footprint import Demand, Footprint
-from flowrl.protocols.protocols import MiniBatch, Objective, ReplicatedMiniBatch
+from flowrl.protocols.protocols import MiniBatch, Objective
 from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
-
-Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
-"""Output and entropy of the rows of a micro-batch."""
 
 Parameters = Sequence[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
 """Those of an optimizer; in groups if torch's multi-tensor kernels do not take them together."""
@@ -166,33 +164,35 @@ class TrainedSpec(MeshBackend):
 
 
 class Learner:
-    """Trains the parameters of a module, in float32.
+    """Trains the parameters of a model, in float32.
 
     Args:
-        module: trained are its parameters that require gradients.
+        named: the parameters of a model by name; trained are those that require gradients.
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
         balancing: a further loss, of the experts of a mini-batch's tokens.
+        passes: how micro-batches are computed; None is one by one.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         spec: TrainedSpec,
         prefix: str,
         mesh: ProcessMesh,
         budget: Budget,
         over: str | None = None,
         balancing: LoadBalancing | None = None,
+        passes: Passes | None = None,
     ) -> None:
         optimizer = spec.optimizer
-        self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names = {name: p for name, p in named if p.requires_grad}
         self._parameters = list(self._names.values())
         self._alike = mesh.alike(self._parameters)
         groups = self._parameters if len(self._alike) == 1 else [{"params": group} for group in self._alike]
         self.optimizer, self._state_keys = optimizer.build(groups, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
         self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
-        self._balancing = balancing
+        self._balancing, self._passes = balancing, passes or Passes(mesh, balancing)
         self._steps = 0
         self.version = 0
 
@@ -212,11 +212,11 @@ class Learner:
         values that all ranks know (gradient norm, learning rate), so that the metrics of all ranks merge exactly.
         Raises `DataError` on all ranks if the gradient of a mini-batch is not finite, which then has changed no weight.
 
-        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the module's device.
+        `forward` returns output and entropy, as `objective` needs them, of a micro-batch on the model's device.
         """
         metrics, mesh = Metrics(), self.mesh
         columns: Any = batch
-        attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
+        attended = columns.attention_mask.cpu()
         for index, (rows, weights, whole) in enumerate(mini_batches):
             # Zeros, not None: if all micro-batches of a parameter are skipped, its momentum and decay still apply.
             for parameter in self._parameters:
@@ -231,16 +231,10 @@ class Learner:
                 self._balancing.begin(part, [None if run is None else run.rows for run in turns], in_one)
             if whole is not None and most and not in_one:
                 every = [None if run is None else run.rows for run in turns]
-                self._two_passes(part, every, whole, objective, forward, metrics)
-                turns = []
-            for run in turns:
-                output, entropy = forward(idle if run is None else run.take(part, mesh.device))
-                if run is None:
-                    output.sum().backward()
-                    continue
-                seen = take(part if whole is None else whole.batch, run.rows, mesh.device)
-                loss = objective(output, entropy, seen, run.of(weights, attended.shape[1]).to(mesh.device), metrics)
-                (loss if self._balancing is None else loss + self._balancing.loss()).backward()
+                self._passes.two(part, every, whole, objective, forward, metrics)
+            else:
+                of = part if whole is None else whole.batch
+                self._passes.one(part, of, turns, weights, objective, forward, metrics)
             if self._balancing is not None:
                 self._balancing.report(metrics, f"{self._prefix}/aux_loss")
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
@@ -250,41 +244,6 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return metrics
-
-    def _two_passes(
-        self,
-        part: Rows,
-        turns: Sequence[Tensor | None],
-        whole: ReplicatedMiniBatch,
-        objective: Objective[Rows],
-        forward: Forward,
-        metrics: Metrics,
-    ) -> None:
-        """The gradient of an objective over its whole mini-batch, with the model in micro-batches."""
-        mesh, own = self.mesh, whole.own.to(self.mesh.device)
-        idle: Any = SequenceInputs.idle(mesh.device)
-        inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
-        outputs = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
-        number = 1
-        with torch.no_grad():
-            for run, micro in zip(turns, inputs, strict=True):
-                found = [x for x in forward(micro) if x is not None]
-                number = len(found)
-                if run is not None:
-                    outputs[:number, own[run]] = torch.stack(found)
-        outputs = mesh.total(outputs[:number].clone()).requires_grad_()
-        output, *entropy = outputs.unbind()
-        everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
-        reported = metrics if mesh.position.leads else Metrics()  # all ranks compute the same
-        objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
-        assert outputs.grad is not None
-        for run, micro in zip(turns, inputs, strict=True):
-            found = [x for x in forward(micro) if x is not None]
-            slopes = [torch.zeros_like(x) for x in found] if run is None else list(outputs.grad[:, own[run]])
-            pairs = [(x, slope) for x, slope in zip(found, slopes, strict=True) if x.requires_grad]
-            if self._balancing is not None and run is not None:
-                pairs.append((self._balancing.loss(), torch.ones((), device=mesh.device)))
-            torch.autograd.backward([x for x, _ in pairs], [slope for _, slope in pairs])
 
     def _runs(self, part: Rows, attention_mask: Tensor, weights: Tensor, of_tokens: bool) -> list[Run]:
         """The micro-batches of these rows with some weight, by segments if the objective is `of_tokens`; all of them,

@@ -55,6 +55,9 @@ class ProcessMesh:
     agreed: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
     """The smallest values of a tensor, of those of all processes with the same rows."""
 
+    union: Callable[[dict[str, T]], dict[str, T]] = staticmethod(lambda named: named)
+    """What all processes have by names, which those with other layers have others of."""
+
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """All ranks complete the block, or all raise; the argument is the call's name for the message."""
 

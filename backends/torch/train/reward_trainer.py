@@ -103,7 +103,7 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
         mesh = self._body.mesh
         gathered = self._gathered_head = mesh.gathered(self._head)
         self._classifier = classifier
-        self.learner = Learner(classifier, spec, "reward_model", mesh, self._budget)
+        self.learner = Learner(classifier.named_parameters(), spec, "reward_model", mesh, self._budget)
         roots = [self._body.gathered.root, gathered.root]
         self.residence = Residence(mesh.device, roots, self.learner.optimizer, spec.offload)
 

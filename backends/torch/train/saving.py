@@ -16,10 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowrl.backends.torch.load import INDEX, WEIGHTS, quiet
-from flowrl.backends.torch.lora import Adapter
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.train.mesh import ProcessMesh
-from flowrl.backends.torch.train.shards import gathered_weights
 from flowrl.backends.torch.train.tensor_file import TensorFile
 from flowrl.sync.buckets import in_buckets
 from flowrl.sync.pieces import in_pieces
@@ -46,10 +44,11 @@ class _File(NamedTuple):
 
 
 def save_gathered(
-    mesh: ProcessMesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
+    mesh: ProcessMesh, model: PreTrainedModel, folder: str, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """`PreTrainedModel.save_pretrained` of `gathered_weights`; a collective. The weights of `folder` are replaced when
-    all files are complete. Ranks on machines that do not share the folder of the first rank write none."""
+    """`PreTrainedModel.save_pretrained` of `weights`, which are in the order of `flowrl.sync.digest.named_weights` and
+    gathered as they are read; a collective. The weights of `folder` are replaced when all files are complete. Ranks on
+    machines that do not share the folder of the first rank write none."""
     token = mesh.max_over_ranks(secrets.randbits(48) if mesh.position.leads else 0)
     drafts = os.path.join(folder, f"{_DRAFTS}{token}")
     with mesh.all_or_none("save_pretrained"):
@@ -58,7 +57,6 @@ def save_gathered(
                 shutil.rmtree(abandoned)
             os.makedirs(drafts)
     files = list(_files(mesh, model, drafts))
-    weights = gathered_weights(mesh, model, bucket_bytes, adapter)
     with mesh.all_or_none("save_pretrained"), ExitStack() as unread:
         unread.callback(lambda: all(True for _ in weights))  # a collective, even if writing fails here
         for file in files:
@@ -70,7 +68,7 @@ def save_gathered(
 
 
 def _files(mesh: ProcessMesh, model: PreTrainedModel, drafts: str) -> Iterator[_File]:
-    """The files of the folder in the order of their tensors, those of `gathered_weights`; ranks that see the folder of
+    """The files of the folder in the order of their tensors, as `save_gathered` has them; ranks that see the folder of
     `drafts` write them in turn."""
     own, sees = mesh.position.rank, os.path.isdir(drafts)
     writers = [rank for rank in range(mesh.spec.ranks) if mesh.max_over_ranks(int(sees and rank == own))]

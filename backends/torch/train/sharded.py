@@ -3,9 +3,6 @@
 Each rank has its shard of every weight, gradient and optimizer state; weights are gathered one transformer block at a
 time while that block computes. All ranks run one program with collectives, so every rank must make the same calls in
 the same order.
-
-If a rank raises during a collective, the others wait in it until the timeout of the process group, which the caller
-sets (``init_process_group(timeout=...)``); then build the engines again on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,10 +27,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.train.boxes import Cut, Place, boxes, cut_of, local_shape
-from flowrl.backends.torch.train.mesh import Caller, Gathered, ProcessMesh
-from flowrl.errors import BindError, RankError
-from flowrl.protocols.mesh import Mesh, Position
+from flowrl.backends.torch.meshes.group import GroupMesh, joined
+from flowrl.backends.torch.train.boxes import Cut, boxes, cut_of, local_shape
+from flowrl.backends.torch.train.mesh import Caller, Gathered
+from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
@@ -44,7 +40,7 @@ _ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Sharded(ProcessMesh):
+class Sharded(GroupMesh):
     """Weights sharded along their first axis by FSDP2, over the ranks of a mesh that differ on the axis ``fsdp``; on
     ``tensor``, layers are split before (`split_layers`), and on ``replicate`` there are copies (HSDP). Experts that the
     axis ``expert`` cuts are sharded over the processes that have the same ones.
@@ -62,12 +58,9 @@ class Sharded(ProcessMesh):
         offload: keep shards, gradients and optimizer state in CPU memory, where the optimizer then steps too.
     """
 
-    sharded = True
-
     def __init__(self, spec: Mesh, group: ProcessGroup, device: torch.device, bfloat16: bool, offload: bool) -> None:
-        super().__init__(device)
-        self.spec, self.position = spec, spec.position(dist.get_rank(group))
-        self.group, self.offload = group, offload
+        super().__init__(spec, group, device)
+        self.offload = offload
         self._fsdp = self._weights = group
         self.tensor: DeviceMesh | None = None
         """The ranks that differ on ``tensor``, if there are several."""
@@ -87,7 +80,6 @@ class Sharded(ProcessMesh):
             )
             self.expert = mesh["expert"]
             self._same_experts = mesh["shard"] if spec.replicate == 1 else mesh["replicate", "shard"]
-        self._peers = self._subgroup("rows") if spec.data_ranks < spec.ranks else None
         if spec.context > 1:
             self.neighbors = self._subgroup("context")
         self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -98,19 +90,6 @@ class Sharded(ProcessMesh):
         groups = [self._subgroup(axis) for axis in axes]
         ranks = torch.arange(self.spec.ranks).view(sizes)
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
-
-    def _subgroup(self, axis: str) -> ProcessGroup:
-        """This process's group on an axis, with the timeout of the whole one; see `Mesh.together`."""
-        patience = self.group._get_backend(self.device).options._timeout  # type: ignore[union-attr]
-        found, _ = dist.new_subgroups_by_enumeration(self.spec.together(axis), patience)
-        return cast(ProcessGroup, found)
-
-    def place_of(self, cut: Cut | None, at: Position | None = None) -> Place:
-        """Which of the processes that hold a tensor this one is, or the one `at` a position."""
-        at = at or self.position
-        if cut is not None and cut.axis == "expert":
-            return Place(at.expert, self.spec.expert, at.shard, self.spec.expert_shards)
-        return Place(at.tensor, self.spec.tensor, at.fsdp, self.spec.fsdp)
 
     @property
     def storage(self) -> torch.device:
@@ -159,70 +138,6 @@ class Sharded(ProcessMesh):
         # A sum: gloo has no average, and with one rank NCCL's is not reliable.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-
-    def max_over_ranks(self, count: int) -> int:
-        """The largest `count` of any rank; a collective."""
-        most = torch.tensor(count, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        return int(most)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all parts of the rows, in its place; a collective."""
-        if not self.position.reports:  # another process has the same rows
-            tensor.zero_()
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def agreed(self, tensor: Tensor) -> Tensor:
-        """The smallest values of a tensor, in its place, of those of all processes with the same rows; a collective."""
-        if self._peers is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MIN, self._peers)
-        return tensor
-
-    @contextmanager
-    def all_or_none(self, what: str) -> Iterator[None]:
-        """All ranks complete the block, or all raise: `RankError` if only another rank raised. A collective."""
-        rank, failed = self.position.rank, torch.zeros(self.spec.ranks, device=self.device)
-        try:
-            yield
-        except Exception:
-            failed[rank] = 1
-            dist.all_reduce(failed, group=self.group)
-            raise
-        dist.all_reduce(failed, group=self.group)
-        if failed.any():
-            ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
-            raise RankError(
-                f"{what} failed on rank {ranks} of {self.spec.ranks}, so rank {rank} stopped too, before anything "
-                f"changed. Fix the error of rank {ranks}.",
-                code="trainer.rank-failed",
-                call=what,
-                rank=rank,
-                failed=ranks,
-            )
-
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The L2 norm of all sharded tensors together, over all ranks, on the device; a collective. Copies count
-        once."""
-        local = [cast(DTensor, tensor).to_local() for tensor in tensors if self.writes(tensor)]
-        square = torch.nn.utils.get_total_norm(local).to(self.device, torch.float64).square()
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt().float()
-
-    def writes(self, tensor: Tensor) -> bool:
-        """Whether this process's part of a tensor is not a copy of another's."""
-        if not isinstance(tensor, DTensor):
-            return super().writes(tensor)
-        at = self.position
-        return at.replicate == 0 and (at.tensor == 0 or cut_of(tensor) is not None)
-
-    def alike(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters that torch's multi-tensor kernels take together: those on one device mesh."""
-        groups: dict[str, list[nn.Parameter]] = {"": [], "tensor": [], "expert": []}
-        for parameter in parameters:
-            cut = cut_of(cast(DTensor, parameter))
-            groups["" if cut is None else cut.axis].append(parameter)
-        return [group for group in groups.values() if group]
 
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order; a collective: all ranks must iterate to the end.
@@ -302,32 +217,5 @@ class _Root(nn.Module):
 
 
 def shard_over(context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
-    """An engine's mesh with the axes `spec`, each process on its device `place`.
-
-    With more than one rank, the caller has initialized `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
-    GPUs, one device per rank) with the ranks of this engine as its default group.
-    """
-    ranks = spec.ranks
-    if context.world_size == 1 and ranks > 1:
-        raise BindError(
-            f"A backend with ranks={ranks} needs {ranks} processes, but is built in a single one. Bind a place, "
-            f"bind(..., place=Colocate(gpus={ranks})), or set ranks=1.",
-            code="trainer.ranks",
-            ranks=ranks,
-        )
-    if not dist.is_initialized() and ranks == 1:
-        kind = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    if (context.world_size, found) != (ranks, (context.rank, ranks)):
-        raise BindError(
-            f"A backend with ranks={ranks} is built as rank {context.rank} of {context.world_size}, but "
-            f"torch.distributed is {'not initialized' if found is None else 'rank {} of {}'.format(*found)}. Start one "
-            f"process for each of {ranks} ranks, and call torch.distributed.init_process_group(rank=..., "
-            f"world_size={ranks}) in each before build.",
-            code="trainer.ranks",
-            ranks=ranks,
-            rank=context.rank,
-            found=found,
-        )
-    return Sharded(spec, cast(ProcessGroup, dist.group.WORLD), place, bfloat16, offload)
+    """An engine's mesh with the axes `spec`, each process on its device `place`; see `joined`."""
+    return Sharded(spec, joined(context, spec.ranks, place), place, bfloat16, offload)

@@ -53,8 +53,8 @@ def load_sharded(
     assert isinstance(mesh, Sharded)
     with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
-            lm = _without_storage(folder, attention)
-            sources = None if lm is None else _sources(lm, with_head, stored_tensors(folder, files))
+            lm = without_storage(folder, attention)
+            sources = None if lm is None else sources_of(lm, with_head, stored_tensors(folder, files))
         if lm is None or sources is None:
             lm = load_causal_lm(folder, with_head, attention)
         adapter = None if lora is None else Adapter(lm, lora, folder)
@@ -94,7 +94,7 @@ def _ends(lm: PreTrainedModel, loaded: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
+def without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
     """The model with parameters on the meta device and real buffers, or None if its buffers cannot be made so."""
     lm = skeleton(folder, attention)
     if getattr(lm.config, "quantization_config", None) is not None:
@@ -112,7 +112,7 @@ def _without_storage(folder: str, attention: Attention | None) -> PreTrainedMode
     return lm
 
 
-def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
+def sources_of(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """The stored tensor of each weight, tied ones once; None if some are missing or have another shape, or others are
     stored, except those that transformers ignores on purpose."""
     targets = targets_of(lm, stored)
@@ -146,8 +146,8 @@ def read_head(folder: str) -> dict[str, Tensor]:
     """``weight``, and perhaps ``bias``, of the head of a folder's causal LM, in float32 on the CPU. Reads nothing else
     if the folder stores the model's tensors one to one."""
     with loading(folder), ExitStack() as files:
-        lm = _without_storage(folder, None)
-        sources = None if lm is None else _sources(lm, True, stored_tensors(folder, files))
+        lm = without_storage(folder, None)
+        sources = None if lm is None else sources_of(lm, True, stored_tensors(folder, files))
         if lm is None or sources is None:
             lm, sources = load_causal_lm(folder), None
         named = cast(nn.Module, lm.get_output_embeddings()).named_parameters()

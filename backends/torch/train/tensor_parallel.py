@@ -113,7 +113,7 @@ def _split_vocabulary(layer: nn.Module, mesh: DeviceMesh) -> None:
     def score(states: Tensor) -> Tensor:
         with local_parameters(layer):
             logits = compute(sum_gradient(states, at.group))
-        return cast(Tensor, _Join.apply(logits, at, total))  # type: ignore[no-untyped-call]
+        return join_vocabulary(logits, at, total)
 
     if isinstance(layer, nn.Embedding):
         if layer.padding_idx is not None:  # its gradient is 0
@@ -121,6 +121,11 @@ def _split_vocabulary(layer: nn.Module, mesh: DeviceMesh) -> None:
         own.forward = look_up
     else:
         own.forward = score
+
+
+def join_vocabulary(logits: Tensor, at: VocabularyPart, total: int) -> Tensor:
+    """All logits ``[tokens total]`` from those of the process's part; a collective."""
+    return cast(Tensor, _Join.apply(logits, at, total))  # type: ignore[no-untyped-call]
 
 
 def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:

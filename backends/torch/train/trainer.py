@@ -218,7 +218,7 @@ class TorchTrainer(TrainedSpec):
         if self.router_aux_loss_coef:
             model.watch_routers(self.model)
             balancing = LoadBalancing(self.router_aux_loss_coef, model)
-        learner = Learner(model.module, self, "actor", mesh, budget, model.adapter_of, balancing)
+        learner = Learner(model.module.named_parameters(), self, "actor", mesh, budget, model.adapter_of, balancing)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
         return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

@@ -1,4 +1,5 @@
-"""Tests of `sharded.py` and `shards.py`: FSDP2 with two real ranks over gloo against one process.
+"""Tests of `sharded.py`, `shards.py` and `backends/torch/meshes/group.py`: FSDP2 with two real ranks over gloo against
+one process.
 
 The ranks run once, through all of `fsdp_cases`.
 """

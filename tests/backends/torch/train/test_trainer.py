@@ -1,4 +1,5 @@
-"""Tests of `trainer.py`, `learner.py`, `backends/torch/score/engine.py` and `backends/torch/score/model.py`.
+"""Tests of `trainer.py`, `learner.py`, `backends/torch/meshes/passes.py`, `backends/torch/score/engine.py` and
+`backends/torch/score/model.py`.
 
 The reference for `TorchTrainer` and `TorchScorer` is plain transformers in float64, one unpadded row at a time.
 """

@@ -1,0 +1,1 @@
+"""Training on megatron-core: layers split by its tensor parallelism, and in stages of its pipeline. Experimental."""
