@@ -51,7 +51,7 @@ def processes(replicate: int, fsdp: int, tensor: int, context: int, expert: int 
                             part,
                             first_of_rows,
                             rank == 0,
-                            rank == 0,
+                            rank,
                         )
                     )
     return found
@@ -63,7 +63,7 @@ def test_every_process_is_what_nested_loops_say(axes: dict[str, int]) -> None:
     assert list(mesh.positions) == expected and mesh.ranks == len(expected)
     assert mesh.data_ranks == len({one.data_rank for one in expected})
     assert sum(one.reports for one in mesh.positions) == mesh.data_ranks
-    assert [one.rank for one in mesh.positions if one.sends] == [mesh.sender]
+    assert [one.share for one in mesh.positions] == list(range(mesh.shares))
     for axis, same in (("tensor", "fsdp replicate"), ("context", "data_rank tensor")):
         groups: dict[Any, list[int]] = {}
         for one in expected:

@@ -239,7 +239,8 @@ class Host:
     def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export:
         """Put this rank's share of a trainer's weights into the object store. Gathering is collective: call all
         ranks."""
-        with self._outgoing(role, selection, True) as (origin, rounds):
+        assert self.plan is not None
+        with self._outgoing(role, selection, self.plan.mesh.shares > 1) as (origin, rounds):
             return Export.of(origin, chain.from_iterable(rounds), bucket_bytes)
 
     def send(
