@@ -325,6 +325,13 @@ OTHER_SIDE = """if True:
     ticket = stream.Ticket(transport, "127.0.0.1", int(port), ((0,),), 600)
     if what == "send":
         print(stream.send(ticket, ORIGIN, [weights_of()], BUCKET), flush=True)
+    elif what == "stop":
+        def stops():
+            print("gathers", flush=True)
+            sys.stdin.read()
+            yield []
+        ticket = stream.Ticket(transport, "127.0.0.1", int(port), ((0, 1),), 600)
+        stream.send(ticket, ORIGIN, stops(), BUCKET, 1)
     else:
         with ticket.open(0) as source:
             for name, tensor in source.weights():
@@ -335,8 +342,8 @@ OTHER_SIDE = """if True:
 
 
 def other_process(ticket: Ticket, what: str) -> subprocess.Popen[str]:
-    """A process that sends, or receives and then blocks at a tensor. Read its output by lines: torch's shared memory
-    manager does not close it."""
+    """A process that sends, is the second of two senders and stops, or receives and then blocks at a tensor. Read its
+    output by lines: torch's shared memory manager does not close it."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OTHER_SIDE, ticket.transport, str(ticket.port), what]
