@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,15 +195,12 @@ def gathered_weights(
     time. Shards are rounded before they are gathered, except for adapted layers: an adapter is gathered first and
     merged into the float32 weights. Without `adapter`, a model that has one yields its base weights.
     """
-    named = untied(model)
-    low_rank = {} if adapter is None else dict(mesh.full(adapter.weights().items(), bucket_bytes))
-    adapted = set() if adapter is None else {f"{layer}.weight" for layer in adapter.layers}
-
-    for converted, run in groupby(in_pieces(model, named), key=lambda piece: piece.converted):
-        for pieces in ([piece] for piece in run) if converted else [list(run)]:
-            sent = (one for piece in pieces for one in _sent(piece, named, adapted, dtype))
-            full = mesh.full(((one.name, one.tensor.to(one.dtype)) for one in sent), bucket_bytes)
-            yield from _stored(model, pieces, full if adapter is None else adapter.merge(full, low_rank), dtype)
+    pieces, merge = _pieces(mesh, model, bucket_bytes, adapter, dtype)
+    for converted, run in groupby(pieces, key=lambda one: one[0].converted):
+        for together in ([one] for one in run) if converted else [list(run)]:
+            shards = ((one.name, one.tensor.to(one.dtype)) for _, sent in together for one in sent)
+            full = merge(mesh.full(shards, bucket_bytes))
+            yield from _stored(model, [piece for piece, _ in together], full, dtype)
 
 
 def dealt_weights(
@@ -215,15 +213,11 @@ def dealt_weights(
     """The weights of `gathered_weights`, each on one rank: the share of this one (`Position.share`), in rounds of at
     most `bucket_bytes` on each rank, or a larger piece. A collective: all ranks must read all rounds, each before the
     next one."""
-    named = untied(model)
-    low_rank = {} if adapter is None else dict(mesh.full(adapter.weights().items(), bucket_bytes))
-    adapted = set() if adapter is None else {f"{layer}.weight" for layer in adapter.layers}
-    pieces = in_pieces(model, named)
-    sent = [_sent(piece, named, adapted, dtype) for piece in pieces]
-    for shares in in_rounds([*map(_nbytes, sent)], mesh.spec.shares, bucket_bytes):
-        full = mesh.dealt([[one for number in share for one in sent[number]] for share in shares])
-        own = [pieces[number] for number in shares[mesh.position.share]]
-        yield _stored(model, own, full if adapter is None else adapter.merge(full, low_rank), dtype)
+    pieces, merge = _pieces(mesh, model, bucket_bytes, adapter, dtype)
+    for shares in in_rounds([_nbytes(sent) for _, sent in pieces], mesh.spec.shares, bucket_bytes):
+        full = merge(mesh.dealt([[one for number in share for one in pieces[number][1]] for share in shares]))
+        yield _stored(model, [pieces[number][0] for number in shares[mesh.position.share]], full, dtype)
+        del full  # which has what was gathered, before the next round is
 
 
 def dealt_adapter(mesh: ProcessMesh, adapter: Adapter, bucket_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -231,6 +225,19 @@ def dealt_adapter(mesh: ProcessMesh, adapter: Adapter, bucket_bytes: int) -> Ite
     sent = [Sent(name, tensor, tensor.dtype) for name, tensor in adapter.weights().items()]
     for shares in in_rounds([_nbytes([one]) for one in sent], mesh.spec.shares, bucket_bytes):
         yield mesh.dealt([[sent[number] for number in share] for share in shares])
+
+
+def _pieces(
+    mesh: ProcessMesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None, dtype: torch.dtype | None
+) -> tuple[list[tuple[Piece, list[Sent]]], Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]]:
+    """The pieces of a model with their weights, and what merges the adapter into these; a collective."""
+    named = untied(model)
+    if adapter is None:
+        return [(piece, _sent(piece, named, set(), dtype)) for piece in in_pieces(model, named)], lambda full: full
+    low_rank = dict(mesh.full(adapter.weights().items(), bucket_bytes))
+    adapted = {f"{layer}.weight" for layer in adapter.layers}
+    pieces = [(piece, _sent(piece, named, adapted, dtype)) for piece in in_pieces(model, named)]
+    return pieces, partial(adapter.merge, adapter=low_rank)
 
 
 def _nbytes(sent: Iterable[Sent]) -> int:

@@ -78,9 +78,8 @@ def test_rounded_shards_halve_the_gathered_bytes(found: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_gathers_and_sends_its_share(found: Any, kind: str) -> None:
-    assert_shared(
-        [rank[f"syncing {kind}"]["shares"] for rank in found[2]], together=24
-    )  # matrices of a layer's experts
+    matrices = 24  # of the experts of a layer
+    assert_shared([rank[f"syncing {kind}"]["shares"] for rank in found[2]], matrices)
 
 
 def test_a_sync_needs_memory_for_a_layer(found: Any) -> None:
