@@ -1,4 +1,5 @@
-"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`) against one process.
+"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`,
+`backends/torch/train/mesh.py`) against one process.
 
 The ranks of a mesh run once, through all of `mesh_cases`. Four ranks run nightly.
 """
