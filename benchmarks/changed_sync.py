@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from flowrl.run.engine.local import local_steps
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import tensor_digest
 from flowrl.sync.received import Origin
-from flowrl.sync.shadow import Shadow
+from flowrl.sync.shadow import Shadow, common
 from flowrl.sync.weight_selection import rounded
 
 RATES = (1e-6, 1e-5, 1e-4)
@@ -68,7 +68,8 @@ def shares(folder: str, data: str) -> list[list[str]]:
         full = 0
         for step, weights in enumerate(updates(folder, data, lr)):
             base = shadow.sync
-            nbytes = sum(tensor.nbytes for _, tensor in shadow.outgoing(weights, str(step), base))
+            sent = chain.from_iterable(shadow.outgoing([weights], str(step), base))
+            nbytes = sum(tensor.nbytes for _, tensor in sent)
             if before:
                 moved = sum(int((a != b).sum()) for (_, a), (_, b) in zip(before, weights, strict=True))
                 found.append((moved / sum(tensor.numel() for _, tensor in weights), nbytes / full))
@@ -103,8 +104,9 @@ def times(folder: str) -> tuple[dict[str, int], dict[str, float]]:
     def sync(kind: str, weights: Weights, *shadows: Shadow) -> None:
         origin, sent = Origin("actor", 0), iter(weights)
         if shadows:
-            base, sync = shadows[0].common(shadows[1].sync), str(next(number))
-            origin, sent = replace(origin, sync=sync, base=base), shadows[0].outgoing(weights, sync, base)
+            base, sync = common(shadow.sync for shadow in shadows), str(next(number))
+            origin = replace(origin, sync=sync, base=base)
+            sent = chain.from_iterable(shadows[0].outgoing([weights], sync, base))
         exported = Export.of(origin, sent, BUCKET_BYTES)
         with exported.open(0, *shadows[1:]) as source:
             source.check(engine.sync(source))

@@ -2,7 +2,8 @@
 
 The parts are measured in one process, with the code of both processes; the last rows are the whole transfer between two
 processes, by the object store and by a stream (gloo, as between nodes, and handles to shared memory, in place of CUDA
-IPC). The copy writes to memory that was written before; the object store and the receiver use new memory each time.
+IPC); and between the ranks of a sharded trainer and an engine, with one sender and with all ranks as senders. The
+copy writes to memory that was written before; the object store and the receiver use new memory each time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin, received
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
+RANKS = (2, 4)
 
 
 def parts(model: str) -> tuple[int, dict[str, float]]:
@@ -83,9 +85,30 @@ def between_processes(model: str) -> dict[str, float]:
     with graph.bind(**engines, place=Split(train=1, rollout=1)).open() as executor:
         taken = {}
         for transport in ("object store", "gloo"):
-            delivery.choose = lambda *locations, transport=transport: (transport, (0,))
+            delivery.choose = lambda *locations, transport=transport: (transport, ((0,),))
             taken[f"total between two processes, by {transport}"] = medians({"": executor.sync}, seconds=1)[""]
         return taken
+
+
+def by_senders(model: str, ranks: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds of a sync of a sharded trainer, and the most bytes that a rank sends, by who sends."""
+    graph = grpo("flowrl.demo.verifier:compute_score", kl_coef=0.0)
+    engines = {"actor": TorchTrainer(model, SGD(lr=0.1), ranks=ranks), "rollout": TorchRollout(model)}
+    every = tuple(range(ranks))
+    taken, sent = {}, {}
+    with graph.bind(**engines, place=Split(train=ranks, rollout=1)).open() as executor:
+        for name, transport, by in (
+            ("one sender, by gloo", "gloo", (0,)),
+            ("all send, by gloo", "gloo", every),
+            ("all send, by object store", "object store", every),
+        ):
+            delivery.choose = lambda *locations, transport=transport, by=by: (transport, (by,))
+            executor.timeline.spans.clear()
+            taken[f"{ranks} ranks, {name}"] = medians({"": executor.sync}, seconds=2)[""]
+            if transport == "gloo":
+                spans = executor.timeline.spans
+                sent[f"{ranks} ranks, {name}"] = max(s.bytes for s in spans if s.name.startswith("send by"))
+    return taken, sent
 
 
 if __name__ == "__main__":
@@ -94,13 +117,20 @@ if __name__ == "__main__":
     logging.disable_progress_bar()
     heads = [""]
     rows: dict[str, list[str]] = {}
-    with connected(Colocate(gpus=2)), tempfile.TemporaryDirectory() as base:
+    with connected(Colocate(gpus=max(RANKS) + 1)), tempfile.TemporaryDirectory() as base:
         for layers, width in SIZES:
             model = write_model(Path(base) / str(width), layers, width)
             size, taken = parts(model)
             taken |= between_processes(model)
+            sent = {"one process": size}
+            for ranks in RANKS:
+                more, most = by_senders(model, ranks)
+                taken, sent = taken | more, sent | most
             heads += [f"{size / 2**20:.1f} MiB, ms", "× memcpy"]
             for part, seconds in taken.items():
                 ratio = seconds / taken["memcpy of the same bytes"]
                 rows.setdefault(part, [part]).extend([f"{1e3 * seconds:.1f}", f"{ratio:.1f}"])
+            for part, nbytes in sent.items():
+                head = f"MiB that a rank gathers and sends: {part}"
+                rows.setdefault(head, [head]).extend([f"{nbytes / 2**20:.2f}", ""])
     table("A sync, part by part", heads, list(rows.values()))

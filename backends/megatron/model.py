@@ -69,6 +69,10 @@ class MegatronModel(TorchModel):
         """As `TorchModel.weights`; see `Stage.gathered`."""
         return self.stage.gathered(self._like, bucket_bytes, dtype)
 
+    def dealt(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Any:
+        """As `TorchModel.dealt`, with all weights in share 0: each process has them after `weights`."""
+        return iter([(one for one in self.weights(bucket_bytes, dtype) if self.mesh.position.share == 0)])
+
     def run(self, micro_batches: Sequence[Tokens], see: Callable[[int], Tensor | None], backward: bool) -> None:
         """Compute micro-batches by megatron-core's schedule (1F1B: Narayanan et al. 2021, arXiv:2104.04473).
 

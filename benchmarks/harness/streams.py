@@ -59,9 +59,9 @@ class Receiver:
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False
         )
         begun = time.perf_counter()
-        ticket = stream.Ticket(self._transport, "127.0.0.1", store.port, (0,), PATIENCE)
+        ticket = stream.Ticket(self._transport, "127.0.0.1", store.port, ((0,),), PATIENCE)
         self._tickets.send(ticket)
-        stream.send(ticket, Origin("actor", 0), weights(), BUCKET_BYTES)
+        stream.send(ticket, Origin("actor", 0), [weights()], BUCKET_BYTES)
         assert self._tickets.recv() == "received"
         return time.perf_counter() - begun
 

@@ -16,6 +16,7 @@ from flowrl.distributed.hosts.rendezvous import LOOPBACK, store_at
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
+from flowrl.sync.shadow import common
 from flowrl.sync.stream import Ticket
 from flowrl.sync.weight_selection import Since, WeightSelection
 
@@ -38,9 +39,8 @@ class Delivery:
         self._store: Any = None
         self.engine = engine
         locations = hosts.locations
-        self._sender = self._senders[0].mesh.sender
         self.transport, self._by = choose(
-            [locations[host] for host in self._senders], [locations[host] for host in self._receivers], self._sender
+            [locations[host] for host in self._senders], [locations[host] for host in self._receivers]
         )
         # Both sides of a stream must be awake, for which two hosts on one slot have no memory.
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
@@ -74,10 +74,8 @@ class Delivery:
         self._selection = self._ask()
         if self.transport == "object store":
             arguments = (self._role, self._selection, BUCKET_BYTES)
-            sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[
-                self._sender
-            ]
-            assert isinstance(sent, Export)
+            shares = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)
+            sent = Export.joined(shares)
             hosts.timeline.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
             return {self._role: sent}
         hosts.take_turns(self._senders, self._what)
@@ -97,9 +95,9 @@ class Delivery:
         selection: WeightSelection = found[0]
         if not self._changed or selection.part == "adapter_weights":
             return selection
-        last = {*self._hosts.ask(self._receivers, what, "last_sync", self.engine, swapping=self._swapping)}
-        base = last.pop() if len(last) == 1 else None
-        return replace(selection, since=Since(self.engine, base, secrets.token_hex(8)))
+        sent = self._hosts.ask(self._senders, what, "last_sent", self.engine)
+        held = self._hosts.ask(self._receivers, what, "last_sync", self.engine, swapping=self._swapping)
+        return replace(selection, since=Since(self.engine, common([*sent, *held]), secrets.token_hex(8)))
 
     def start(self) -> dict[Any, ProcessSpec]:
         """Start the senders of a stream; returns them by the references of their results."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -46,6 +46,13 @@ class Export:
     def digest(self) -> str:
         """The digest of all weights, which the receipt must have."""
         return combine(self.digests)
+
+    @staticmethod
+    def joined(shares: Sequence[Export]) -> Export:
+        """Those of all senders, together all weights."""
+        digests = {name: digest for share in shares for name, digest in share.digests.items()}
+        buckets = tuple(bucket for share in shares for bucket in share.buckets)
+        return Export(shares[0].origin, digests, sum(share.nbytes for share in shares), buckets)
 
     @staticmethod
     def of(origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Export:

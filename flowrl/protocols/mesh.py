@@ -1,7 +1,7 @@
 """`Mesh`: the processes of an engine on named axes, and what each of them is.
 
 This is the only place that derives from a rank which rows a process computes, which part of a row, whether its metrics
-count, and whether it sends weights.
+count, and which weights it sends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Position(NamedTuple):
         part: its part of each row, by `Mesh.context`.
         reports: whether its outputs and metrics count; one process of each data rank, which has the last layers.
         leads: whether it writes folders, and reports values that all processes know.
-        sends: whether it sends weights to engines that have no sender on their device.
+        share: which of the `Mesh.shares` of the weights it sends to engines that have no sender on their device.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Position(NamedTuple):
     part: int
     reports: bool
     leads: bool
-    sends: bool
+    share: int
 
 
 class Mesh(Spec):
@@ -108,7 +108,7 @@ class Mesh(Spec):
         reports = tensor == 0 and part == 0 and pipeline == self.pipeline - 1
         leads = reports and data_rank == 0
         axes = (replicate, pipeline, fsdp, tensor, expert, shard)
-        return Position(rank, *axes, data_rank, part, reports, leads, leads)
+        return Position(rank, *axes, data_rank, part, reports, leads, rank)
 
     @property
     def positions(self) -> Sequence[Position]:
@@ -116,9 +116,9 @@ class Mesh(Spec):
         return [self.position(rank) for rank in range(self.ranks)]
 
     @property
-    def sender(self) -> int:
-        """The rank that sends weights."""
-        return next(one.rank for one in self.positions if one.sends)
+    def shares(self) -> int:
+        """The parts in which weights are sent: one by each process, copies and processes that share rows included."""
+        return self.ranks
 
     def together(self, axis: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ only on an axis, such as ``"tensor"`` or ``"context"``; that hold one copy of

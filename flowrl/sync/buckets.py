@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from flowrl.data.balance import deal
 from flowrl.sync.digest import algorithm_for, tensor_digest
 
 BUCKET_BYTES = 256 << 20
@@ -47,28 +49,45 @@ def in_buckets(
         yield bucket()
 
 
+def in_rounds(sizes: Sequence[int], shares: int, bucket_bytes: int) -> Iterator[Sequence[list[int]]]:
+    """Deal weights to several senders: in each round, the weights of each one, at most `bucket_bytes` of them, or a
+    larger one. The shares have about equal bytes; see `flowrl.data.balance.deal`."""
+    parts: list[list[list[int]]] = [[] for _ in range(shares)]
+    rooms = [0] * shares
+    for item, share in enumerate(deal(sizes, shares)):
+        if not parts[share] or sizes[item] > rooms[share]:
+            parts[share].append([])
+            rooms[share] = bucket_bytes
+        parts[share][-1].append(item)
+        rooms[share] -= sizes[item]
+    yield from zip_longest(*parts, fillvalue=[])
+
+
 def packed(
-    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device
-) -> Iterator[tuple[list[Entry], int, Tensor]]:
+    rounds: Iterable[Iterable[tuple[str, Tensor]]], bucket_bytes: int, device: torch.device
+) -> Iterator[tuple[list[Entry], int, Tensor] | None]:
     """Pack weights into buckets that share one buffer, so each bucket is valid for one iteration of the loop.
 
-    Yields the contents of each bucket, the bytes of its tensors, and uint8 ``[size]`` on the device.
+    Yields the contents of each bucket, the bytes of its tensors, and uint8 ``[size]`` on the device; and None at the
+    end of each round.
     """
     memory = torch.empty(0, dtype=torch.uint8)
-    for bucket in in_buckets(weights, bucket_bytes, _room):
-        entries: list[Entry] = []
-        used = nbytes = 0
-        for name, tensor in bucket:
-            if used + _room(tensor) > len(memory):  # at the first tensor of a bucket, or never
-                memory = torch.empty(0, dtype=torch.uint8)  # before there are two
-                memory = torch.empty(max(bucket_bytes, _room(tensor)), dtype=torch.uint8, device=device)
-            place = _view(memory, used, tensor.dtype, tensor.shape)
-            place.copy_(tensor.detach())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, dtype, list(tensor.shape), tensor_digest(name, place, algorithm_for(place))))
-            used, nbytes = used + _room(tensor), nbytes + tensor.nbytes
-            del place
-        yield entries, nbytes, memory[:used]
+    for weights in rounds:
+        for bucket in in_buckets(weights, bucket_bytes, _room):
+            entries: list[Entry] = []
+            used = nbytes = 0
+            for name, tensor in bucket:
+                if used + _room(tensor) > len(memory):  # at the first tensor of a bucket, or never
+                    memory = torch.empty(0, dtype=torch.uint8)  # before there are two
+                    memory = torch.empty(max(bucket_bytes, _room(tensor)), dtype=torch.uint8, device=device)
+                place = _view(memory, used, tensor.dtype, tensor.shape)
+                place.copy_(tensor.detach())
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries.append((name, dtype, list(tensor.shape), tensor_digest(name, place, algorithm_for(place))))
+                used, nbytes = used + _room(tensor), nbytes + tensor.nbytes
+                del place, tensor
+            yield entries, nbytes, memory[:used]
+        yield None
 
 
 def unpacked(entries: Iterable[Entry], memory: Tensor) -> Iterator[tuple[str, Tensor, str]]:

@@ -46,14 +46,18 @@ class GlooCarrier:
 
 
 class NCCLCarrier:
-    """Between GPUs, by an NCCL group with the same store."""
+    """Between GPUs, by an NCCL group with the same store.
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    Args:
+        name: of the group; several groups may share a store.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, timeout: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout = timeout
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        self._group = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
+        self._group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, size, options)
 
     def send(self, flat: Tensor) -> None:
         with interrupting(self._timeout):  # wait on the CPU, where a timeout is detected

@@ -5,7 +5,8 @@ digests of its tensors, sorted by name. So tensors can be hashed in any order, a
 hashes each tensor once per side: as it leaves the trainer, and where it ends.
 
 xxh3 is a hash of CPUs. On other devices the bytes are hashed there, by `hash64`, and only its 64 bits go into xxh3.
-Such a digest names its algorithm, so that a receiver on any device can compute it too.
+Such a digest names its algorithm, so that a receiver on any device can compute it too; and so does that of a set, which
+the receipt has.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def digest_of_bytes(raw: bytes) -> str:
 
 
 def combine(digests: Mapping[str, str]) -> str:
-    """xxh3-128 of a set of weights, given the `tensor_digest` of each under its name."""
-    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
+    """xxh3-128 of a set of weights, given the `tensor_digest` of each under its name; with ``hash64:`` before it if any
+    of them was hashed so."""
+    prefix = "hash64:" if any(algorithm_of(digest) == "hash64" for digest in digests.values()) else ""
+    return prefix + xxhash.xxh3_128_hexdigest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,10 +1,10 @@
 """`Shadow`: a copy in CPU memory of the weights that an engine received last, so that a sync sends only what changed.
 
-The trainer's process and the engine's have one each. The trainer compares new weights with its shadow and sends the
-`Changes`; the engine's side applies them to its own shadow, and the engine loads all weights from there, whatever
-layout it gives them. The digests are those of whole tensors, as in a full sync. So the receipt proves the same: it does
-not rest on all earlier syncs having been right, as a chain of digests of changes would, and an engine whose copy is
-damaged is refused by the name of the tensor.
+The trainer's process and the engine's have one each; if several ranks of the trainer send, each has its share. The
+trainer compares new weights with its shadow and sends the `Changes`; the engine's side applies them to its own shadow,
+and the engine loads all weights from there, whatever layout it gives them. The digests are those of whole tensors, as
+in a full sync. So the receipt proves the same: it does not rest on all earlier syncs having been right, as a chain of
+digests of changes would, and an engine whose copy is damaged is refused by the name of the tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ from flowrl.sync.received import Origin, ReceivedWeights, Shipment, Weight, rece
 _PREFIX = "changes of "
 
 
+def common(syncs: Iterable[str | None]) -> str | None:
+    """The sync whose weights all sides have, given the last one of each; None if they differ, or one has none."""
+    last, *others = set(syncs)
+    return None if others else last
+
+
 class Shadow:
-    """The weights of the last sync to one engine.
+    """The weights of the last sync to one engine, or a sender's share of them.
 
     `sync` identifies it; None before the first one and after one that failed, so that the next one sends all weights.
     """
@@ -42,20 +48,23 @@ class Shadow:
             place = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return place.copy_(tensor.detach())
 
-    def common(self, theirs: str | None) -> str | None:
-        """The sync whose weights both sides have; None if `theirs`, the last one of the other side, is another one."""
-        return theirs if theirs == self.sync else None
-
     def outgoing(
-        self, weights: Iterable[tuple[str, Tensor]], sync: str, base: str | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """What a sync sends for the receiver to have `weights`: of each tensor the changes, or all of it if these are
-        not smaller.
+        self, rounds: Iterable[Iterable[tuple[str, Tensor]]], sync: str, base: str | None
+    ) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """What a sync sends for the receiver to have weights that are sent in `rounds`: of each tensor the changes, or
+        all of it if these are not smaller.
 
-        `base` is the `common` sync of both sides; None sends all weights.
+        `base` is the `common` sync of all sides; None sends all weights.
         """
         self.sync = None
-        sent = []
+        sent: list[str] = []
+        for weights in rounds:
+            yield self._changed(weights, base, sent)
+        self._complete(sent, sync)
+
+    def _changed(
+        self, weights: Iterable[tuple[str, Tensor]], base: str | None, sent: list[str]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             old = None if base is None else self.tensors.get(name)
             sent.append(name)
@@ -68,7 +77,6 @@ class Shadow:
             else:
                 self.put(name, tensor)
             yield name, tensor
-        self._complete(sent, sync)
 
     def incoming(self, origin: Origin, shipment: Shipment) -> ReceivedWeights:
         """The weights that arrive, which the shadow follows if `origin` says so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class Since(NamedTuple):
 
     Args:
         engine: the role of the engine.
-        base: its last sync; None sends all weights.
+        base: the last sync of all senders and receivers; None sends all weights.
         sync: a new name for this one.
     """
 
@@ -64,20 +65,36 @@ def rounds(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bool:
     return matrix and FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
-class GatheredWeights(Iterator[tuple[str, Tensor]]):
+Weights = Iterator[tuple[str, Tensor]]
+"""Names and tensors."""
+
+
+class GatheredWeights(Weights):
     """Weights that ranks gather as they are read, so that shards can be rounded before; a collective.
 
     Args:
         gather: yields the weights, `rounded` to a dtype.
+        deal: yields the share of them that this rank sends, in `outgoing` rounds, `rounded` to a dtype. Only this rank
+            gathers them.
     """
 
-    def __init__(self, gather: Callable[[torch.dtype | None], Iterator[tuple[str, Tensor]]]) -> None:
-        self._gather = gather
+    def __init__(
+        self,
+        gather: Callable[[torch.dtype | None], Weights],
+        deal: Callable[[torch.dtype | None], Iterator[Weights]],
+    ) -> None:
+        self._gather, self._deal = gather, deal
         self._weights = gather(None)
 
     def round_to(self, dtype: torch.dtype | None) -> None:
         """Round the weights, of which none has been read."""
         self._weights = self._gather(dtype)
+
+    def rounds(self, dtype: torch.dtype | None) -> Iterator[Weights]:
+        """The share of this rank, in place of all weights, of which none has been read."""
+        rounds = self._deal(dtype)
+        self._weights = chain.from_iterable(rounds)
+        return rounds
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._weights)
@@ -89,6 +106,23 @@ def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) ->
     if isinstance(weights, GatheredWeights):
         weights.round_to(dtype)
     return ((name, tensor.detach().to(dtype) if rounds(name, tensor, dtype) else tensor) for name, tensor in weights)
+
+
+def outgoing(weights: Weights, dtype: torch.dtype | None, share: int | None) -> Iterator[Weights]:
+    """What one of several ranks sends, `rounded`, in rounds: a collective gathers what all of them send in a round, so
+    a rank that sends nothing then has a round, too.
+
+    Weights that are not `GatheredWeights` are all of share 0.
+
+    Args:
+        weights: those of a trainer, of which none has been read.
+        share: of the rank; see `flowrl.protocols.mesh.Position`. None sends all weights, in one round.
+    """
+    if share is None:
+        return iter([rounded(weights, dtype)])
+    if isinstance(weights, GatheredWeights):
+        return (rounded(part, dtype) for part in weights.rounds(dtype))
+    return iter([(one for one in rounded(weights, dtype) if share == 0)])
 
 
 def sent_bytes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None) -> int:

@@ -54,7 +54,7 @@ def processes(
                             part,
                             of_rows,
                             of_rows and data_rank == 0,
-                            of_rows and data_rank == 0,
+                            rank,
                         )
                     )
     return found
@@ -66,7 +66,7 @@ def test_every_process_is_what_nested_loops_say(axes: dict[str, int]) -> None:
     assert list(mesh.positions) == expected and mesh.ranks == len(expected)
     assert mesh.data_ranks == len({one.data_rank for one in expected})
     assert sum(one.reports for one in mesh.positions) == mesh.data_ranks
-    assert [one.rank for one in mesh.positions if one.sends] == [mesh.sender]
+    assert [one.share for one in mesh.positions] == list(range(mesh.shares))
     for axis, same in (("tensor", "fsdp replicate pipeline"), ("context", "data_rank pipeline tensor")):
         groups: dict[Any, list[int]] = {}
         for one in expected:

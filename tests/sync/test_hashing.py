@@ -77,9 +77,9 @@ def by_stream(trainer: Any) -> Iterator[Any]:
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False
     )
-    ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 60)
+    ticket = Ticket("gloo", "127.0.0.1", store.port, ((0,),), 60)
     with on("trainer") as process:
-        sender = process.submit(send, ticket, origin_of(trainer), trainer.weights(), BUCKET)
+        sender = process.submit(send, ticket, origin_of(trainer), [trainer.weights()], BUCKET)
         with ticket.open(0) as source:
             yield source
         sender.result()

@@ -23,7 +23,8 @@ HERE, THERE = "node a", "node b"
         ([Location(HERE, 1), Location(HERE, 2)], [Location(HERE, 1), Location(HERE, 2)], "in process"),
         ([Location(HERE, 1)], [Location(HERE, 1), Location(HERE, 2)], "object store"),  # only some ranks of the engine
         ([Location(HERE, 1)], [Location(HERE, 2)], "object store"),
-        ([Location(HERE, 1), Location(THERE, 2)], [Location(HERE, 3)], "object store"),  # the first rank sends
+        ([Location(HERE, 1), Location(THERE, 2)], [Location(HERE, 3)], "gloo"),  # all ranks send
+        ([Location(HERE, 1), Location(HERE, 2)], [Location(HERE, 3)], "object store"),
         ([Location(HERE, 1)], [Location(THERE, 1)], "gloo"),  # process ids are local to a node
         ([Location(HERE, 1)], [Location(HERE, 2), Location(THERE, 3)], "gloo"),
         ([Location(HERE, 1, ("0",))], [Location(HERE, 2, ("0",))], "cuda ipc"),
@@ -47,7 +48,8 @@ HERE, THERE = "node a", "node b"
 def test_the_fastest_possible_transport_is_chosen(
     senders: list[Location], receivers: list[Location], transport: str
 ) -> None:
-    assert choose(senders, receivers) == (transport, (0,) * len(receivers))
+    by = (tuple(range(len(senders))),) * len(receivers)
+    assert choose(senders, receivers) == (transport, ((0,),) * len(receivers) if transport == "cuda ipc" else by)
 
 
 def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
@@ -64,10 +66,10 @@ def test_trainer_ranks_send_to_receivers_on_the_same_gpu() -> None:
         Location(THERE, 4, ("0",)),
         Location(HERE, 4, ("1",)),
     ]
-    assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
+    assert choose(trainer, replicas) == ("cuda ipc", ((3,), (0,), (2,), (1,)))
     parallel = [Location(HERE, 3, ("0", "1")), Location(THERE, 3, ("0", "1"))]  # each receives on its first GPU
-    assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
-    assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
+    assert choose(trainer, parallel) == ("cuda ipc", ((0,), (2,)))
+    assert choose(trainer[:1], parallel) == ("gloo", ((0,), (0,)))
 
 
 @pytest.mark.parametrize(

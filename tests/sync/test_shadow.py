@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,13 @@ from flowrl.graphs import grpo
 from flowrl.operators import Sync
 from flowrl.records import Receipt
 from flowrl.run.engine.build import EngineBuilder
+from flowrl.sync.buckets import in_rounds
 from flowrl.sync.changes import Changes
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
-from flowrl.sync.shadow import Shadow
+from flowrl.sync.shadow import Shadow, common
 from flowrl.sync.weight_selection import rounded
-from tests.nightly import nightly_except
+from tests.nightly import nightly
 from tests.support.errors import raises
 from tests.support.models import tiny_folder
 from tests.support.rewards import digits
@@ -53,17 +54,21 @@ def store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Link:
-    """A trainer's side and an engine's side of syncs of changes."""
+    """A trainer's side, of one or several senders, and an engine's side of syncs of changes."""
 
     names = count()
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self.sent, self.held, self.dtype = Shadow(), Shadow(), dtype
+    def __init__(self, dtype: torch.dtype | None = None, senders: int = 1) -> None:
+        self.senders, self.held, self.dtype = [Shadow() for _ in range(senders)], Shadow(), dtype
 
     def export(self, trainer: Any, origin: Origin) -> Export:
-        base, name = self.sent.common(self.held.sync), str(next(self.names))
-        weights = self.sent.outgoing(rounded(trainer.weights(), self.dtype), name, base)
-        return Export.of(replace(origin, sync=name, base=base), weights, BUCKET)
+        base, name = common(shadow.sync for shadow in (*self.senders, self.held)), str(next(self.names))
+        weights, exports = list(rounded(trainer.weights(), self.dtype)), []
+        rounds = list(in_rounds([tensor.nbytes for _, tensor in weights], len(self.senders), BUCKET))
+        for share, shadow in enumerate(self.senders):
+            sent = shadow.outgoing(([weights[i] for i in one[share]] for one in rounds), name, base)
+            exports.append(Export.of(replace(origin, sync=name, base=base), chain.from_iterable(sent), BUCKET))
+        return Export.joined(exports)
 
     def load(self, sent: Export, engine: Any) -> tuple[Receipt, float | None]:
         """The receipt, and the share of values that changed."""
@@ -91,11 +96,11 @@ def updates(trainer: Any, lr: float) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("lr", nightly_except({1e-6}, [1e-6, 1e-5]))
-def test_fifty_syncs_of_changes_have_the_bits_of_full_ones(lr: float, folder: str, trainer: Any) -> None:
+@pytest.mark.parametrize(("lr", "senders"), [(1e-6, 3), nightly(1e-5, 3), nightly(1e-6, 1), nightly(1e-5, 1)])
+def test_fifty_syncs_of_changes_have_the_bits_of_full_ones(lr: float, senders: int, folder: str, trainer: Any) -> None:
     """With syncs that are lost on either side, a trainer that resumes in a new process, and a new engine; a sync after
     one of these sends all weights, and every other at most twice the bytes of the values that changed."""
-    link, engine, fresh = Link(torch.bfloat16), bfloat16_engine(folder, trainer), {0}
+    link, engine, fresh = Link(torch.bfloat16, senders), bfloat16_engine(folder, trainer), {0}
     fits = {name: tensor for name, tensor in rounded(trainer.weights(), torch.bfloat16)}
     full = sum(tensor.nbytes for tensor in fits.values())
     before: dict[str, Tensor] = {}
@@ -104,7 +109,10 @@ def test_fifty_syncs_of_changes_have_the_bits_of_full_ones(lr: float, folder: st
             link.export(trainer, Origin("actor", trainer.version))
             fresh.add(step)
         if step == 15:  # a process of the trainer that resumed
-            link.sent = Shadow()
+            link.senders = [Shadow() for _ in link.senders]
+            fresh.add(step)
+        if step == 40:  # one sender stopped in the middle, so that its copy is of no sync
+            next(iter(link.senders[-1].outgoing([trainer.weights()], "lost", link.held.sync)))
             fresh.add(step)
         if step == 20:
             link.held, engine = Shadow(), bfloat16_engine(folder, trainer)
@@ -154,12 +162,15 @@ def test_the_plan_shows_the_bytes_of_the_copies(dtype: Any, kind: str, tmp_path:
     trainer, backend = TorchTrainer(folder, device="cpu"), TorchRollout(folder, dtype=dtype, device="cpu")
     engine, link = backend.build(EngineBuilder({}, seed=0)), Link(None if dtype is None else torch.bfloat16)
     link.sync(trainer.build(EngineBuilder({}, seed=0)), engine)
-    sizes = {sum(tensor.nbytes for tensor in side.tensors.values()) for side in (link.sent, link.held)}
+    [sender] = link.senders
+    sizes = {sum(tensor.nbytes for tensor in side.tensors.values()) for side in (sender, link.held)}
     assert sizes == {backend.synced_bytes}
     graph = grpo(digits, kl_coef=0.0).edit(replace={"sync": Sync(changed=True)})
     apart = graph.bind(actor=trainer, rollout=backend, place=Split(1, 1))
     [line] = [line for line in apart.plan().splitlines() if "copy of the weights" in line]
     assert line.endswith(f"in CPU memory, {sizes.pop() / 2**30:.3g} GiB each")
+    two = graph.bind(actor=replace(trainer, ranks=2), rollout=backend, place=Split(2, 1))
+    assert "the 2 ranks of actor together, and each rank of rollout keep a copy" in two.plan()
     together = graph.bind(actor=trainer, rollout=backend)
     assert "sync copies all weights: actor and rollout are in one process" in together.plan().splitlines()
     adapter = LoRA(r=2)
@@ -179,7 +190,7 @@ def test_weights_that_all_change_take_the_bytes_of_a_full_sync(folder: str, trai
 
 def test_a_flipped_bit_is_refused_by_name_and_all_weights_follow(folder: str, trainer: Any) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    link, engine = Link(torch.bfloat16), bfloat16_engine(folder, trainer)
+    link, engine = Link(torch.bfloat16, senders=2), bfloat16_engine(folder, trainer)
     full, *_ = link.sync(trainer, engine)
     step = updates(trainer, 1e-5)
     for damage in ("changes", "held"):

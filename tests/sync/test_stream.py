@@ -69,7 +69,7 @@ def new_ticket() -> Iterator[Callable[..., Ticket]]:
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
         )
         stores.append(store)
-        return Ticket(transport, "127.0.0.1", store.port, (0,) * receivers, timeout)
+        return Ticket(transport, "127.0.0.1", store.port, ((0,),) * receivers, timeout)
 
     yield ticket
 
@@ -91,7 +91,7 @@ def send_and_receive(
     """Run a sender and all receivers; returns their futures, which are done."""
     with ThreadPoolExecutor(1 + len(ticket.senders)) as pool:
         takers = [pool.submit(received, ticket, rank, **more) for rank, _ in enumerate(ticket.senders)]
-        sender = pool.submit(send, ticket, ORIGIN, weights, BUCKET)
+        sender = pool.submit(send, ticket, ORIGIN, [weights], BUCKET)
     return sender, takers
 
 
@@ -119,7 +119,7 @@ def test_received_weights_implement_the_trainer_interface(new_ticket: Callable[.
     for adapter_of in (None, "digest x 2"):
         ticket, origin = new_ticket(), Origin("actor", 3, adapter_of, probe, scores, "bfloat16")
         with ThreadPoolExecutor(1) as pool:
-            sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
+            sender = pool.submit(send, ticket, origin, [weights_of()], BUCKET)
             with ticket.open(0) as source:
                 assert isinstance(source, Adapted) == (adapter_of is not None)
                 assert isinstance(source, RemoteWeights) and source.transport == "gloo"
@@ -260,7 +260,7 @@ def test_an_error_of_a_receiver_ends_sender_and_receivers(new_ticket: Callable[.
 def test_partially_read_weights_are_refused(new_ticket: Callable[..., Ticket]) -> None:
     ticket = new_ticket()
     with ThreadPoolExecutor(1) as pool:
-        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        sender = pool.submit(send, ticket, ORIGIN, [weights_of()], BUCKET)
         with ticket.open(0) as source:
             next(source.weights())
             with raises("sync.damaged", version=3):
@@ -272,9 +272,9 @@ def test_partially_read_weights_are_refused(new_ticket: Callable[..., Ticket]) -
 def test_a_closed_store_ends_waiting_participants() -> None:
     """Later participants cannot connect."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
-    ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
+    ticket = Ticket("gloo", "127.0.0.1", store.port, ((0,),), 600)
     with ThreadPoolExecutor(1) as pool:
-        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        sender = pool.submit(send, ticket, ORIGIN, [weights_of()], BUCKET)
         while store.num_keys() < 1:  # until the participant waits
             threading.Event().wait(0.01)
         del store
@@ -322,9 +322,16 @@ OTHER_SIDE = """if True:
     torch.multiprocessing.set_sharing_strategy("file_system")
     ipc.shared_device = lambda: torch.device("cpu")
     transport, port, what = sys.argv[1:]
-    ticket = stream.Ticket(transport, "127.0.0.1", int(port), (0,), 600)
+    ticket = stream.Ticket(transport, "127.0.0.1", int(port), ((0,),), 600)
     if what == "send":
-        print(stream.send(ticket, ORIGIN, weights_of(), BUCKET), flush=True)
+        print(stream.send(ticket, ORIGIN, [weights_of()], BUCKET), flush=True)
+    elif what == "stop":
+        def stops():
+            print("gathers", flush=True)
+            sys.stdin.read()
+            yield []
+        ticket = stream.Ticket(transport, "127.0.0.1", int(port), ((0, 1),), 600)
+        stream.send(ticket, ORIGIN, stops(), BUCKET, 1)
     else:
         with ticket.open(0) as source:
             for name, tensor in source.weights():
@@ -335,8 +342,8 @@ OTHER_SIDE = """if True:
 
 
 def other_process(ticket: Ticket, what: str) -> subprocess.Popen[str]:
-    """A process that sends, or receives and then blocks at a tensor. Read its output by lines: torch's shared memory
-    manager does not close it."""
+    """A process that sends, is the second of two senders and stops, or receives and then blocks at a tensor. Read its
+    output by lines: torch's shared memory manager does not close it."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OTHER_SIDE, ticket.transport, str(ticket.port), what]
@@ -371,7 +378,7 @@ def test_a_killed_receiver_ends_the_sender(transport: str, new_ticket: Callable[
     ticket = new_ticket(transport=transport)
     with other_process(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
-        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        sender = pool.submit(send, ticket, ORIGIN, [weights_of()], BUCKET)
         assert any(line == "layer00\n" for line in process.stdout)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(Interrupted):
@@ -379,10 +386,10 @@ def test_a_killed_receiver_ends_the_sender(transport: str, new_ticket: Callable[
 
 
 def test_each_sender_has_its_own_receivers(new_ticket: Callable[..., Ticket]) -> None:
-    ticket = dataclasses.replace(new_ticket(), senders=(2, 0, 2))
+    ticket = dataclasses.replace(new_ticket(), senders=((2,), (0,), (2,)))
     weights = weights_of()
     with ThreadPoolExecutor(5) as pool:
         takers = [pool.submit(received, ticket, rank) for rank, _ in enumerate(ticket.senders)]
-        senders = [pool.submit(send, ticket, ORIGIN, weights, BUCKET, rank) for rank in (0, 2)]
+        senders = [pool.submit(send, ticket, ORIGIN, [weights], BUCKET, rank) for rank in (0, 2)]
     assert {sender.result() for sender in senders} == {sum(tensor.nbytes for _, tensor in weights)}
     assert {weights_digest(taker.result()[0].items()) for taker in takers} == {weights_digest(weights)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.sync.weight_selection import GatheredWeights, WeightSelection, dtype_mismatch, rounded
+from flowrl.sync.weight_selection import GatheredWeights, WeightSelection, dtype_mismatch, outgoing, rounded
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,43 @@ def test_weights_that_ranks_gather_are_rounded_by_them() -> None:
         gathered.append(dtype)
         yield "w", torch.ones(2, 2, dtype=dtype)
 
-    weights = GatheredWeights(gather)
+    weights = GatheredWeights(gather, lambda dtype: iter([gather(dtype)]))
     sent = rounded(weights, torch.bfloat16)
     assert [tensor.dtype for _, tensor in sent] == [torch.bfloat16] and not list(weights)
-    unread = GatheredWeights(gather)
+    unread = GatheredWeights(gather, lambda dtype: iter([gather(dtype)]))
     rounded(unread, torch.bfloat16)
     assert len(list(unread)) == 1 and gathered == [torch.bfloat16] * 2
-    assert [tensor.dtype for _, tensor in GatheredWeights(gather)] == [torch.float32]
+    exact = GatheredWeights(gather, lambda dtype: iter([gather(dtype)]))
+    assert [tensor.dtype for _, tensor in exact] == [torch.float32]
+
+
+def test_a_rank_sends_its_share_in_rounds() -> None:
+    """What it does not read is still gathered, with the other ranks; weights that are not gathered have one sender."""
+    gathered: list[str] = []
+
+    def deal(dtype: torch.dtype | None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        for names in ("ab", "", "c"):
+            gathered.append(names)
+            yield ((name, torch.ones(2, 2, dtype=dtype)) for name in names)
+
+    def plain() -> Iterator[tuple[str, Tensor]]:
+        for name in "ab":
+            gathered.append(name)
+            yield name, torch.ones(2, 2)
+
+    weights = GatheredWeights(lambda dtype: plain(), deal)
+    rounds = [dict(one) for one in outgoing(weights, torch.bfloat16, 1)]
+    assert [[*one] for one in rounds] == [["a", "b"], [], ["c"]] and gathered == ["ab", "", "c"]
+    assert {tensor.dtype for one in rounds for tensor in one.values()} == {torch.bfloat16}
+    unread = GatheredWeights(lambda dtype: plain(), deal)
+    next(outgoing(unread, None, 1))
+    assert [name for name, _ in unread] == ["c"] and gathered[3:] == ["ab", "", "c"]
+    whole = [dict(one) for one in outgoing(GatheredWeights(lambda dtype: plain(), deal), None, None)]
+    assert [[*one] for one in whole] == [["a", "b"]]
+    for share, names in enumerate([["a", "b"], [], []]):
+        gathered.clear()
+        assert [[name for name, _ in one] for one in outgoing(plain(), torch.bfloat16, share)] == [names]
+        assert gathered == ["a", "b"]
 
 
 def test_adapters_are_sent_unrounded() -> None:

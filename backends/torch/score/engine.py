@@ -344,9 +344,10 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
 
         The tensors are the live ones, except that an adapter is merged into copies; copy what must survive the next
         update. Sharded weights are gathered in buckets of at most `bucket_bytes`, of which three exist at a time: a
-        collective that all ranks must iterate to the end. See `Sharded.full`. `rounded` rounds shards before that.
+        collective that all ranks must iterate to the end. See `Sharded.full`. `rounded` rounds shards before that, and
+        `outgoing` deals the weights to the ranks.
         """
-        return GatheredWeights(partial(self._scorer.weights, bucket_bytes))
+        return GatheredWeights(partial(self._scorer.weights, bucket_bytes), partial(self._scorer.dealt, bucket_bytes))
 
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged), configuration and tokenizer as a Hugging Face folder.
@@ -375,7 +376,10 @@ class LoRATrainerEngine(TorchTrainerEngine):
 
     def adapter_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The adapter's float32 weights under the names that PEFT writes, sorted; otherwise as `weights`."""
-        return self._scorer.adapter_weights(bucket_bytes)
+        scorer = self._scorer
+        return GatheredWeights(
+            lambda dtype: scorer.adapter_weights(bucket_bytes), lambda dtype: scorer.dealt_adapter(bucket_bytes)
+        )
 
     def save_pretrained(self, folder: str) -> None:
         """As `TorchTrainerEngine.save_pretrained`; and the adapter in PEFT's format, in the subfolder ``adapter``."""

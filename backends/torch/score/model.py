@@ -231,10 +231,23 @@ class TorchModel:
 
             yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
 
+    def dealt(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """This rank's share of `weights`; see `dealt_weights`."""
+        from flowrl.backends.torch.train.shards import dealt_weights
+
+        return dealt_weights(self.mesh, self.module, bucket_bytes, self.adapter, dtype)
+
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
         assert self.adapter is not None
         return self.mesh.full(self.adapter.weights().items(), bucket_bytes)
+
+    def dealt_adapter(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """This rank's share of `adapter_weights`; see `dealt_adapter`."""
+        from flowrl.backends.torch.train.shards import dealt_adapter
+
+        assert self.adapter is not None
+        return dealt_adapter(self.mesh, self.adapter, bucket_bytes)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

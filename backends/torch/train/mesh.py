@@ -34,6 +34,14 @@ class Gathered(NamedTuple):
     call: Caller
 
 
+class Sent(NamedTuple):
+    """A weight that a process sends, or the process's shard of it; it is sent in `dtype`."""
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+
+
 class ProcessMesh:
     """All weights in this process, on `device`; collectives are trivial here."""
 
@@ -92,3 +100,7 @@ class ProcessMesh:
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""
         return iter(named)
+
+    def dealt(self, shares: Sequence[Sequence[Sent]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this process's share (`Position.share`), unsharded, in order."""
+        return ((sent.name, sent.tensor) for sent in shares[self.position.share])

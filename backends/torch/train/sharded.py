@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,12 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from flowrl.backends.torch.meshes.group import GroupMesh, joined
 from flowrl.backends.torch.train.boxes import Cut, boxes, cut_of, local_shape
-from flowrl.backends.torch.train.mesh import Caller, Gathered
+from flowrl.backends.torch.train.mesh import Caller, Gathered, Sent
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
 from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
+_GATHERED = ((False, "fsdp"), (True, "weights"))
+"""Whether an axis besides ``fsdp`` cuts a tensor, and the axis on which the ranks differ that have its shards."""
 _ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -149,14 +152,25 @@ class Sharded(GroupMesh):
         for bucket in in_buckets(named, bucket_bytes):
             yield from self._gather(list(bucket))
 
-    @torch.no_grad()
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
-        whole = [shard for shard in shards if cut_of(shard) is None]
-        cut = [shard for shard in shards if cut_of(shard) is not None]
-        rows = self._pieces(whole, self._fsdp, self.spec.fsdp)
-        parts = self._pieces(cut, self._weights, self.spec.fsdp * self.spec.tensor)
-        for name, tensor in bucket:
+        named = [Sent(name, tensor, tensor.dtype) for name, tensor in bucket]
+        rows, parts = (self._of_all(_shards(named, cut), axis) for cut, axis in _GATHERED)
+        return self._unsharded(named, rows, parts)
+
+    def dealt(self, shares: Sequence[Sequence[Sent]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this rank's share (`Position.share`), unsharded, in order; a collective.
+
+        `shares` are those of all ranks. No rank gathers a tensor of another share: it sends its shards of that one.
+        """
+        rows, parts = (self._of_share([_shards(one, cut) for one in shares], axis) for cut, axis in _GATHERED)
+        return self._unsharded(shares[self.position.share], rows, parts)
+
+    @torch.no_grad()
+    def _unsharded(
+        self, named: Sequence[Sent], rows: Iterator[Tensor], parts: Iterator[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, from its shards that differ in rows only, or its parts by another axis, too."""
+        for name, tensor, _ in named:
             if not isinstance(tensor, DTensor):
                 yield name, tensor
             elif (how := cut_of(tensor)) is None:  # FSDP gives rank r the rows from r * ceil(rows / ranks) on
@@ -164,20 +178,49 @@ class Sharded(GroupMesh):
             else:
                 yield name, self._joined(next(parts), tensor.shape, how)
 
-    def _pieces(self, shards: list[DTensor], group: ProcessGroup, count: int) -> Iterator[Tensor]:
-        """Of each of `shards` those of all `count` ranks of `group`: ``[ranks numbers]``, padded to the largest."""
+    @torch.no_grad()
+    def _of_all(self, shards: Sequence[Sent], axis: str) -> Iterator[Tensor]:
+        """Of each of `shards` those of all ranks that differ on an axis: ``[ranks numbers]``, padded to the largest."""
         if not shards:
             return
-        first = self.spec.position(0)  # which has as much as any
-        cuts = [cut_of(shard) for shard in shards]
-        shapes = [local_shape(one.shape, cut, self.place_of(cut, first)) for one, cut in zip(shards, cuts, strict=True)]
-        numbers = [math.prod(shape) for shape in shapes]
-        sizes = [number * shard.itemsize for number, shard in zip(numbers, shards, strict=True)]
-        rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        gathered = torch.empty(count, sum(rooms), dtype=torch.uint8, device=self.device)
+        group, members = self._members(axis)
+        rooms = [self._room(shard) for shard in shards]
+        gathered = torch.empty(len(members), sum(rooms), dtype=torch.uint8, device=self.device)
         _all_gather(gathered.view(-1), self._packed(shards, rooms), group=group)
-        for piece, size, shard in zip(gathered.split(rooms, dim=1), sizes, shards, strict=True):
-            yield piece[:, :size].contiguous().view(shard.dtype)
+        yield from self._separated(gathered, shards, rooms)
+
+    @torch.no_grad()
+    def _of_share(self, shares: Sequence[Sequence[Sent]], axis: str) -> Iterator[Tensor]:
+        """As `_of_all`, of the shards of this rank's share only; gathered in the call, also if it has none."""
+        group, members = self._members(axis)
+        sent, own = [shares[member] for member in members], shares[self.position.share]
+        if not any(sent):
+            return iter(())
+        rooms = [[self._room(shard) for shard in shards] for shards in sent]
+        sizes, mine = [sum(room) for room in rooms], rooms[members.index(self.position.share)]
+        packed = self._packed([*chain(*sent)], [*chain(*rooms)])
+        gathered = torch.empty(len(members), sum(mine), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(gathered.view(-1), packed, [sum(mine)] * len(members), sizes, group=group)
+        return self._separated(gathered, own, mine)
+
+    def _members(self, axis: str) -> tuple[ProcessGroup, tuple[int, ...]]:
+        """The ranks that differ from this one on the axis ``fsdp``, or in ``weights``, and their group."""
+        members = next(ranks for ranks in self.spec.together(axis) if self.position.share in ranks)
+        return self._fsdp if axis == "fsdp" else self._weights, members
+
+    def _size(self, shard: Sent) -> int:
+        """The bytes of the largest shard of a tensor, in the dtype in which it is sent."""
+        first = self.spec.position(0)  # which has as much as any
+        cut = cut_of(cast(DTensor, shard.tensor))
+        return math.prod(local_shape(shard.tensor.shape, cut, self.place_of(cut, first))) * shard.dtype.itemsize
+
+    def _room(self, shard: Sent) -> int:
+        return -(-self._size(shard) // _ALIGNED) * _ALIGNED
+
+    def _separated(self, gathered: Tensor, shards: Sequence[Sent], rooms: list[int]) -> Iterator[Tensor]:
+        """The shards of each tensor in what was gathered: ``[ranks numbers]``."""
+        for piece, shard in zip(gathered.split(rooms, dim=1), shards, strict=True):
+            yield piece[:, : self._size(shard)].contiguous().view(shard.dtype)
 
     def _joined(self, pieces: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
         """A tensor that an axis cuts, from the parts of its ranks."""
@@ -190,13 +233,19 @@ class Sharded(GroupMesh):
                 whole[box.whole] = own[box.local]
         return whole
 
-    def _packed(self, shards: list[DTensor], rooms: list[int]) -> Tensor:
-        """This rank's parts of `shards`, concatenated on the device, in `rooms` of bytes."""
+    def _packed(self, shards: Sequence[Sent], rooms: list[int]) -> Tensor:
+        """This rank's parts of `shards`, rounded and concatenated on the device, in `rooms` of bytes."""
         packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
         for shard, piece in zip(shards, packed.split(rooms), strict=True):
-            local = shard.to_local().flatten()
-            piece[: local.nbytes].view(local.dtype).copy_(local)
+            local = cast(DTensor, shard.tensor).to_local().flatten()
+            piece[: local.numel() * shard.dtype.itemsize].view(shard.dtype).copy_(local)
         return packed
+
+
+def _shards(named: Sequence[Sent], cut: bool) -> list[Sent]:
+    """The sharded ones that an axis cuts besides FSDP, or the others."""
+    sharded = (one for one in named if isinstance(one.tensor, DTensor))
+    return [one for one in sharded if (cut_of(cast(DTensor, one.tensor)) is not None) == cut]
 
 
 class _Root(nn.Module):

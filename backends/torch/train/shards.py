@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,9 +36,10 @@ from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.train.boxes import boxes, cut_of
 from flowrl.backends.torch.train.expert_parallel import split_experts
-from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh
+from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh, Sent
 from flowrl.backends.torch.train.sharded import Sharded
 from flowrl.backends.torch.train.tensor_parallel import split_layers
+from flowrl.sync.buckets import in_rounds
 from flowrl.sync.pieces import Piece, in_pieces
 from flowrl.sync.weight_selection import rounded, rounds
 
@@ -193,30 +195,70 @@ def gathered_weights(
     time. Shards are rounded before they are gathered, except for adapted layers: an adapter is gathered first and
     merged into the float32 weights. Without `adapter`, a model that has one yields its base weights.
     """
+    pieces, merge = _pieces(mesh, model, bucket_bytes, adapter, dtype)
+    for converted, run in groupby(pieces, key=lambda one: one[0].converted):
+        for together in ([one] for one in run) if converted else [list(run)]:
+            shards = ((one.name, one.tensor.to(one.dtype)) for _, sent in together for one in sent)
+            full = merge(mesh.full(shards, bucket_bytes))
+            yield from _stored(model, [piece for piece, _ in together], full, dtype)
+
+
+def dealt_weights(
+    mesh: ProcessMesh,
+    model: PreTrainedModel,
+    bucket_bytes: int,
+    adapter: Adapter | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """The weights of `gathered_weights`, each on one rank: the share of this one (`Position.share`), in rounds of at
+    most `bucket_bytes` on each rank, or a larger piece. A collective: all ranks must read all rounds, each before the
+    next one."""
+    pieces, merge = _pieces(mesh, model, bucket_bytes, adapter, dtype)
+    for shares in in_rounds([_nbytes(sent) for _, sent in pieces], mesh.spec.shares, bucket_bytes):
+        full = merge(mesh.dealt([[one for number in share for one in pieces[number][1]] for share in shares]))
+        yield _stored(model, [pieces[number][0] for number in shares[mesh.position.share]], full, dtype)
+        del full  # which has what was gathered, before the next round is
+
+
+def dealt_adapter(mesh: ProcessMesh, adapter: Adapter, bucket_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """The weights of an adapter, each on one rank, as `dealt_weights`."""
+    sent = [Sent(name, tensor, tensor.dtype) for name, tensor in adapter.weights().items()]
+    for shares in in_rounds([_nbytes([one]) for one in sent], mesh.spec.shares, bucket_bytes):
+        yield mesh.dealt([[sent[number] for number in share] for share in shares])
+
+
+def _pieces(
+    mesh: ProcessMesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None, dtype: torch.dtype | None
+) -> tuple[list[tuple[Piece, list[Sent]]], Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]]:
+    """The pieces of a model with their weights, and what merges the adapter into these; a collective."""
     named = untied(model)
-    low_rank = {} if adapter is None else dict(mesh.full(adapter.weights().items(), bucket_bytes))
-    adapted = set() if adapter is None else {f"{layer}.weight" for layer in adapter.layers}
-
-    def gathered(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
-        shards = (
-            (name, named[name] if name in adapted else _narrow(named[name], piece, dtype))
-            for piece in pieces
-            for name in piece.names
-        )
-        full = mesh.full(shards, bucket_bytes)
-        return full if adapter is None else adapter.merge(full, low_rank)
-
-    for converted, run in groupby(in_pieces(model, named), key=lambda piece: piece.converted):
-        if converted:
-            for piece in run:
-                yield from rounded(piece.convert(model, dict(gathered([piece]))), dtype)
-        else:
-            pieces = list(run)
-            names = (name for piece in pieces for name in piece.stored)
-            yield from rounded(zip(names, (tensor for _, tensor in gathered(pieces)), strict=True), dtype)
+    if adapter is None:
+        return [(piece, _sent(piece, named, set(), dtype)) for piece in in_pieces(model, named)], lambda full: full
+    low_rank = dict(mesh.full(adapter.weights().items(), bucket_bytes))
+    adapted = {f"{layer}.weight" for layer in adapter.layers}
+    pieces = [(piece, _sent(piece, named, adapted, dtype)) for piece in in_pieces(model, named)]
+    return pieces, partial(adapter.merge, adapter=low_rank)
 
 
-def _narrow(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
-    """A weight of a piece, rounded if it is sharded and all that is stored for the piece is sent rounded."""
-    narrows = isinstance(tensor, DTensor) and all(rounds(name, like, dtype) for name, like in piece.stored.items())
-    return tensor.to(dtype) if narrows else tensor
+def _nbytes(sent: Iterable[Sent]) -> int:
+    return sum(one.tensor.numel() * one.dtype.itemsize for one in sent)
+
+
+def _sent(piece: Piece, named: Mapping[str, Tensor], adapted: set[str], dtype: torch.dtype | None) -> list[Sent]:
+    """The weights of a piece: those that are sharded, and not `adapted`, are rounded before they are gathered if all
+    that is stored for the piece is sent rounded."""
+    narrows = dtype is not None and all(rounds(name, like, dtype) for name, like in piece.stored.items())
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        narrow = narrows and name not in adapted and isinstance(tensor, DTensor)
+        return dtype if narrow and dtype is not None else tensor.dtype
+
+    return [Sent(name, named[name], dtype_of(name, named[name])) for name in piece.names]
+
+
+def _stored(
+    model: PreTrainedModel, pieces: Iterable[Piece], full: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder from those of pieces of the model, in order, `rounded`."""
+    for piece in pieces:
+        yield from rounded(piece.convert(model, dict(islice(full, len(piece.names)))), dtype)

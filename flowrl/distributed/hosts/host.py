@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
 from flowrl.sync.shadow import Shadow
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.weight_selection import WeightSelection, rounded
+from flowrl.sync.weight_selection import WeightSelection, outgoing
 
 
 @dataclass(frozen=True)
@@ -231,23 +232,28 @@ class Host:
         """The last sync of which this process has a copy of an engine's weights; None without one."""
         return self._held[role].sync if role in self._held else None
 
-    def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export | None:
-        """Put a trainer's weights into the object store. Gathering is collective: call all ranks; the one that sends
-        returns it."""
+    def last_sent(self, engine: str) -> str | None:
+        """The last sync to an engine of which this process has a copy of what it sent; None without one."""
+        return self._sent[engine].sync if engine in self._sent else None
+
+    def export(self, role: str, selection: WeightSelection, bucket_bytes: int) -> Export:
+        """Put this rank's share of a trainer's weights into the object store. Gathering is collective: call all
+        ranks."""
         assert self.plan is not None
-        with self._outgoing(role, selection) as (origin, tensors):
-            return Export.of(origin, tensors, bucket_bytes) if self.plan.position.sends else None
+        with self._outgoing(role, selection, self.plan.mesh.shares > 1) as (origin, rounds):
+            return Export.of(origin, chain.from_iterable(rounds), bucket_bytes)
 
     def send(
         self, role: str, selection: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str
     ) -> Sent | Failure:
-        """Stream a trainer's weights to the hosts with the same ticket. Gathering is collective, as in `export`."""
+        """Stream a trainer's weights, or this rank's share, to the hosts with the same ticket. Gathering is collective,
+        as in `export`."""
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
-            with self._outgoing(role, selection) as (origin, tensors):
-                if self.plan.rank in ticket.senders:
-                    nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
+            with self._outgoing(role, selection, ticket.shared) as (origin, rounds):
+                if any(self.plan.rank in senders for senders in ticket.senders):
+                    nbytes = send(ticket, origin, rounds, bucket_bytes, self.plan.rank)
         except Exception as error:
             text = error.message if isinstance(error, FlowrlError) else error
             message = f"{what} failed on {named(self.plan)}, which sends: {type(error).__name__}: {text}"
@@ -255,9 +261,12 @@ class Host:
         return Sent(nbytes, started, time.time())
 
     @contextmanager
-    def _outgoing(self, role: str, selection: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """A trainer's weights, or their changes, and their origin. Gathering is collective, so all of them are iterated
-        even if the block raises."""
+    def _outgoing(
+        self, role: str, selection: WeightSelection, shared: bool
+    ) -> Iterator[tuple[Origin, Iterator[Iterator[tuple[str, Tensor]]]]]:
+        """A trainer's weights, or this rank's share if it is `shared`, or their changes, in rounds; and their origin.
+        Gathering is collective, so all of them are iterated even if the block raises."""
+        assert self.plan is not None
         engine, since = self.engines[role], selection.since
         adapter_of = None
         if selection.part == "adapter_weights":
@@ -273,15 +282,14 @@ class Host:
         scores = () if probe is None else probe.score(engine)
         computes_in = str(compute_dtype(engine)).removeprefix("torch.")
         tensors = getattr(engine, selection.part)()
-        outgoing = rounded(tensors, selection.dtype)
+        rounds = outgoing(tensors, selection.dtype, self.plan.position.share if shared else None)
         try:
             origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
             if since is not None:
                 shadow = self._sent.setdefault(since.engine, Shadow())
-                base = shadow.common(since.base)
-                origin = replace(origin, sync=since.sync, base=base)
-                outgoing = shadow.outgoing(outgoing, since.sync, base)
-            yield origin, outgoing
+                origin = replace(origin, sync=since.sync, base=since.base)
+                rounds = shadow.outgoing(rounds, since.sync, since.base)
+            yield origin, rounds
         finally:
             for _ in tensors:
                 pass

@@ -311,9 +311,11 @@ class Job(Generic[GraphT]):
                 yield f"{node.name} copies all weights: {trainer} and {engine} are in one process"
                 continue
             size = "" if (nbytes := backend.synced_bytes) is None else f", {nbytes / 2**30:.3g} GiB each"
+            ranks = sum(trainer in host.roles for host in hosts)
+            senders = f"rank 0 of {trainer}" if ranks == 1 else f"the {ranks} ranks of {trainer} together,"
             yield (
-                f"{node.name} sends changes: rank 0 of {trainer} and each rank of {engine} keep a copy of the weights "
-                f"in CPU memory{size}"
+                f"{node.name} sends changes: {senders} and each rank of {engine} keep a copy of the weights in CPU "
+                f"memory{size}"
             )
 
     def build(self, seed: int = 0) -> dict[str, Any]:

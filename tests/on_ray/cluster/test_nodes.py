@@ -59,7 +59,7 @@ def test_streamed_weights_are_bit_equal_to_those_of_the_object_store(
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
-                monkeypatch.setattr(delivery, "choose", lambda *locations: ("object store", (0,)))
+                monkeypatch.setattr(delivery, "choose", lambda *locations: ("object store", ((0, 1),)))
             executor.load(tmp_path / "start")
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]

@@ -71,7 +71,7 @@ def test_syncs_by_memory_handles_have_the_numbers_of_one_process(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the trainer or the engine is killed during a sync and rebuilt."""
-    monkeypatch.setattr(delivery, "choose", lambda senders, receivers, sender: ("cuda ipc", (0,)))
+    monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", ((0,),)))
     batch, local, remote = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
     with toy_job(GRAPH, local, tiny).open(seed=5) as executor:
         executor.sync()
@@ -104,7 +104,7 @@ def test_syncs_by_memory_handles_have_the_numbers_of_one_process(
 
 def test_each_rank_sends_to_the_rank_on_its_device(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on two devices: each rank of the engine receives from a different rank of the trainer."""
-    monkeypatch.setattr(delivery, "choose", lambda senders, receivers, sender: ("cuda ipc", (1, 0)))
+    monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", ((1,), (0,))))
     desk = Desk(str(tmp_path))
     specs = {"actor": Trainer(str(tmp_path), tiny, ranks=2), "rollout": Rollout(str(tmp_path), tiny, ranks=2)}
     job = toy_job(GRAPH, tmp_path, tiny, place=Colocate(2)).edit(bind=specs)

@@ -153,7 +153,7 @@ def test_a_sync_of_changes_has_the_digests_of_full_ones(
     way: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sharded ranks send to an engine in bfloat16. After a sync that did not arrive, all weights are sent."""
-    monkeypatch.setattr(delivery, "choose", lambda *locations: (way, (0,)))
+    monkeypatch.setattr(delivery, "choose", lambda *locations: (way, ((0, 1),)))
     monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
     graph = job_of("grpo", tiny, n=2, optimizer=AdamW(lr=1e-6), trainer={"ranks": 2}).graph
     graph = graph.edit(bind={"rollout": TorchRollout(tiny, dtype="bfloat16", device="cpu")})

@@ -21,6 +21,7 @@ from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, Ra
 from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES as DENSE_AND_EXPERTS
 from tests.backends.torch.meshes.mesh_cases import checkpoint
 from tests.backends.torch.meshes.processes import main
+from tests.backends.torch.meshes.shares import share_of
 from tests.backends.torch.train.fsdp_cases import weights
 from tests.support.architectures import EXPERTS, SETTINGS
 
@@ -82,7 +83,8 @@ def adapter(ranks: Ranks) -> dict[str, Any]:
     engine, batch = ranks.trainer("qwen2_moe", lora=LoRA(3, 6)), ranks.batch("qwen2_moe")
     metrics = engine.update(batch, ranks.minis(batch, PPO, ALL, *MINIS), PPO)
     trained = {n: x.clone() for n, x in engine.adapter_weights()}
-    return {"close": trained, "after": weights(engine), "metrics": [metrics]}
+    shares = [share_of(engine, torch.bfloat16), share_of(engine, None, "adapter_weights")]
+    return {"close": trained, "after": weights(engine), "metrics": [metrics], "shares": shares}
 
 
 CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {

@@ -19,6 +19,7 @@ from flowrl.backends import SGD, LoRA, Mesh, TorchRollout, TorchScorer
 from tests.backends.torch.meshes import context_cases as shared
 from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, PPO, ROWS, Ranks
 from tests.backends.torch.meshes.processes import main, name_of
+from tests.backends.torch.meshes.shares import share_of
 from tests.backends.torch.train.fsdp_cases import Shared, error_of, last_gradient, weights
 from tests.support.architectures import SETTINGS
 from tests.support.models import EOS, PAD, VOCAB, char_tokenizer, ragged
@@ -100,6 +101,11 @@ def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
     return {"close": {name: x.float() for name, x in (found.get("exact", {}) | found["close"]).items()}}
 
 
+def dense(ranks: Ranks) -> dict[str, Any]:
+    """What each process sends of models without experts."""
+    return {"shares": [share_of(ranks.trainer(kind), torch.bfloat16) for kind in ("llama", "qwen3")]}
+
+
 def training(ranks: Ranks) -> dict[str, Any]:
     """Eight mini-batches of AdamW; a checkpoint in between, from which the second half is the same to the bit."""
     engine, batch = ranks.trainer("qwen3", optimizer=ADAMW, grad_clip=1.0), ranks.batch("qwen3")
@@ -141,7 +147,8 @@ def adapter(ranks: Ranks) -> dict[str, Any]:
     unchanged = torch.equal(before, reference.log_probs(batch))
     exact = {"started": torch.tensor(same), "reference": torch.tensor(unchanged)}
     after = weights(engine) | {"reference": before}
-    return {"close": trained, "after": after, "metrics": [metrics], "exact": exact}
+    shares = [share_of(engine, torch.bfloat16), share_of(engine, None, "adapter_weights")]
+    return {"close": trained, "after": after, "metrics": [metrics], "exact": exact, "shares": shares}
 
 
 def sync(ranks: Ranks) -> dict[str, Any]:
@@ -152,7 +159,8 @@ def sync(ranks: Ranks) -> dict[str, Any]:
     engine.update(batch, ranks.minis(batch, PPO, ALL), PPO)
     digests.append(rollout.sync(engine).digest)
     engine.save_pretrained(folder := str(ranks.folder / f"saved-{name_of(ranks.mesh)}"))
-    return {"digests": digests, "folder": folder}
+    shares = [share_of(engine, dtype) for dtype in (None, torch.bfloat16)]
+    return {"digests": digests, "folder": folder, "shares": shares}
 
 
 def cached(ranks: Ranks) -> dict[str, Any]:
@@ -197,6 +205,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "cached": cached,
     "turns": turns,
     "sync": sync,
+    "dense": dense,
     "bfloat16": lambda ranks: shared.gradient(ranks, "qwen3", dtype="bfloat16", gradient_checkpointing=True),
 }
 

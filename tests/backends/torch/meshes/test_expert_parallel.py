@@ -18,6 +18,7 @@ from tests.backends.torch.meshes.expert_cases import ARCHITECTURES, CASES, KINDS
 from tests.backends.torch.meshes.mesh_cases import checkpoint
 from tests.backends.torch.meshes.mesh_cases import make_inputs as make_models
 from tests.backends.torch.meshes.processes import assert_as_one, name_of, run
+from tests.backends.torch.meshes.shares import assert_shared
 from tests.backends.torch.train.test_fsdp import relative_error
 from tests.nightly import nightly
 from tests.support.errors import raises
@@ -79,6 +80,11 @@ def test_all_processes_sync_the_weights_that_they_save(found: Any, alone: Any) -
         assert rank["sync"]["digests"][1] == ranks[0]["sync"]["digests"][1] != truth["sync"]["digests"][0]
     saved = TorchTrainer(ranks[0]["sync"]["folder"], device="cpu").build(Ranks(folder))
     assert weights_digest(saved.weights()) == ranks[0]["sync"]["digests"][1]
+
+
+@pytest.mark.parametrize("case", ["sync", "adapter"])
+def test_each_process_gathers_and_sends_its_share(found: Any, case: str) -> None:
+    assert_shared([rank[case]["shares"] for rank in found[2]], together=12)  # matrices of a layer's experts
 
 
 def test_one_process_resumes_from_a_checkpoint_of_a_mesh(found: Any, alone: Any) -> None:

@@ -1,4 +1,5 @@
-"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`) against one process.
+"""Meshes with the axes ``tensor`` and ``replicate`` (`backends/torch/train/tensor_parallel.py`,
+`backends/torch/train/mesh.py`) against one process.
 
 The ranks of a mesh run once, through all of `mesh_cases`. Four ranks run nightly.
 """
@@ -15,12 +16,13 @@ from flowrl.sync.digest import weights_digest
 from tests.backends.torch.meshes.context_cases import ADAMW, MINIS, PPO, Ranks, gradient
 from tests.backends.torch.meshes.mesh_cases import ARCHITECTURES, CASES, NOT_SPLIT, checkpoint, make_inputs
 from tests.backends.torch.meshes.processes import assert_as_one, name_of, run
+from tests.backends.torch.meshes.shares import assert_shared
 from tests.backends.torch.train.test_fsdp import relative_error
 from tests.nightly import nightly
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # the first test of a mesh waits until its ranks end
 
-OTHERS = ("bfloat16", "sync")
+OTHERS = ("bfloat16", "dense", "sync")
 MESHES = [
     Mesh(tensor=2),
     nightly(Mesh(replicate=2)),
@@ -67,6 +69,11 @@ def test_all_processes_sync_the_weights_that_they_save(found: Any, alone: Any) -
         assert rank["sync"]["digests"][1] == ranks[0]["sync"]["digests"][1] != truth["sync"]["digests"][0]
     saved = TorchTrainer(ranks[0]["sync"]["folder"], device="cpu").build(Ranks(folder))
     assert weights_digest(saved.weights()) == ranks[0]["sync"]["digests"][1]
+
+
+@pytest.mark.parametrize("case", ["sync", "dense", "adapter"])
+def test_each_process_gathers_and_sends_its_share(found: Any, case: str) -> None:
+    assert_shared([rank[case]["shares"] for rank in found[2]], 12 if case == "sync" else 1)  # a layer's experts
 
 
 def test_one_process_resumes_from_a_checkpoint_of_a_mesh(found: Any, alone: Any) -> None:

@@ -21,6 +21,7 @@ from flowrl.backends.torch.train.tensor_file import TensorFile
 from flowrl.sync.digest import tensor_digest, weights_digest
 from flowrl.sync.probe import Probe
 from flowrl.sync.weight_selection import rounded
+from tests.backends.torch.meshes.shares import share_of
 from tests.backends.torch.train.fsdp_cases import (
     ALL,
     PPO,
@@ -58,6 +59,7 @@ def syncing(ranks: Ranks, kind: str) -> dict[str, Any]:
         found["gathered"].append(0)
         found[name] = digests(engine, dtype)
     sharded._all_gather = gather
+    found["shares"] = [share_of(engine, dtype) for dtype in (None, torch.bfloat16)]
     return found
 
 
@@ -70,6 +72,8 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     sizes = {name: tensor.nbytes for name, tensor in lm.named_parameters()}
     with LiveBytes() as live:
         digest = weights_digest(shards.gathered_weights(mesh, lm, BUCKET))
+    with LiveBytes() as dealt:
+        rounds = sum(1 for weights in shards.dealt_weights(mesh, lm, BUCKET) for _ in [weights_digest(weights)])
     saving._FILE_BYTES, opened = 200_000, []
     saving.TensorFile = lambda path, *args: opened.append(Path(path).name) or TensorFile(path, *args)
     with LiveBytes() as saved:
@@ -87,6 +91,8 @@ def memory(ranks: Ranks) -> dict[str, Any]:
         "loading": loading,
         "kept": kept,
         "gathering": live.peak,
+        "dealing": dealt.peak,
+        "rounds": rounds,
         "saving": saved.peak,
         "opened": opened,
         "ends": whole,

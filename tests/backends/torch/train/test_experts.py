@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends import AdamW, TorchScorer
 from tests import ROOT
+from tests.backends.torch.meshes.shares import assert_shared
 from tests.backends.torch.train.expert_cases import BUCKET, KINDS, cases
 from tests.backends.torch.train.fsdp_cases import PPO, STEPS, Ranks, minis, policy_batch, sequences, weights
 from tests.backends.torch.train.test_fsdp import merged, relative_error
@@ -75,8 +76,15 @@ def test_rounded_shards_halve_the_gathered_bytes(found: Any, kind: str) -> None:
         assert rounded < 0.52 * exact  # vectors and routers stay in float32
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_gathers_and_sends_its_share(found: Any, kind: str) -> None:
+    matrices = 24  # of the experts of a layer
+    assert_shared([rank[f"syncing {kind}"]["shares"] for rank in found[2]], matrices)
+
+
 def test_a_sync_needs_memory_for_a_layer(found: Any) -> None:
     for here in (rank["memory"] for rank in found[2]):
+        assert here["rounds"] > 3 and here["dealing"] <= 3 * (BUCKET + here["layer"])
         assert 0.5 * here["layer"] < here["gathering"] <= 3 * (BUCKET + here["layer"]) < here["all"]
         assert here["digest"] == found[1]["memory"]
 
