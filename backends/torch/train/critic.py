@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
-from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, Objective, Sleeper
@@ -32,7 +33,7 @@ class TorchCritic(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -47,6 +48,7 @@ class TorchCritic(TrainedSpec):
             BindError: the folder has no complete body of a causal LM or no tokenizer, or this process is not one of
                 `ranks`.
         """
+        self.optimizer.require_installed()
         mesh = self.join(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.load import load_tokenizer, stored_tensors
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, last_of
-from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Objective, Sleeper
@@ -31,7 +32,7 @@ class TorchRewardTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (RewardTrainer, TextRewardScorer, Checkpointed, Sleeper)
@@ -50,6 +51,7 @@ class TorchRewardTrainer(TrainedSpec):
             BindError: the folder has no complete body of a decoder or no tokenizer; it is a classifier with several
                 labels; or this process is not one of `ranks`.
         """
+        self.optimizer.require_installed()
         classifier, trained = _classifier(self.model)
         mesh, tokenizer = self.join(context), load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)

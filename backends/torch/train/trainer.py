@@ -128,7 +128,7 @@ class TorchTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
         router_aux_loss_coef: the factor of the load-balancing loss of a mixture of experts, over all attended tokens of
@@ -153,7 +153,8 @@ class TorchTrainer(TrainedSpec):
             return "layers that are split (tensor) are computed by other kernels with a gradient"
         if self.geometry.expert > 1:
             return "experts also compute the tokens of other processes (expert), whose number may change their kernels"
-        return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
+        gathered = self.offload in (True, "parameters")
+        return "it was not verified for weights that are gathered in each pass (offload)" if gathered else None
 
     @property
     def starts_from_adapter(self) -> str | None:
@@ -200,6 +201,7 @@ class TorchTrainer(TrainedSpec):
             BindError: the folder has no complete causal LM or no tokenizer, this process is not one of `ranks`, or
                 `lora` or its adapter does not fit the model.
         """
+        self.optimizer.require_installed()
         if self.lora is not None:
             require_peft()
         mesh = self.join(context)
