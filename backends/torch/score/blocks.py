@@ -25,7 +25,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [part for part in parts if names & {kind.__name__ for kind in type(part).__mro__}]
 
 
-def checkpoint_blocks(lm: PreTrainedModel, which: Checkpointing, offload: Callable[[Tensor], Tensor] | None = None) -> bool:
+def checkpoint_blocks(
+    lm: PreTrainedModel, which: Checkpointing, offload: Callable[[Tensor], Tensor] | None = None
+) -> bool:
     """Recompute blocks in backward passes in training mode; returns whether the model can recompute a part of them.
 
     Args:
@@ -64,4 +66,4 @@ class _Offloaded:
 
 def _unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
     device, tensor = packed
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=True, copy=True)

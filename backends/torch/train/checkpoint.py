@@ -1,12 +1,12 @@
 """Checkpoints of weights and optimizer state: written on any mesh of processes, and read on any other.
 
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
-``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. States in 8 bits are stored as float32, so that any
-mesh and other optimizers' bits can read them, and with ``scales.<key>.<name>.<box>``, from which the process of the same
-box gets its bits again. The metadata of a file, ``boxes``, have the shape
+``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. The metadata of a file, ``boxes``, have the shape
 of each tensor and the boxes of it that the file holds (`flowrl.backends.torch.train.boxes`); what several ranks hold is
-in one file. Files without them, which older versions wrote, hold the rows of tensors in order. Nothing is pickled, so a
-foreign checkpoint cannot run code.
+in one file. Files without them, which older versions wrote, hold the rows of tensors in order. States in 8 bits are
+stored as float32, which any mesh can read, also into states of other bits; ``scales.<key>.<name>.<box>``, the scales of
+their blocks, give the process that has the same box the same bits again. Nothing is pickled, so a foreign checkpoint
+cannot run code.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def save(
     scales = {_of_scales(name, x, mesh): scale for name, x in own.items() if (scale := _scales(x)) is not None}
     part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        locals_ = {name: _local(tensor) for name, tensor in own.items()} | scales
-        _write(f"{part}.draft", locals_, {"boxes": json.dumps(found)})
+        parts = {name: _local(tensor) for name, tensor in own.items()} | scales
+        _write(f"{part}.draft", parts, {"boxes": json.dumps(found)})
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
         os.replace(f"{part}.draft", part)
 
@@ -226,7 +226,9 @@ def _read(pieces: Sequence[_Piece], local: Tensor, boxes: Sequence[Box]) -> None
                 local[here].copy_(piece.source[there] if there else piece.source[...])
 
 
-def _read_quantized(pieces: Sequence[_Piece], scale: Sequence[_Piece] | None, tensor: Tensor, mesh: ProcessMesh) -> None:
+def _read_quantized(
+    pieces: Sequence[_Piece], scale: Sequence[_Piece] | None, tensor: Tensor, mesh: ProcessMesh
+) -> None:
     """Read into a tensor in 8 bits; `scale` is what this box was stored with, if it was."""
     from flowrl.backends.torch.optimizers.eight_bit import quantize
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.load import load_tokenizer
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows

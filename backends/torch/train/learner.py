@@ -267,7 +267,9 @@ class Learner:
             for group in self._groups:
                 torch.nn.utils.clip_grads_with_norm_(group.parameters, self._grad_clip, total)
         for settings in self.optimizer.param_groups:
-            settings["lr"] = lr if isinstance(settings["lr"], float) else settings["lr"].fill_(lr)  # torchao's: a tensor
+            settings["lr"] = (
+                lr if isinstance(settings["lr"], float) else settings["lr"].fill_(lr)
+            )  # torchao's: a tensor
         self._stepped.step()
         self._steps += 1
         return norm, lr

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.load import load_tokenizer, stored_tensors
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of

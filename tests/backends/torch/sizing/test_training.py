@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import pytest
 
-from flowrl.backends import SGD, LoRA, Mesh, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, LoRA, Mesh, Muon, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends.torch.score import blocks
 from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
@@ -27,6 +28,7 @@ from tests.backends.torch.sizing.counting import (
     RESPONSE,
     ROWS,
     Allocations,
+    Elsewhere,
     Measured,
     batch,
     folder_of,
@@ -40,7 +42,9 @@ DEMAND = Demand(PROMPT, RESPONSE, ROWS, None, "cpu", 1 << 40)
 
 
 def measured(folder: str, **settings: Any) -> Measured:
-    return update(TorchTrainer(folder, device="cpu", **settings).build(RANK))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "to_cpu", elsewhere := Elsewhere())
+        return update(TorchTrainer(folder, device="cpu", **settings).build(RANK), elsewhere)
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -63,18 +67,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts, balanced": ("moe", {}, {"router_aux_loss_coef": 0.01}),
     "padded": ("llama", {}, {"attention": "eager"}),
     "SGD": ("llama", {}, {"optimizer": SGD(lr=0.1)}),
+    "Muon": ("llama", {}, {"optimizer": Muon(lr=0.1)}),
+    "Muon, experts": ("moe", {}, {"optimizer": Muon(lr=0.1)}),
+    "8 bits": ("llama", {}, {"optimizer": AdamW(lr=0.1, bits=8)}),
+    "every second block": ("llama", {}, {"gradient_checkpointing": 2}),
+    "every second of five blocks": ("llama", {"num_hidden_layers": 5}, {"gradient_checkpointing": 2}),
+    "every third of seven blocks": ("llama", {"num_hidden_layers": 7}, {"gradient_checkpointing": 3}),
+    "inputs of blocks on the CPU": ("llama", {"num_hidden_layers": 12}, {"gradient_checkpointing": "offload"}),
+    "LoRA, every second block": ("llama", {}, {"lora": LoRA(r=8), "gradient_checkpointing": 2}),
 }
 
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 4000}
 F32_FSDP = ("float32", "fsdp")
 
-EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts"}
+EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts", "Muon", "8 bits", "every second block"} | {
+    "inputs of blocks on the CPU"
+}
 
 
 @pytest.mark.parametrize("case", nightly_except(EVERY_COMMIT, CASES))
 def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
     kind, changes, settings = CASES[case]
+    if case == "8 bits":
+        pytest.importorskip("torchao")
     folder = folder_of(tmp_path, kind, **changes)
     found = measured(folder, **settings)
     for file in tmp_path.glob("*.safetensors"):
