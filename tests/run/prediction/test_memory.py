@@ -106,6 +106,8 @@ def test_the_cheapest_change_fits_and_a_cheaper_one_does_not(folder: str) -> Non
     peak = base.worst.bytes / GIB
     assert found(peak * 0.99).settings == {"actor.max_tokens": 512, "ref.max_tokens": 1024}
     parts = {name: size for one in base.worst.alive for name, size in one.parts.items()}
+    fewer = found(peak - 0.4 * parts["activations"] / GIB)
+    assert fewer.settings["actor.max_tokens"] == 512
     smaller = found(peak - 0.85 * parts["activations"] / GIB)
     assert smaller.settings["actor.gradient_checkpointing"] is True
     assert found(0.001) is None
