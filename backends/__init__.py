@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from flowrl.backends.sglang.engine import SGLang
     from flowrl.backends.torch.generate.rollout import TorchRollout
     from flowrl.backends.torch.lora import LoRA
+    from flowrl.backends.torch.optimizers.specs import SGD, AdamW, Muon
     from flowrl.backends.torch.score.model import scatter
     from flowrl.backends.torch.score.reward_model import TorchRewardModel
     from flowrl.backends.torch.score.rows import take
     from flowrl.backends.torch.train.critic import TorchCritic
-    from flowrl.backends.torch.train.learner import SGD, AdamW
     from flowrl.backends.torch.train.reward_trainer import TorchRewardTrainer
     from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
     from flowrl.backends.vllm.engine import VLLM
@@ -34,6 +34,7 @@ __all__ = [
     "LoRA",
     "MegatronTrainer",
     "Mesh",
+    "Muon",
     "SGLang",
     "TorchCritic",
     "TorchRewardModel",
@@ -48,13 +49,14 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "SGD": "torch.train.learner",
+        "SGD": "torch.optimizers.specs",
         "VLLM": "vllm.engine",
-        "AdamW": "torch.train.learner",
+        "AdamW": "torch.optimizers.specs",
         "Backend": ".protocols.backend",
         "LoRA": "torch.lora",
         "MegatronTrainer": "megatron.trainer",
         "Mesh": ".protocols.mesh",
+        "Muon": "torch.optimizers.specs",
         "SGLang": "sglang.engine",
         "TorchCritic": "torch.train.critic",
         "TorchRewardModel": "torch.score.reward_model",

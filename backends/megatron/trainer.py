@@ -12,6 +12,7 @@ from flowrl.backends.megatron.architecture import refuse_other
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.on_mesh import configuration, sizes
+from flowrl.backends.torch.optimizers.specs import Muon
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, ParameterError
 from flowrl.protocols.footprint import Demand, Footprint
@@ -35,7 +36,8 @@ class MegatronTrainer(TrainedSpec):
             `TrainedSpec`. Rows of a micro-batch are padded to the longest.
         dtype: the compute dtype; with ``"bfloat16"``, layers and what passes between them are in it, as is usual in
             megatron-core, but not trained weights, gradients that add up, and log-probs.
-        attention, ranks, offload: not supported.
+        attention, ranks, offload, reshard_after_forward: not supported; neither are `Muon`, ``AdamW(bits=8)``, and
+            ``gradient_checkpointing`` of a part of the layers.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
 
     Raises:
@@ -54,7 +56,10 @@ class MegatronTrainer(TrainedSpec):
         used = {
             "attention": self.attention is not None,
             "ranks": self.ranks > 1,
-            "offload": self.offload,
+            "offload": self.offload is not False,
+            "reshard_after_forward": not self.reshard_after_forward,
+            "gradient_checkpointing": self.gradient_checkpointing not in (False, True),
+            "optimizer": isinstance(self.optimizer, Muon) or getattr(self.optimizer, "bits", 32) == 8,
             **{f"mesh.{axis}": getattr(mesh, axis) > 1 for axis in ("fsdp", "context", "expert")},
         }
         if name := next((name for name, is_used in used.items() if is_used), None):
@@ -106,7 +111,7 @@ class MegatronTrainer(TrainedSpec):
         place = device_of(self, self.device)
         mesh = MegatronMesh(self.geometry, joined(context, self.geometry.ranks, place), place)
         tokenizer = load_tokenizer(folder)
-        model = MegatronModel(folder, self.dtype, mesh, self.gradient_checkpointing)
+        model = MegatronModel(folder, self.dtype, mesh, bool(self.gradient_checkpointing))
         budget = model.budget(self.max_tokens)
         learner = Learner(model.stage.shards.items(), self, "actor", mesh, budget, passes=StagePasses(model))
         learner.optimizer.register_step_post_hook(lambda *_: model.stage.follow())

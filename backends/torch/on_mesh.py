@@ -106,11 +106,13 @@ class MeshBackend(FolderBackend):
             self._refuse_unfit(self.model)
         spec: Any = self  # device, dtype and offload are fields of the subclasses
         place = device_of(self, spec.device)
-        if self.geometry.ranks == 1 and not spec.offload:
+        offload = spec.offload in (True, "parameters")
+        if self.geometry.ranks == 1 and not offload:
             return ProcessMesh(place)
         from flowrl.backends.torch.train.sharded import shard_over  # here, since FSDP takes half a second to import
 
-        return shard_over(context, self.geometry, place, spec.dtype == "bfloat16", spec.offload)
+        reshard = getattr(spec, "reshard_after_forward", True)
+        return shard_over(context, self.geometry, place, spec.dtype == "bfloat16", offload, reshard)
 
 
 def configuration(folder: str) -> Any:

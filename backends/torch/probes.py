@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from flowrl.backends.torch.score.blocks import Checkpointing, checkpoint_blocks
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -213,7 +214,7 @@ def after_head(probe: Inputs, lm: PreTrainedModel) -> AfterHead | None:
     return next((after for after in likely if torch.allclose(after(given), logits, rtol=1e-5, atol=1e-5)), None)
 
 
-def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> None:
+def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, which: Checkpointing, folder: str) -> None:
     """Enable gradient checkpointing. Transformers supports it only in training mode, so set dropout and jitter to 0.
     Raises `BindError` if the model does not support it, or computes other outputs in training mode."""
     if not lm.supports_gradient_checkpointing:
@@ -226,7 +227,14 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
         )
     inputs = known(lm, probe)
     evaluated = lm(**inputs)[0]
-    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if not checkpoint_blocks(lm, which) and which is not True:
+        raise BindError(
+            f"{type(lm).__name__} in {folder!r} recomputes all of its layers or none, not some of them "
+            f"({which!r}). Bind it with gradient_checkpointing=True.",
+            code="model.gradient-checkpointing",
+            path=folder,
+            architecture=type(lm).__name__,
+        )
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -165,7 +165,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
     """A trained model with its optimizer and the schedule of its learning rate."""
     get = settings.get
     if get(f"{prefix}optim") != "adam":
-        settings.refuse(f"{prefix}optim", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+        settings.refuse(f"{prefix}optim", "flowrl has `AdamW`, `Muon` and `SGD`; write an `Optimizer` for another")
     adam = f"{prefix}adam."
     betas = tuple(float(beta) for beta in get(f"{adam}betas"))
     optimizer = {"lr": float(get(f"{adam}lr")), "betas": betas, "eps": float(get(f"{adam}eps"))}
@@ -180,6 +180,7 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
         dtype=_dtype(settings),
         gradient_checkpointing=bool(get(key)),
         **ranks,
+        **({"offload": "optimizer"} if get("ds.adam_offload") else {}),
         **({"lora": lora} if lora else {}),
         **({"router_aux_loss_coef": float(balancing)} if name == "TorchTrainer" and balancing else {}),
     )

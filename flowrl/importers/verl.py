@@ -177,11 +177,10 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
     """A trained model with its optimizer."""
     get = settings.get
     fsdp = f"{prefix}fsdp_config." if prefix == ACTOR else f"{prefix}fsdp."
-    checkpointing = f"{MODEL if prefix == ACTOR else 'critic.model.'}enable_gradient_checkpointing"
+    folder = MODEL if prefix == ACTOR else "critic.model."
     dtype = get(f"{fsdp}dtype", "bfloat16")
     if get(f"{fsdp}model_dtype", "fp32") not in ("fp32", "float32"):
         settings.differ(f"{fsdp}model_dtype", "flowrl keeps float32 weights and computes in bfloat16")
-    offload = [bool(get(f"{fsdp}{kind}_offload")) for kind in ("param", "optimizer")]
     tokens = get(f"{prefix}ppo_max_token_len_per_gpu") if get(f"{prefix}use_dynamic_bsz") else None
     return call(
         name,
@@ -190,21 +189,39 @@ def _trainer(settings: Settings, name: str, model: Any, prefix: str, ranks: Mapp
         schedule=_schedule(settings, f"{prefix}optim.", _updates(settings, prefix)),
         grad_clip=get(f"{prefix}grad_clip") if f"{prefix}grad_clip" in settings else get(f"{prefix}optim.clip_grad"),
         dtype=dtype,
-        gradient_checkpointing=bool(get(checkpointing)),
+        gradient_checkpointing=_checkpointing(settings, folder),
         max_tokens=tokens,
         **ranks,
-        offload=any(offload) and name == "TorchTrainer",
+        offload=_offload(settings, fsdp) if name == "TorchTrainer" else False,
+        reshard_after_forward=bool(get(f"{fsdp}reshard_after_forward", True)),
         **({"lora": lora} if lora else {}),
     )
 
 
+def _offload(settings: Settings, prefix: str) -> bool | str:
+    """What is in CPU memory."""
+    parameters, optimizer = (bool(settings.get(f"{prefix}{part}_offload")) for part in ("param", "optimizer"))
+    return parameters if parameters == optimizer else "parameters" if parameters else "optimizer"
+
+
+def _checkpointing(settings: Settings, prefix: str) -> bool | str:
+    """Which layers are recomputed, of a model whose keys begin with `prefix`."""
+    recomputes = bool(settings.get(f"{prefix}enable_gradient_checkpointing"))
+    if not settings.get(f"{prefix}enable_activation_offload"):
+        return recomputes
+    if not recomputes:
+        settings.differ(f"{prefix}enable_activation_offload", "flowrl recomputes layers whose inputs are offloaded")
+    return "offload"
+
+
 def _optimizer(settings: Settings, prefix: str) -> Any:
     get = settings.get
-    if get(f"{prefix}optimizer") not in ("AdamW", None):
-        settings.refuse(f"{prefix}optimizer", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+    bits = {"bits": 8} if get(f"{prefix}optimizer") == "AdamW8bit" else {}
+    if not bits and get(f"{prefix}optimizer") not in ("AdamW", None):
+        settings.refuse(f"{prefix}optimizer", "flowrl has `AdamW`, `Muon` and `SGD`; write an `Optimizer` for another")
     betas = tuple(float(beta) for beta in get(f"{prefix}betas"))
     decay = float(get(f"{prefix}weight_decay"))
-    return call("AdamW", lr=float(get(f"{prefix}lr")), betas=betas, weight_decay=decay)
+    return call("AdamW", lr=float(get(f"{prefix}lr")), betas=betas, weight_decay=decay, **bits)
 
 
 def _schedule(settings: Settings, prefix: str, updates: int) -> Any:
@@ -385,7 +402,6 @@ def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Importe
     gpus = settings.gpus(launcher, "set ranks= and place= in the file for more")
     graph = GraphPlan("sft", has_reward=False)
     lora = _lora(settings, "model.")
-    offload = any([get("engine.param_offload"), get("engine.optimizer_offload")])
     actor = call(
         "TorchTrainer",
         settings.known_name("model.path"),
@@ -393,10 +409,11 @@ def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Importe
         schedule=_schedule(settings, "optim.", 1),
         grad_clip=get("optim.clip_grad"),
         dtype=get("engine.dtype", "bfloat16"),
-        gradient_checkpointing=bool(get("model.enable_gradient_checkpointing")),
+        gradient_checkpointing=_checkpointing(settings, "model."),
         max_tokens=get("data.max_token_len_per_gpu") if get("data.use_dynamic_bsz") else None,
         **({"ranks": gpus} if gpus > 1 else {}),
-        offload=offload,
+        offload=_offload(settings, "engine."),
+        reshard_after_forward=bool(get("engine.reshard_after_forward", True)),
         **({"lora": lora} if lora else {}),
     )
     if get("data.truncation") not in ("error", None):

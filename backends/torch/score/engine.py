@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.torch.load import mix_weights
+from flowrl.backends.torch.optimizers.streamed import Offload
 from flowrl.backends.torch.passthrough import Passthrough
 from flowrl.backends.torch.score.head import FolderHead
 from flowrl.backends.torch.score.model import TorchModel
@@ -43,7 +44,7 @@ class Residence:
     """Moves modules and the state of their optimizer to `device` and off it; on a CPU it only sets `asleep`.
 
     Args:
-        offload: the weights are always in CPU memory.
+        offload: what is always in CPU memory; see `TrainedSpec`.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Residence:
         device: torch.device,
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | None = None,
-        offload: bool = False,
+        offload: Offload = False,
     ) -> None:
-        self._device, self._modules, self._optimizer = device, modules, optimizer
+        self._device, self._modules = device, [] if offload == "parameters" else modules
+        self._optimizer = None if offload == "optimizer" else optimizer
         self.extra_modules: Sequence[nn.Module] = ()
         """Further modules that move with them."""
-        self._moves = not offload and device.type != "cpu"
+        self._moves = offload is not True and device.type != "cpu"
         self.asleep = False
 
     def sleep(self) -> None:
@@ -282,7 +284,7 @@ class FrozenEngine(TorchScorerEngine):
         """Restore the weights of a checkpoint."""
         from flowrl.backends.torch.train import checkpoint  # as above
 
-        checkpoint.load(folder, self._scorer.mesh, *self._named(), (), {})
+        checkpoint.load(folder, self._scorer.mesh, *self._named(), lambda _: {}, {})
 
     def _named(self) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
         """The weights by name, and an optimizer without state, which checkpoints take."""

@@ -30,6 +30,7 @@ from flowrl.backends.torch.probes import (
     select_attention,
     tolerance,
 )
+from flowrl.backends.torch.score.blocks import Checkpointing
 from flowrl.backends.torch.score.chunks import Score, in_chunks, score_norm, score_top, scores
 from flowrl.backends.torch.score.context import Context, Ulysses, refuse_other_outputs
 from flowrl.backends.torch.score.rows import Budget, SequenceInputs, from_first_tokens, packed
@@ -75,14 +76,14 @@ class TorchModel:
         dtype: Dtype,
         mesh: ProcessMesh,
         attention: Attention | None,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: Checkpointing,
         with_head: bool = True,
         lora: LoRA | None = None,
         seed: int = 0,
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
         self.context = Context.of(mesh)
-        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
+        self._autocast, self._checkpoints = dtype == "bfloat16", bool(gradient_checkpointing)
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         lm = self._load(folder, with_head, attention, lora, seed)
         bound = tolerance(self._probed_in)
@@ -93,7 +94,7 @@ class TorchModel:
         if isinstance(self.context, Ulysses):
             self.probe(refuse_other_outputs, self.module, self.context, self.unpacked, folder, bound)
         if gradient_checkpointing:
-            self.probe(prepare_checkpointing, self.module, folder)
+            self.probe(prepare_checkpointing, self.module, gradient_checkpointing, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
         self.after_head = self.probe(after_head, lm) if with_head else None
         """The function after the head; None without a head, or if it is unknown."""

@@ -27,10 +27,19 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         """The most bytes since `mark`."""
         self._sizes: dict[int, int] = {}
+        self._counts = True
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the memory of `tensors`."""
         self._sizes |= {tensor.untyped_storage()._cdata: 0 for tensor in tensors}
+
+    def elsewhere(self, tensor: Tensor) -> Tensor:
+        """A copy in memory that does not count."""
+        self._counts = False
+        try:
+            return torch.empty_like(tensor)
+        finally:
+            self._counts = True
 
     def mark(self) -> int:
         """The peak so far; starts again from here."""
@@ -48,8 +57,8 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes or not size:
+        key, size = storage._cdata, storage.nbytes() * self._counts
+        if key in self._sizes or not storage.nbytes():
             return
         self._sizes[key] = size
         self.live += size

@@ -2,7 +2,8 @@
 
 It runs the model's own code with the trainer's settings, so the trace has what autograd saves (Griewank & Walther 2008,
 chapter 4), what gradient checkpointing recomputes (Chen et al. 2016, arXiv:1604.06174), and autocast's copies of
-weights. A model of equal blocks is run with two and with three of them: each peak grows linearly with their number.
+weights. A model of equal blocks is run with two and with three of them: each peak grows linearly with their number. If
+each n-th is recomputed, the second run has n more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from flowrl.backends.torch.load import quiet
 from flowrl.backends.torch.probes import known
+from flowrl.backends.torch.score.blocks import Checkpointing, blocks_of, checkpoint_blocks
 from flowrl.backends.torch.score.packed import ATTENTION
 from flowrl.backends.torch.sizing.live_bytes import LiveBytes
 from flowrl.errors import BindError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
 FEW = 2
-"""The blocks of the smaller of two traces."""
+"""The fewest blocks of the smaller of two traces."""
 
 
 class MicroBatch(NamedTuple):
@@ -52,16 +54,21 @@ class Run(NamedTuple):
     Args:
         bfloat16: under autocast.
         trains: with a backward pass.
-        checkpoints: recomputes each block in it.
+        checkpoints: the blocks that it recomputes.
         sharded: the weights are gathered block by block, so their compute copies are not activations.
         routed: keeps the outputs of routers, for a load-balancing loss.
     """
 
     bfloat16: bool
     trains: bool
-    checkpoints: bool = False
+    checkpoints: Checkpointing = False
     sharded: bool = False
     routed: bool = False
+
+    @property
+    def period(self) -> int:
+        """The number of blocks after which their checkpointing repeats."""
+        return 1 if isinstance(self.checkpoints, bool | str) else self.checkpoints
 
 
 class Peaks(NamedTuple):
@@ -84,9 +91,9 @@ class Peaks(NamedTuple):
         """The most in the backward pass."""
         return max(self.last, self.rest)
 
-    def over(self, other: Peaks, blocks: int) -> Peaks:
-        """Those of a model of `blocks`, if these are of `FEW`, and `other` of one more."""
-        return Peaks(*(few + (more - few) * (blocks - FEW) for few, more in zip(self, other, strict=True)))
+    def over(self, other: Peaks, times: int) -> Peaks:
+        """Those of a model with `times` as many more blocks than that of these, as that of `other` has."""
+        return Peaks(*(few + (more - few) * times for few, more in zip(self, other, strict=True)))
 
 
 def trace(lm: PreTrainedModel, batch: MicroBatch, run: Run) -> Peaks:
@@ -98,21 +105,20 @@ def trace(lm: PreTrainedModel, batch: MicroBatch, run: Run) -> Peaks:
     with quiet():
         if batch.packed:
             lm.set_attn_implementation(ATTENTION)
-    if run.checkpoints:
-        lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     lm.eval()
     blocks = blocks_of(lm)
     if run.bfloat16 and run.sharded:
         for block in filter(gathered_narrow, blocks):
             block.to(torch.bfloat16)
-    stack = _stack(lm, blocks)
-    if stack is None or len(blocks) <= FEW or len({_shape_of(block) for block in blocks}) > 1:
+    stack, period = _stack(lm, blocks), run.period
+    few = FEW + (len(blocks) - FEW) % period
+    if stack is None or len(blocks) <= few or len({_shape_of(block) for block in blocks}) > 1:
         return _traced(_without_data(lm), blocks, batch, run)
     parent, name = stack
-    setattr(parent, name, nn.ModuleList(blocks[: FEW + 1]))
-    more = _traced(_without_data(lm), blocks[: FEW + 1], batch, run)
-    setattr(parent, name, nn.ModuleList(blocks[:FEW]))
-    return _traced(lm, blocks[:FEW], batch, run).over(more, len(blocks))
+    setattr(parent, name, nn.ModuleList(blocks[: few + period]))
+    more = _traced(_without_data(lm), blocks[: few + period], batch, run)
+    setattr(parent, name, nn.ModuleList(blocks[:few]))
+    return _traced(lm, blocks[:few], batch, run).over(more, (len(blocks) - few) // period)
 
 
 def _without_data(lm: PreTrainedModel) -> PreTrainedModel:
@@ -120,11 +126,6 @@ def _without_data(lm: PreTrainedModel) -> PreTrainedModel:
         cast(nn.Module, lm).to_empty(device="cpu")
         lm.tie_weights()
     return lm
-
-
-def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The blocks whose weights are sharded together; see `flowrl.backends.torch.train.shards`."""
-    return [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
 
 
 def _stack(lm: PreTrainedModel, blocks: list[nn.Module]) -> tuple[nn.Module, str] | None:
@@ -145,6 +146,8 @@ def _shape_of(block: nn.Module) -> tuple[Any, ...]:
 
 def _traced(lm: PreTrainedModel, blocks: list[nn.Module], batch: MicroBatch, run: Run) -> Peaks:
     counter = LiveBytes()
+    if run.checkpoints:
+        checkpoint_blocks(lm, run.checkpoints, counter.elsewhere)
     for parameter in lm.parameters():
         if parameter.requires_grad and run.trains:
             parameter.grad = torch.zeros_like(parameter)
@@ -157,7 +160,7 @@ def _traced(lm: PreTrainedModel, blocks: list[nn.Module], batch: MicroBatch, run
 def _run(body: Any, blocks: list[nn.Module], batch: MicroBatch, run: Run, counter: LiveBytes) -> Peaks:
     last: list[int] = []
     before = blocks[-1].register_forward_pre_hook(_marking(counter, last), with_kwargs=True) if blocks else None
-    body.train(run.checkpoints and run.trains)
+    body.train(bool(run.checkpoints) and run.trains)
     with torch.autocast("cpu", torch.bfloat16, enabled=run.bfloat16):
         loss = _Scored.apply(*_states(body, batch, run.routed))  # type: ignore[no-untyped-call]
     if before is not None:

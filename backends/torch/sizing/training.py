@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from flowrl.backends.torch.optimizers.specs import Optimizer
+from flowrl.backends.torch.score.blocks import Checkpointing
 from flowrl.backends.torch.score.rows import Budget
 from flowrl.backends.torch.sizing.logits import Head
+from flowrl.backends.torch.sizing.steps import Steps
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
 from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, bucket_bytes, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
@@ -34,23 +37,24 @@ class Engine:
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
         self.shards = self.mesh.fsdp
-        self.sharded = self.mesh != Mesh() or self.spec.offload
-        self.on_device = demand.device == "cpu" or not self.spec.offload
+        offload = self.spec.offload
+        self.sharded = self.mesh != Mesh() or offload in (True, "parameters")
+        self.on_device = demand.device == "cpu" or offload not in (True, "parameters")
+        self.resharded = getattr(self.spec, "reshard_after_forward", True)
 
-    def trained(self, keys: tuple[str, ...], checkpoints: bool, routed: bool) -> Footprint:
-        """The footprint of a trainer whose optimizer has states of these `keys`.
+    def trained(self, optimizer: Optimizer, checkpoints: Checkpointing, routed: bool) -> Footprint:
+        """The footprint of a trainer with this optimizer.
 
         Parameters, gradients and AdamW's two states are 4 bytes a number each (Rajbhandari et al. 2020,
         arXiv:1910.02054, section 3.1, without its float16 copies); activations and logits are those of the largest
         micro-batch.
         """
-        weights, own = self.weights, self.on_device
+        weights, own, offload = self.weights, self.on_device, self.spec.offload
         gradients = weights.bytes(self.shards, trained=True) * own
-        states = weights.states(keys, self.shards, self.demand.device) * own
+        steps = Steps(optimizer, weights, self.shards, self.demand.device, self.sharded)
+        states = steps.states * (self.demand.device == "cpu" or offload not in (True, "optimizer"))
         peaks = self._peaks(Run(self.bfloat16, True, checkpoints, self.sharded, routed))
-        # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
-        foreach = len(keys) > 1 and (self.sharded or self.demand.device == "cuda") and own
-        step = {"gradients": gradients, "optimizer states": weights.bytes(self.shards, trained=True) * foreach}
+        step = {"gradients": gradients, "optimizer states": steps.peak(offload)}
         moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
         resident = {"weights": weights.bytes(self.shards) * own, "optimizer states": states}
         calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
@@ -107,13 +111,14 @@ class Engine:
         head = self._head()
         gradient = 0 if head is None or not self.weights.tied else head.gradient  # until that of the embedding is added
         logits = {"activations": peaks.saved, "logits": 0 if head is None else head.backward}
+        kept = 0 if self.resharded else self._kept()
         return [
-            {"activations": peaks.forward, "gathered weights": self._gathered("embedding", blocks=2)},
-            logits | {"gathered weights": self._gathered("head", blocks=1)},
+            {"activations": peaks.forward, "gathered weights": self._gathered("embedding", blocks=2) + kept},
+            logits | {"gathered weights": self._gathered("head", blocks=1) + kept},
             {
                 "activations": peaks.last,
                 "logits": gradient,
-                "gathered weights": self._gathered(blocks=2, gradients=True),
+                "gathered weights": self._gathered(blocks=2, gradients=True) + kept,
             },
             {
                 "activations": peaks.rest,
@@ -121,6 +126,19 @@ class Engine:
                 "gathered weights": self._gathered("embedding", backward=True),
             },
         ]
+
+    def _kept(self) -> int:
+        """Bytes of what stays gathered after the forward pass: the embedding, and all blocks but the two that
+        `_gathered` counts."""
+        if not self.sharded:
+            return 0
+        blocks = self.weights.blocks - 2 * self.weights.block[0]
+        return self._width * max(0, blocks) + FLOAT * self.weights.of("embedding")
+
+    @property
+    def _width(self) -> int:
+        """Bytes of a number of a gathered block."""
+        return 2 if self.bfloat16 and self.weights.narrow else FLOAT
 
     def _gathered(
         self, layer: str | None = None, blocks: int = 0, gradients: bool = False, backward: bool = False
@@ -130,10 +148,9 @@ class Engine:
         those of it."""
         if not self.sharded:
             return 0
-        width = 2 if self.bfloat16 and self.weights.narrow else FLOAT
         whole, trained = self.weights.block
         found = FLOAT * (self.weights.of("rest") + (0 if layer is None else self.weights.of(layer)))
-        found += width * blocks * whole
+        found += self._width * blocks * whole
         if gradients:
             found += FLOAT * trained
         if backward:

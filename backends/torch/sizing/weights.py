@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch import nn
 from flowrl.backends.torch.load import loading, quiet, skeleton
 from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.passthrough import untied
-from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run, blocks_of, gathered_narrow, trace
+from flowrl.backends.torch.score.blocks import blocks_of
+from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run, gathered_narrow, trace
 from flowrl.sync.buckets import in_buckets
 from flowrl.sync.pieces import in_pieces
 from flowrl.sync.weight_selection import rounds
@@ -129,11 +130,6 @@ class Weights(NamedTuple):
         """Float32 bytes on the first of `ranks`, of all or of the `trained` ones."""
         return FLOAT * sum(one.numbers(ranks) for one in self.each if one.trained or not trained)
 
-    def states(self, keys: Iterable[str], ranks: int, device: str) -> int:
-        """Bytes of an optimizer's states; torch keeps ``"step"`` on the CPU."""
-        count = sum(one.trained for one in self.each) if device == "cpu" else 0
-        return sum(FLOAT * count if key == "step" else self.bytes(ranks, trained=True) for key in keys)
-
     def of(self, group: int | str, trained: bool = False) -> int:
         """The numbers of a group."""
         return sum(one.numbers() for one in self.each if one.group == group and (one.trained or not trained))
@@ -143,6 +139,11 @@ class Weights(NamedTuple):
         """The numbers of the largest block, and of its trained weights."""
         blocks = {one.group for one in self.each if isinstance(one.group, int)}
         return max(((self.of(block), self.of(block, trained=True)) for block in blocks), default=(0, 0))
+
+    @property
+    def blocks(self) -> int:
+        """The numbers of all blocks."""
+        return sum(one.numbers() for one in self.each if isinstance(one.group, int))
 
     @property
     def head_trained(self) -> bool:

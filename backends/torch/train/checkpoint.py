@@ -3,8 +3,10 @@
 Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, with flat names:
 ``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. The metadata of a file, ``boxes``, have the shape
 of each tensor and the boxes of it that the file holds (`flowrl.backends.torch.train.boxes`); what several ranks hold is
-in one file. Files without them, which older versions wrote, hold the rows of tensors in order. Nothing is pickled, so a
-foreign checkpoint cannot run code.
+in one file. Files without them, which older versions wrote, hold the rows of tensors in order. States in 8 bits are
+stored as float32, which any mesh can read, also into states of other bits; ``scales.<key>.<name>.<box>``, the scales of
+their blocks, give the process that has the same box the same bits again. Nothing is pickled, so a foreign checkpoint
+cannot run code.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -58,9 +60,11 @@ def save(
                 tensors[f"optimizer.{key}.{name}"] = value
     own = {name: tensor for name, tensor in tensors.items() if mesh.writes(tensor)}
     found = {name: _as_json(tensor.shape, _boxes(tensor, mesh)) for name, tensor in own.items()}
+    scales = {_of_scales(name, x, mesh): scale for name, x in own.items() if (scale := _scales(x)) is not None}
     part = os.path.join(folder, f"part-{mesh.position.rank + 1:05d}-of-{mesh.spec.ranks:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        _write(f"{part}.draft", {name: _local(tensor) for name, tensor in own.items()}, {"boxes": json.dumps(found)})
+        parts = {name: _local(tensor) for name, tensor in own.items()} | scales
+        _write(f"{part}.draft", parts, {"boxes": json.dumps(found)})
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
         os.replace(f"{part}.draft", part)
 
@@ -70,12 +74,12 @@ def load(
     mesh: ProcessMesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    state_keys: Sequence[str],
+    zeros: Callable[[nn.Parameter], Mapping[str, Tensor]],
     extra: Mapping[str, Tensor],
 ) -> None:
     """Read a checkpoint into `weights`, the state of `optimizer` and `extra`, in place; a collective.
 
-    `state_keys` name the optimizer's state of each parameter after a step.
+    `zeros` makes the optimizer's state of a parameter after a step, to be read into.
 
     Raises `DataError` and changes nothing if there is none, or a damaged one, or one of another model or optimizer.
     """
@@ -83,12 +87,13 @@ def load(
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
     state: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter in weights.items():
-        state[parameter] = {key: _blank(key, parameter) for key in state_keys}
+        state[parameter] = dict(zeros(parameter))
         tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
     expected = mesh.union({name: (DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()})
     with ExitStack() as files:
         with mesh.all_or_none("load_checkpoint"):
             stored = _pieces(folder, files)
+            scales = {name: stored.pop(name) for name in [*stored] if name.startswith("scales.")}
             if not any(map(_of_optimizer, stored)):  # written before the first step
                 tensors, expected = (
                     {n: x for n, x in of.items() if not _of_optimizer(n)} for of in (tensors, expected)
@@ -107,17 +112,16 @@ def load(
                 )
         with mesh.all_or_none("load_checkpoint"), _failures(folder, "read"), torch.no_grad():
             for name, tensor in tensors.items():
-                _read(stored[name], tensor, mesh)
+                if _scales(tensor) is None:
+                    _read(stored[name], _local(tensor), _boxes(tensor, mesh))
+                else:
+                    _read_quantized(stored[name], scales.get(_of_scales(name, tensor, mesh)), tensor, mesh)
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
 def _of_optimizer(name: str) -> bool:
     return name.startswith("optimizer.")
-
-
-def _blank(key: str, parameter: nn.Parameter) -> Tensor:
-    return torch.tensor(0.0) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     with TensorFile(path, tensors, metadata) as file:
         for name, tensor in tensors.items():
-            file.write(name, tensor)
+            file.write(name, tensor if _scales(tensor) is None else cast(Any, tensor).dequantize())
 
 
 def _boxes(tensor: Tensor, mesh: ProcessMesh) -> list[Box]:
@@ -221,14 +225,36 @@ def _described(pieces: Sequence[_Piece]) -> tuple[Any, ...]:
     return kinds.pop() if full and len(kinds) == 1 else ("incomplete",)
 
 
-def _read(pieces: Sequence[_Piece], tensor: Tensor, mesh: ProcessMesh) -> None:
-    """Copy this rank's part into `tensor`."""
-    local = _local(tensor)
-    for own, piece in product(_boxes(tensor, mesh), pieces):
+def _read(pieces: Sequence[_Piece], local: Tensor, boxes: Sequence[Box]) -> None:
+    """Copy these boxes of a tensor, which a process has, into `local`."""
+    for own, piece in product(boxes, pieces):
         for box in piece.boxes:
             if (common := own.common(box)) is not None:
                 here, there = common
                 local[here].copy_(piece.source[there] if there else piece.source[...])
+
+
+def _read_quantized(
+    pieces: Sequence[_Piece], scale: Sequence[_Piece] | None, tensor: Tensor, mesh: ProcessMesh
+) -> None:
+    """Read into a tensor in 8 bits; `scale` is what this box was stored with, if it was."""
+    from flowrl.backends.torch.optimizers.eight_bit import quantize
+
+    local = _local(tensor)
+    numbers = torch.empty(local.shape)
+    _read(pieces, numbers, _boxes(tensor, mesh))
+    quantize(local, numbers.to(local.device), None if scale is None else scale[0].source[...].to(local.device))
+
+
+def _scales(tensor: Tensor) -> Tensor | None:
+    """The scales of a tensor in 8 bits."""
+    return getattr(_local(tensor), "scale", None)
+
+
+def _of_scales(name: str, tensor: Tensor, mesh: ProcessMesh) -> str:
+    """The name of the scales of a state: they are of the boxes that a process has."""
+    sides = ["x".join(f"{side.start}-{side.stop}" for side in box.whole) for box in _boxes(tensor, mesh)]
+    return f"scales.{name.removeprefix('optimizer.')}.{','.join(sides)}"
 
 
 @contextmanager

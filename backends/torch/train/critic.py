@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flowrl.backends.torch.load import load_tokenizer
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
+from flowrl.backends.torch.score.blocks import blocks_of
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
-from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, Objective, Sleeper
@@ -32,7 +34,7 @@ class TorchCritic(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -47,6 +49,7 @@ class TorchCritic(TrainedSpec):
             BindError: the folder has no complete body of a causal LM or no tokenizer, or this process is not one of
                 `ranks`.
         """
+        self.optimizer.require_installed()
         mesh = self.join(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
@@ -54,7 +57,7 @@ class TorchCritic(TrainedSpec):
         gathered_head = mesh.gathered(head)
         module = nn.ModuleDict({"model": body.module, "value_head": head})
         budget = body.budget(self.max_tokens)
-        learner = Learner(module.named_parameters(), self, "critic", mesh, budget)
+        learner = Learner(module.named_parameters(), self, "critic", mesh, budget, blocks=blocks_of(module))
         residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
         return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
 

@@ -1,4 +1,4 @@
-"""Optimizers, and the update loop of trainers and critics: one optimizer step per mini-batch."""
+"""The settings and the update loop of trainers and critics: one optimizer step per mini-batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from flowrl.backends.torch.load import Folder
 from flowrl.backends.torch.meshes.passes import Forward, Passes
 from flowrl.backends.torch.on_mesh import MeshBackend
+from flowrl.backends.torch.optimizers.specs import AdamW, Group, Optimizer, is_matrix, zeros_of
+from flowrl.backends.torch.optimizers.streamed import Offload, Streamed
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.score.blocks import Checkpointing
 from flowrl.backends.torch.score.model import Dtype
 from flowrl.backends.torch.score.rows import Budget, Rows, Run, by_segments, micro_batches, take
 from flowrl.backends.torch.train.balancing import LoadBalancing
@@ -25,71 +28,10 @@ from flowrl.errors import DataError
 from flowrl.protocols.footprint import Demand, Footprint
 from flowrl.protocols.protocols import MiniBatch, Objective
 from flowrl.schedules import Constant
-from flowrl.spec import Schedule, Spec
-
-Parameters = Sequence[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
-"""Those of an optimizer; in groups if torch's multi-tensor kernels do not take them together."""
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
+from flowrl.spec import Schedule
 
 _LONG_RUN = 10**9
 """The optimizer steps for which a schedule as long as the run is checked when it is set, so that any warm-up fits."""
-
-
-class AdamW(Spec):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2).
-
-    Weight decay applies to every parameter, norms and biases included, as in torch and verl.
-    """
-
-    schedulable: ClassVar[bool] = False
-
-    lr: float = Field(gt=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """The optimizer's state of each parameter after its first step."""
-        return ("step", "exp_avg", "exp_avg_sq")
-
-    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
-        """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
-        return torch.optim.AdamW(
-            parameters,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            foreach=_foreach(sharded),
-        )
-
-
-class SGD(Spec):
-    """Stochastic gradient descent with heavy-ball momentum (0: none) and no weight decay."""
-
-    schedulable: ClassVar[bool] = False
-
-    lr: float = Field(gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """The optimizer's state of each parameter after its first step."""
-        return ("momentum_buffer",) if self.momentum else ()
-
-    def build(self, parameters: Parameters, sharded: bool = False) -> torch.optim.Optimizer:
-        """The torch optimizer over `parameters`, which may be `sharded` over ranks."""
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
-
-
-def _foreach(sharded: bool) -> bool | None:
-    """By default, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
-    return True if sharded else None
-
-
-Optimizer = AdamW | SGD
 
 
 class TrainedSpec(MeshBackend):
@@ -97,7 +39,7 @@ class TrainedSpec(MeshBackend):
 
     Args:
         model: a Hugging Face folder with a tokenizer.
-        optimizer: `AdamW` or `SGD`.
+        optimizer: `AdamW`, `Muon` or `SGD`.
         schedule: the factor of the learning rate: one of `flowrl.schedules`, such as
             ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimizer steps. Without
             ``steps=`` it lasts as long as the run, and with ``warmup=0.03`` the warm-up is that share of it.
@@ -105,7 +47,8 @@ class TrainedSpec(MeshBackend):
         dtype: the compute dtype: ``"bfloat16"`` is autocast over the float32 weights.
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is fused attention if
             it computes the same, else plain.
-        gradient_checkpointing: recompute each layer in the backward pass, to save memory.
+        gradient_checkpointing: recompute layers in the backward pass, to save memory: True is all of them, a number n
+            is each n-th, and ``"offload"`` is all of them with their inputs in CPU memory meanwhile.
         max_tokens: positions that a micro-batch may compute, of prompts, responses, and padding if the model needs it;
             micro-batches are formed by length, and gradients do not depend on them. Processes that share rows
             (``Mesh(context=...)``) each compute as many. None is 2048 on a CPU, where small ones are faster, and 16384
@@ -114,7 +57,11 @@ class TrainedSpec(MeshBackend):
         memory: GiB that the role takes on a device, in place of the prediction; compared with ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each; short for ``mesh=Mesh(fsdp=ranks)``.
         mesh: the processes on several axes; see `flowrl.protocols.mesh.Mesh`.
-        offload: keep weights, gradients and optimizer state in CPU memory; a layer moves to the device to compute.
+        offload: what is in CPU memory. ``"optimizer"`` is the optimizer's state, which moves to the device in parts to
+            step; ``"parameters"`` is weights and gradients, of which a layer moves to the device to compute; True is
+            all of them, and the optimizer then steps on the CPU.
+        reshard_after_forward: free a gathered layer after its forward pass, and gather it again in the backward pass;
+            False keeps all layers gathered in between, which takes their memory and saves a collective for each.
     """
 
     model: Folder
@@ -123,12 +70,13 @@ class TrainedSpec(MeshBackend):
     grad_clip: float | None = Field(default=1.0, gt=0)
     dtype: Dtype = "float32"
     attention: Attention | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
     max_tokens: int | None = Field(default=None, ge=1)
     device: str | None = None
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
-    offload: bool = False
+    offload: Offload = False
+    reshard_after_forward: bool = True
 
     @field_validator("schedule")
     @classmethod
@@ -160,7 +108,7 @@ class TrainedSpec(MeshBackend):
         """The footprint of a trainer with a head whose tiles have `chunk` tokens, or with a scalar one."""
         from flowrl.backends.torch.sizing.training import Engine  # here, since it runs the model
 
-        return Engine(self, demand, chunk).trained(self.optimizer.state_keys, self.gradient_checkpointing, routed)
+        return Engine(self, demand, chunk).trained(self.optimizer, self.gradient_checkpointing, routed)
 
 
 class Learner:
@@ -171,6 +119,7 @@ class Learner:
         over: the base weights of an adapter (`Adapted.adapter_of`), for which alone its state is valid.
         balancing: a further loss, of the experts of a mini-batch's tokens.
         passes: how micro-batches are computed; None is one by one.
+        blocks: of the transformer, whose matrices `Muon` trains.
     """
 
     def __init__(
@@ -183,13 +132,17 @@ class Learner:
         over: str | None = None,
         balancing: LoadBalancing | None = None,
         passes: Passes | None = None,
+        blocks: Iterable[nn.Module] = (),
     ) -> None:
-        optimizer = spec.optimizer
+        self._optimizer = optimizer = spec.optimizer
         self._names = {name: p for name, p in named if p.requires_grad}
         self._parameters = list(self._names.values())
-        self._alike = mesh.alike(self._parameters)
-        groups = self._parameters if len(self._alike) == 1 else [{"params": group} for group in self._alike]
-        self.optimizer, self._state_keys = optimizer.build(groups, mesh.sharded), optimizer.state_keys
+        self._matrices = {p for block in blocks for p in block.parameters() if is_matrix(p.shape)}
+        groups = [Group(group, [p for p in group if p in self._matrices]) for group in mesh.alike(self._parameters)]
+        self.optimizer, self._groups = optimizer.build(groups, mesh), groups
+        self._stepped: torch.optim.Optimizer | Streamed = self.optimizer
+        if spec.offload in ("optimizer", "parameters"):
+            self._stepped = Streamed(self.optimizer, mesh.device, spec.offload == "parameters")
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
         self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
         self._balancing, self._passes = balancing, passes or Passes(mesh, balancing)
@@ -272,11 +225,13 @@ class Learner:
                 lr=lr,
             )
         if self._grad_clip is not None:
-            for parameters in self._alike:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+            for group in self._groups:
+                torch.nn.utils.clip_grads_with_norm_(group.parameters, self._grad_clip, total)
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = (
+                lr if isinstance(settings["lr"], float) else settings["lr"].fill_(lr)
+            )  # torchao's: a tensor
+        self._stepped.step()
         self._steps += 1
         return norm, lr
 
@@ -327,6 +282,9 @@ class Learner:
                 parameter.copy_(state["weights"][name])
         # A copy, since torch would use the caller's tensors.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if isinstance(self._stepped, Streamed):  # torch moves states to their parameters
+            for parameter, found in self.optimizer.state.items():
+                self.optimizer.state[parameter] = self._stepped.at_rest(found)
         self._steps, self.version = int(state["steps"]), int(state["version"])
 
     def save_checkpoint(self, folder: str) -> None:
@@ -342,8 +300,14 @@ class Learner:
 
         progress = torch.zeros(2, dtype=torch.int64)
         extra = self._progress(progress)
-        checkpoint.load(folder, self.mesh, self._names, self.optimizer, self._state_keys, extra)
+        checkpoint.load(folder, self.mesh, self._names, self.optimizer, self._zeros, extra)
         self._steps, self.version = progress.tolist()
+
+    def _zeros(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter, where it is between steps."""
+        keys = self._optimizer.state_keys(parameter in self._matrices)
+        state = {key: zeros_of(self.optimizer, parameter, key) for key in keys}
+        return self._stepped.at_rest(state) if isinstance(self._stepped, Streamed) else state
 
     def _progress(self, progress: Tensor) -> dict[str, Tensor]:
         """The counters; their name identifies the base weights of an adapter, so that it loads over no others."""

@@ -97,6 +97,10 @@ class ProcessMesh:
         """The parameters that torch's multi-tensor kernels take together."""
         return [list(parameters)]
 
+    def part_of(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This process's part of what `full` made of a tensor that is split as `parameter`."""
+        return whole
+
     def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, unsharded, in order."""
         return iter(named)

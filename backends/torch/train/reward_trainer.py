@@ -8,11 +8,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from flowrl.backends.torch.load import load_tokenizer, stored_tensors
+from flowrl.backends.torch.optimizers.specs import AdamW, Optimizer
+from flowrl.backends.torch.score.blocks import blocks_of
 from flowrl.backends.torch.score.engine import Residence, TrainedEngine
 from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModelEngine, classifier_of, head_of
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, last_of
-from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
 from flowrl.errors import BindError
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Objective, Sleeper
@@ -31,7 +33,7 @@ class TorchRewardTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`; the default optimizer is ``AdamW(lr=1e-5)``.
     """
 
     serves = (RewardTrainer, TextRewardScorer, Checkpointed, Sleeper)
@@ -50,6 +52,7 @@ class TorchRewardTrainer(TrainedSpec):
             BindError: the folder has no complete body of a decoder or no tokenizer; it is a classifier with several
                 labels; or this process is not one of `ranks`.
         """
+        self.optimizer.require_installed()
         classifier, trained = _classifier(self.model)
         mesh, tokenizer = self.join(context), load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
@@ -103,7 +106,8 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
         mesh = self._body.mesh
         gathered = self._gathered_head = mesh.gathered(self._head)
         self._classifier = classifier
-        self.learner = Learner(classifier.named_parameters(), spec, "reward_model", mesh, self._budget)
+        named, blocks = classifier.named_parameters(), blocks_of(classifier)
+        self.learner = Learner(named, spec, "reward_model", mesh, self._budget, blocks=blocks)
         roots = [self._body.gathered.root, gathered.root]
         self.residence = Residence(mesh.device, roots, self.learner.optimizer, spec.offload)
 

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -58,12 +57,21 @@ class Sharded(GroupMesh):
 
     Args:
         bfloat16: gather blocks in bfloat16.
-        offload: keep shards, gradients and optimizer state in CPU memory, where the optimizer then steps too.
+        offload: keep shards and their gradients in CPU memory.
+        reshard: free gathered weights after the forward pass, and gather them again in the backward pass.
     """
 
-    def __init__(self, spec: Mesh, group: ProcessGroup, device: torch.device, bfloat16: bool, offload: bool) -> None:
+    def __init__(
+        self,
+        spec: Mesh,
+        group: ProcessGroup,
+        device: torch.device,
+        bfloat16: bool,
+        offload: bool,
+        reshard: bool = True,
+    ) -> None:
         super().__init__(spec, group, device)
-        self.offload = offload
+        self.offload, self._reshard = offload, reshard
         self._fsdp = self._weights = group
         self.tensor: DeviceMesh | None = None
         """The ranks that differ on ``tensor``, if there are several."""
@@ -136,8 +144,12 @@ class Sharded(GroupMesh):
         return cast(Caller, own.call)
 
     def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy, over: DeviceMesh | None = None) -> None:
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
-        sharded = fully_shard(module, mesh=over or self._data, mp_policy=precision, offload_policy=offload)
+        settings: dict[str, Any] = {"mesh": over or self._data, "mp_policy": precision}
+        if self.offload:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        if not self._reshard:  # by default all are resharded but the root
+            settings["reshard_after_forward"] = False
+        sharded = fully_shard(module, **settings)
         # A sum: gloo has no average, and with one rank NCCL's is not reliable.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -233,6 +245,14 @@ class Sharded(GroupMesh):
                 whole[box.whole] = own[box.local]
         return whole
 
+    def part_of(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This process's part of what `full` made of a tensor that is split as `parameter`."""
+        shard = cast(DTensor, parameter)
+        cut, own = cut_of(shard), whole.new_empty(shard.to_local().shape)
+        for box in boxes(shard.shape, cut, self.place_of(cut)):
+            own[box.local] = whole[box.whole]
+        return own
+
     def _packed(self, shards: Sequence[Sent], rooms: list[int]) -> Tensor:
         """This rank's parts of `shards`, rounded and concatenated on the device, in `rooms` of bytes."""
         packed = torch.empty(sum(rooms), dtype=torch.uint8, device=self.device)
@@ -260,11 +280,15 @@ class _Root(nn.Module):
 
     def call(self, function: Callable[..., T], /, *args: Any) -> T:
         output = self(function, *args)
-        if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which does not follow
-            cast(FSDPModule, self).reshard()
+        if not torch.is_grad_enabled():  # FSDP keeps some modules gathered for a backward pass, which does not follow
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         return cast(T, output)
 
 
-def shard_over(context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
+def shard_over(
+    context: BuildContext, spec: Mesh, place: torch.device, bfloat16: bool, offload: bool, reshard: bool
+) -> Sharded:
     """An engine's mesh with the axes `spec`, each process on its device `place`; see `joined`."""
-    return Sharded(spec, joined(context, spec.ranks, place), place, bfloat16, offload)
+    return Sharded(spec, joined(context, spec.ranks, place), place, bfloat16, offload, reshard)

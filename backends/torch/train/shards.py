@@ -34,6 +34,7 @@ from flowrl.backends.torch.load import (
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.score.blocks import blocks_of
 from flowrl.backends.torch.train.boxes import boxes, cut_of
 from flowrl.backends.torch.train.expert_parallel import split_experts
 from flowrl.backends.torch.train.mesh import Gathered, ProcessMesh, Sent
@@ -63,7 +64,7 @@ def load_sharded(
         if adapter is not None and sources is None:
             adapter.fill(seed)
         loaded = _loaded(lm, with_head)
-        blocks = [module for module in loaded.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        blocks = blocks_of(loaded)
         experts = [] if mesh.expert is None else split_experts(lm, mesh.expert, mesh.tensor)
         if mesh.tensor is not None:
             split_layers(lm, mesh.tensor, () if adapter is None else adapter.layers, experts)

@@ -12,6 +12,7 @@ from flowrl.backends.torch.load import Folder, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.on_mesh import MeshBackend
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.score.blocks import blocks_of
 from flowrl.backends.torch.score.engine import (
     AdapterOffEngine,
     FrozenEngine,
@@ -128,7 +129,7 @@ class TorchTrainer(TrainedSpec):
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
-            ranks, mesh, offload: see `TrainedSpec`.
+            ranks, mesh, offload, reshard_after_forward: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train only an adapter; the model's own weights are frozen. Needs ``pip install 'flowrl[lora]'``.
         router_aux_loss_coef: the factor of the load-balancing loss of a mixture of experts, over all attended tokens of
@@ -153,7 +154,8 @@ class TorchTrainer(TrainedSpec):
             return "layers that are split (tensor) are computed by other kernels with a gradient"
         if self.geometry.expert > 1:
             return "experts also compute the tokens of other processes (expert), whose number may change their kernels"
-        return "it was not verified for weights that are gathered in each pass (offload=True)" if self.offload else None
+        gathered = self.offload in (True, "parameters")
+        return "it was not verified for weights that are gathered in each pass (offload)" if gathered else None
 
     @property
     def starts_from_adapter(self) -> str | None:
@@ -200,6 +202,7 @@ class TorchTrainer(TrainedSpec):
             BindError: the folder has no complete causal LM or no tokenizer, this process is not one of `ranks`, or
                 `lora` or its adapter does not fit the model.
         """
+        self.optimizer.require_installed()
         if self.lora is not None:
             require_peft()
         mesh = self.join(context)
@@ -218,7 +221,8 @@ class TorchTrainer(TrainedSpec):
         if self.router_aux_loss_coef:
             model.watch_routers(self.model)
             balancing = LoadBalancing(self.router_aux_loss_coef, model)
-        learner = Learner(model.module.named_parameters(), self, "actor", mesh, budget, model.adapter_of, balancing)
+        named, blocks = model.module.named_parameters(), blocks_of(model.module)
+        learner = Learner(named, self, "actor", mesh, budget, model.adapter_of, balancing, blocks=blocks)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
         return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

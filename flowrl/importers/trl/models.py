@@ -13,6 +13,10 @@ _IGNORED = frozenset({"device_map", "low_cpu_mem_usage", "torch_dtype", "use_cac
 """Arguments of ``from_pretrained`` that change no result, or are read under another name."""
 
 
+_EIGHT_BIT = ("adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+"""The optimizers of transformers whose states are in 8 bits."""
+
+
 def dtype_of(settings: Settings) -> str:
     """The precision of the passes; weights are float32."""
     get = settings.get
@@ -49,8 +53,9 @@ def trainer(settings: Settings, model: str, processes: int) -> Any:
     """The trained model with its optimizer."""
     get = settings.get
     read_model_arguments(settings)
-    if str(get("optim")).rpartition(".")[2].lower() not in ("adamw_torch", "adamw_torch_fused", "none"):
-        settings.refuse("optim", "flowrl has `AdamW` and `SGD`; write an `Optimizer` for another")
+    optimizer = str(get("optim")).rpartition(".")[2].lower()
+    if optimizer not in ("adamw_torch", "adamw_torch_fused", "none", *_EIGHT_BIT):
+        settings.refuse("optim", "flowrl has `AdamW`, `Muon` and `SGD`; write an `Optimizer` for another")
     decay = float(get("weight_decay"))
     if decay:
         settings.differ("weight_decay", "flowrl decays every weight; transformers leaves out biases and norms")
@@ -60,6 +65,7 @@ def trainer(settings: Settings, model: str, processes: int) -> Any:
         betas=(float(get("adam_beta1")), float(get("adam_beta2"))),
         eps=float(get("adam_epsilon")),
         weight_decay=decay,
+        **({"bits": 8} if optimizer in _EIGHT_BIT else {}),
     )
     lora = lora_of(settings)
     # TRL's default has no effect on models without routers.
@@ -72,11 +78,21 @@ def trainer(settings: Settings, model: str, processes: int) -> Any:
         schedule=schedule(settings),
         grad_clip=float(get("max_grad_norm") or 0.0) or None,
         dtype=dtype_of(settings),
-        gradient_checkpointing=bool(get("gradient_checkpointing")),
+        gradient_checkpointing=_checkpointing(settings),
         **({"ranks": processes} if processes > 1 else {}),
         **({"lora": lora} if lora else {}),
         **balancing,
     )
+
+
+def _checkpointing(settings: Settings) -> bool | str:
+    """Which layers are recomputed."""
+    recomputes = bool(settings.get("gradient_checkpointing"))
+    if not settings.get("activation_offloading"):
+        return recomputes
+    if not recomputes:
+        settings.differ("activation_offloading", "flowrl recomputes layers whose inputs are offloaded")
+    return "offload"
 
 
 def schedule(settings: Settings) -> Any:

@@ -32,9 +32,10 @@ class Change(NamedTuple):
 
 
 def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory]) -> Change | None:
-    """The first change that fits, in this order: smaller micro-batches, recomputed layers (about a third more compute),
-    a smaller share or fewer rows for an engine, more ranks, weights in CPU memory, an adapter in place of all weights;
-    each also with cheaper ones. None if none fits.
+    """The first change that fits, in this order: smaller micro-batches, every second layer recomputed, or all (about a
+    third more compute), a smaller share or fewer rows for an engine, gathered layers freed after the forward pass,
+    inputs of recomputed layers in CPU memory, more ranks, the optimizer's state in CPU memory, weights too, an adapter
+    in place of all weights; each also with cheaper ones. None if none fits.
     """
     combinations = _combinations(job, memory)
     in_one = [one for one in combinations if not any(path.endswith((".ranks", ".offload")) for path in one)]
@@ -78,21 +79,42 @@ def _switches(job: Job[Any], memory: Memory, roles: list[str]) -> list[list[_Cho
     from flowrl.files.names import named
 
     shared = {backend.shares for backend in job.graph.bindings.values()}
-    recomputed = [role for role in roles if _field(job, role, "gradient_checkpointing", False)]
+    recomputed = {role: job.graph.bindings[role] for role in roles if _field(job, role, "gradient_checkpointing")}
+    kept = [role for role in roles if _field(job, role, "reshard_after_forward", False)]
     is_cuda = memory.hardware.device == "cuda"
     offloaded = [role for role in roles if is_cuda and role not in shared and _field(job, role, "offload", False)]
+    stepped = [role for role in offloaded if _field(job, role, "optimizer")]
     adapted = {role for role in roles if _field(job, role, "lora", None) and _field(job, role, "optimizer")}
     engines = [role for role in roles if _field(job, role, "memory_fraction")]
     fractions = [(12 + i, {f"{role}.memory_fraction": f for role in engines}) for i, f in enumerate((0.6, 0.4, 0.2))]
     rows = {role: job.graph.bindings[role].max_rows for role in roles if hasattr(job.graph.bindings[role], "max_rows")}
     fewer = [(12 + i, {f"{role}.max_rows": max(1, n >> i) for role, n in rows.items()}) for i in range(1, 6)]
     return [
-        [(10, {f"{role}.gradient_checkpointing": True for role in recomputed})] if recomputed else [],
+        list(_recomputed(recomputed, is_cuda)),
+        [(20, {f"{role}.reshard_after_forward": True for role in kept})] if kept else [],
         fractions if engines else [],
         fewer if rows else [],
-        [(1000, {f"{role}.offload": True for role in offloaded})] if offloaded else [],
+        [
+            *([(900, {f"{role}.offload": "optimizer" for role in stepped})] if stepped else []),
+            *([(1000, {f"{role}.offload": True for role in offloaded})] if offloaded else []),
+        ],
         [(10000, {f"{role}.lora": named("LoRA")(r=16) for role in adapted})] if adapted else [],
     ]
+
+
+def _recomputed(trained: Mapping[str, Any], is_cuda: bool) -> Iterator[_Choice]:
+    """More recomputed layers of these roles: every second one, all of them, and with their inputs in CPU memory."""
+    steps: list[tuple[int, bool | int | str]] = [(8, 2), (10, True), *([(30, "offload")] if is_cuda else [])]
+    for cost, value in steps:
+        if less := [role for role, x in trained.items() if _depth(x.gradient_checkpointing) < _depth(value)]:
+            yield cost, {f"{role}.gradient_checkpointing": value for role in less}
+
+
+def _depth(checkpointing: bool | int | str) -> int:
+    """The order of values of ``gradient_checkpointing`` by the memory that they save."""
+    if isinstance(checkpointing, bool):
+        return 2 if checkpointing else 0
+    return 3 if checkpointing == "offload" else 1
 
 
 _ANY = object()

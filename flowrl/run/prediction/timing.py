@@ -80,10 +80,11 @@ SCORE = Passes(1.0, 1.0, 1.0)
 """A forward pass."""
 
 
-def update_of(checkpoints: bool, lora: bool) -> Passes:
+def update_of(checkpoints: bool | int | str, lora: bool) -> Passes:
     """The passes of an update: forward, the gradients of inputs and of trained weights, and with checkpoints forward
-    again; attention's backward pass is 2.5 forward ones (Dao 2023, arXiv:2307.08691, section 4.1)."""
-    again = 1.0 if checkpoints else 0.0
+    again, or each n-th layer of it; attention's backward pass is 2.5 forward ones (Dao 2023, arXiv:2307.08691, section
+    4.1)."""
+    again = 1.0 / checkpoints if isinstance(checkpoints, int) and checkpoints else float(bool(checkpoints))
     return Passes(2.0 + again + (not lora), 3.5 + again, 2.0 + (0.0 if lora else 2.0))  # float32 gradients count twice
 
 

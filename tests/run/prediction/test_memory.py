@@ -10,6 +10,7 @@ import pytest
 
 from flowrl import Colocate, PromptData, Split
 from flowrl.backends import VLLM, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends.torch.optimizers import streamed
 from flowrl.graphs import grpo
 from flowrl.protocols.footprint import CUDA_BYTES, GIB
 from flowrl.run.prediction.fitting import cheapest
@@ -106,9 +107,49 @@ def test_the_cheapest_change_fits_and_a_cheaper_one_does_not(folder: str) -> Non
     peak = base.worst.bytes / GIB
     assert found(peak * 0.99).settings == {"actor.max_tokens": 512, "ref.max_tokens": 1024}
     parts = {name: size for one in base.worst.alive for name, size in one.parts.items()}
+    fewer = found(peak - 0.4 * parts["activations"] / GIB)
+    assert fewer.settings["actor.max_tokens"] == 512
     smaller = found(peak - 0.85 * parts["activations"] / GIB)
     assert smaller.settings["actor.gradient_checkpointing"] is True
     assert found(0.001) is None
+
+
+def test_states_move_to_the_cpu_before_weights_do(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each suggestion fits where it is applied; a room between both has the smaller one."""
+    monkeypatch.setattr(streamed, "BUCKET_BYTES", 1 << 20)
+    job = job_of(folder, rollout=TorchRollout(folder, max_rows=1), gradient_checkpointing="offload", max_tokens=256)
+
+    def peak(**settings: Any) -> int:
+        actor = dataclasses.replace(job.graph.bindings["actor"], **settings)
+        return memory_of(job.edit(bind={"actor": actor}), Hardware(80), LIMITS, 8).worst.bytes
+
+    sizes = peak(), peak(offload="optimizer"), peak(offload=True)
+    assert sizes[0] > sizes[1] > sizes[2]
+    for size, offload in zip(sizes[1:], ("optimizer", True), strict=True):
+        hardware = Hardware((size + (1 << 20)) / GIB)
+
+        def predict(changed: Any, hardware: Hardware = hardware) -> Memory:
+            return memory_of(changed, hardware, LIMITS, 8)
+
+        change = cheapest(job, predict(job), predict)
+        assert change is not None and change.settings["actor.offload"] == offload
+        assert predict(change.job).fits and f"--set actor.offload={str(offload).lower()}" in change.options
+
+
+def test_layers_are_recomputed_by_and_by(folder: str) -> None:
+    job = job_of(folder, rollout=TorchRollout(folder), max_tokens=256)
+    ladder = [False, 2, True, "offload"]
+
+    def peak(value: Any) -> int:
+        actor = dataclasses.replace(job.graph.bindings["actor"], gradient_checkpointing=value)
+        return memory_of(job.edit(bind={"actor": actor}), Hardware(80), LIMITS, 8).worst.bytes
+
+    sizes = [peak(value) for value in ladder]
+    assert sizes == sorted(sizes, reverse=True)
+    for size, value in zip(sizes[1:3], ladder[1:3], strict=True):
+        hardware = Hardware((size + 1) / GIB)
+        change = cheapest(job, memory_of(job, hardware, LIMITS, 8), lambda x, on=hardware: memory_of(x, on, LIMITS, 8))
+        assert change is not None and change.settings == {"actor.gradient_checkpointing": value}
 
 
 def test_more_ranks_come_with_a_place_for_them(folder: str) -> None:

@@ -1,8 +1,5 @@
-"""Tests of `training.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the predicted memory of a trainer
-is that of a real update on this CPU.
-
-Weights, gradients and optimizer states are exact; activations and logits are within 10 %, which `counting.py` counts
-another way: it asks all storages for their size after every operation, where the prediction runs without data.
+"""Tests of `training.py`, `steps.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the predicted memory
+of a trainer is that of a real update on this CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from typing import Any, Literal
 
 import pytest
 
-from flowrl.backends import SGD, LoRA, Mesh, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, LoRA, Mesh, Muon, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends.torch.score import blocks
 from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
@@ -27,6 +25,7 @@ from tests.backends.torch.sizing.counting import (
     RESPONSE,
     ROWS,
     Allocations,
+    Elsewhere,
     Measured,
     batch,
     folder_of,
@@ -40,7 +39,9 @@ DEMAND = Demand(PROMPT, RESPONSE, ROWS, None, "cpu", 1 << 40)
 
 
 def measured(folder: str, **settings: Any) -> Measured:
-    return update(TorchTrainer(folder, device="cpu", **settings).build(RANK))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "to_cpu", elsewhere := Elsewhere())
+        return update(TorchTrainer(folder, device="cpu", **settings).build(RANK), elsewhere)
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -63,18 +64,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts, balanced": ("moe", {}, {"router_aux_loss_coef": 0.01}),
     "padded": ("llama", {}, {"attention": "eager"}),
     "SGD": ("llama", {}, {"optimizer": SGD(lr=0.1)}),
+    "Muon": ("llama", {}, {"optimizer": Muon(lr=0.1)}),
+    "Muon, experts": ("moe", {}, {"optimizer": Muon(lr=0.1)}),
+    "8 bits": ("llama", {}, {"optimizer": AdamW(lr=0.1, bits=8)}),
+    "every second block": ("llama", {}, {"gradient_checkpointing": 2}),
+    "every second of five blocks": ("llama", {"num_hidden_layers": 5}, {"gradient_checkpointing": 2}),
+    "every third of seven blocks": ("llama", {"num_hidden_layers": 7}, {"gradient_checkpointing": 3}),
+    "inputs of blocks on the CPU": ("llama", {"num_hidden_layers": 12}, {"gradient_checkpointing": "offload"}),
+    "LoRA, every second block": ("llama", {}, {"lora": LoRA(r=8), "gradient_checkpointing": 2}),
 }
 
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 4000}
 F32_FSDP = ("float32", "fsdp")
 
-EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts"}
+EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts", "Muon", "8 bits", "every second block"} | {
+    "inputs of blocks on the CPU"
+}
 
 
 @pytest.mark.parametrize("case", nightly_except(EVERY_COMMIT, CASES))
 def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
     kind, changes, settings = CASES[case]
+    if case == "8 bits":
+        pytest.importorskip("torchao")
     folder = folder_of(tmp_path, kind, **changes)
     found = measured(folder, **settings)
     for file in tmp_path.glob("*.safetensors"):
@@ -131,21 +144,29 @@ def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("kind", "dtype", "axis"),
-    [("llama", "float32", "fsdp"), ("llama", "bfloat16", "fsdp"), ("llama", "float32", "tensor"), ("moe", *F32_FSDP)],
+    ("kind", "dtype", "axis", "reshard"),
+    [
+        ("llama", "float32", "fsdp", True),
+        ("llama", "bfloat16", "fsdp", True),
+        ("llama", "float32", "tensor", True),
+        ("moe", *F32_FSDP, True),
+        ("llama", *F32_FSDP, False),
+        ("llama", "bfloat16", "fsdp", False),
+    ],
 )
-def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axis: str, tmp_path: Path) -> None:
+def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axis: str, reshard: bool, tmp_path: Path) -> None:
     """Also in syncs to engines in float32 and in bfloat16, to which shards are rounded before they are gathered."""
     folder = folder_of(tmp_path / "model", kind, **({} if kind == "moe" else TIED))
     script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
-    arguments = [str(tmp_path / "store"), folder, dtype, axis]
+    arguments = [str(tmp_path / "store"), folder, dtype, axis, "yes" if reshard else ""]
     ranks = [subprocess.Popen([*script, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(2)]
     output, _ = (rank.communicate()[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0]
     result = json.loads(output.splitlines()[-1])
     buckets, found = result.pop("buckets"), Measured(**result)
     mesh = Mesh(**{axis: 2})
-    footprint = TorchTrainer(folder, mesh=mesh, dtype=dtype, gradient_checkpointing=True).footprint(DEMAND)
+    settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": reshard}
+    footprint = TorchTrainer(folder, mesh=mesh, dtype=dtype, **settings).footprint(DEMAND)
     parts = footprint.calls["update"]
     assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
     assert parts["gradients"] == found.gradients
@@ -164,6 +185,11 @@ def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on
     offloaded = TorchTrainer(folder, offload=True).footprint(replace(DEMAND, device="cuda"))
     assert (offloaded.awake["weights"], offloaded.awake["optimizer states"]) == (0, 0)
     assert offloaded.calls["update"]["gradients"] == 0 < offloaded.calls["update"]["gathered weights"]
+    states = TorchTrainer(folder, offload="optimizer").footprint(replace(DEMAND, device="cuda"))
+    assert states.awake["optimizer states"] == 0 < states.calls["update"]["gradients"] == states.awake["weights"]
+    parameters = TorchTrainer(folder, offload="parameters").footprint(replace(DEMAND, device="cuda"))
+    assert parameters.awake["weights"] == 0 < parameters.awake["optimizer states"]
+    assert parameters.calls["update"]["gathered weights"] == offloaded.calls["update"]["gathered weights"]
 
 
 def test_a_process_of_the_tensor_axis_has_its_share_of_heads_widths_and_vocabulary(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """A rank of two that measures syncs to engines in float32 and in bfloat16, and an update of a sharded trainer, and
-prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXIS``."""
+prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXIS RESHARD``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.sizing.counting import Allocations, local, update
 
 
-def main(rank: int, store: str, folder: str, dtype: Any, axis: str) -> None:
+def main(rank: int, store: str, folder: str, dtype: Any, axis: str, reshard: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     context: Any = SimpleNamespace(seed=0, rank=rank, world_size=2)
     mesh = Mesh(**{axis: 2})
-    engine: Any = TorchTrainer(folder, device="cpu", mesh=mesh, dtype=dtype, gradient_checkpointing=True).build(context)
+    settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": bool(reshard)}
+    engine: Any = TorchTrainer(folder, device="cpu", mesh=mesh, dtype=dtype, **settings).build(context)
     buckets = {str(to).removeprefix("torch."): gathering(engine, to) for to in (torch.float32, torch.bfloat16)}
     print(json.dumps(asdict(update(engine)) | {"buckets": buckets}))
     dist.destroy_process_group()

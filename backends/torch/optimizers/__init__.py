@@ -1,0 +1,1 @@
+"""Optimizers of trainers, and where they step."""
