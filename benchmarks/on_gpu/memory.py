@@ -31,10 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def compare(target: Target, report: Report) -> None:
     """Check each setting of `CASES` with rows of one length; the first update makes gradients and states."""
-    folder, (rows, prompt, response) = (
-        qwen3(target, target.pick(QWEN3_06B, TINY)),
-        target.pick((8, 256, 768), (2, 32, 96)),
-    )
+    folder = qwen3(target, target.pick(QWEN3_06B, TINY))
+    rows, prompt, response = target.pick((8, 256, 768), (2, 32, 96))
     batch, table = even(rows, prompt, response), []
     for name, settings in CASES.items():
         if settings.get("offload") and not target.on_gpu:

@@ -1,4 +1,4 @@
-"""Updates on meshes of several processes, each with a GPU, against one process: FSDP, copies, tensor, context, expert."""
+"""Updates on meshes of processes, each with a GPU, against one process: FSDP, copies, tensor, context and expert."""
 
 from __future__ import annotations
 

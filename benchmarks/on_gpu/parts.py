@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,7 @@ PARTS = (
     Part("turns", "Sleeping, waking and steps in turns", 180, "turns:measure"),
     Part("speed", "Generation, packed updates and a large head", 150, "speed:measure"),
     Part("training", "GRPO on all GPUs with a model of the size of Qwen3-0.6B", 180, "training:train", {"ray": DEV}),
-    Part("engines", "vLLM and SGLang", 280, "engines:probe"),
+    Part("engines", "vLLM and SGLang", 240, "engines:probe"),
 )
 
 
@@ -129,8 +130,6 @@ def watch(part: Part, command: list[str], report: Report) -> Outcome:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a part with the processes that it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

@@ -1,5 +1,4 @@
-"""What the parts of `gpu.py` find: checks, tables and skips, as lines of JSON, so that nothing is lost if a part is ended;
-and the page of all parts."""
+"""What the parts of `gpu.py` find: checks, tables and skips, as lines of JSON that stay if a part ends early."""
 
 from __future__ import annotations
 

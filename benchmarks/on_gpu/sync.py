@@ -11,7 +11,7 @@ from harness.streams import Receiver
 from harness.turns import finished
 
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.sync.digest import weights_digest
+from flowrl.sync.digest import algorithm_for, combine, tensor_digest, weights_digest
 from flowrl.sync.hash64 import hash64
 
 from .models import CONTEXT, QWEN3_06B, TINY, qwen3
@@ -52,19 +52,13 @@ def measure(target: Target, report: Report) -> None:
         report.skip("NCCL between two processes", "it needs two GPUs")
     for way, (transport, there) in ways.items():
         receiver = Receiver(transport, there)
-        name = f"to another process {way}"
-        seconds |= medians(
-            {name: lambda to=receiver: to.send(trainer.weights)}, target.pick(5.0, 0.1), target.pick(3, 1)
-        )
+        calls = {f"to another process {way}": lambda to=receiver: to.send(trainer.weights)}
+        seconds |= medians(calls, seconds=target.pick(5.0, 0.1), least=target.pick(3, 1))
         receiver.close()
     base = seconds["a copy (memcpy)"]
     rows = [[name, f"{size / taken / 1e9:.2f}", f"{taken / base:.1f}"] for name, taken in seconds.items()]
     report.table(f"{size / 1e9:.2f} GB of weights in float32", ["", "GB/s", "times the copy"], rows)
-    other = [tensor.cpu() for tensor in weights[:8]]
-    same = [hash64(tensor) for tensor in weights[:8]] == [hash64(tensor) for tensor in other]
-    report.check("hash64 on the device is that of the CPU", same, f"{len(other)} tensors")
-    receipt = rollout.sync(trainer)
-    same = receipt.digest == weights_digest(trainer.weights())
-    report.check(
-        "the receipt has the digest of the sent weights", same, f"{receipt.digest[:12]} by {receipt.transport}"
-    )
+    receipt, named = rollout.sync(trainer), list(trainer.weights())
+    digest = combine({name: tensor_digest(name, tensor.cpu(), algorithm_for(tensor)) for name, tensor in named})
+    found = f"{receipt.digest[:12]} by {receipt.transport}, {algorithm_for(named[0][1])}"
+    report.check("the device computes the digest that a CPU computes", receipt.digest == digest, found)

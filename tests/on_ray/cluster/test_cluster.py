@@ -194,8 +194,8 @@ def joining(address: str, token: dict[str, str]) -> str:
 def test_a_job_on_a_joined_cluster_runs_or_is_refused_and_the_cluster_survives(
     head: str, token: dict[str, str], tiny: str, tmp_path: Path
 ) -> None:
-    """A job is refused if the cluster is too small, the address is another one, or the token is wrong. Without an address
-    it runs on the cluster to which the process is connected, and leaves the connection open.
+    """A job is refused if the cluster is too small, the address is another one, or the token is wrong. A connection
+    that the program has is used and left open.
 
     An engine with several slots sees the GPUs of all of them, an engine with one slot sees one GPU.
     """

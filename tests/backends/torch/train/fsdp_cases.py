@@ -28,6 +28,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.protocols import MiniBatch
 from flowrl.schedules import Cosine
+from tests.backends.torch.train.distribution_case import distribution
 from tests.backends.torch.train.live_bytes import LiveBytes
 from tests.backends.torch.train.reward_case import reward_model
 from tests.support.models import ragged
@@ -334,6 +335,7 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "training adamw": lambda r: training(r, "qwen2", AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)),
     "pairs": lambda r: over_rows(r, PAIRS),
     "covariance": lambda r: over_rows(r, COVARIANCE),
+    "distribution": lambda r: distribution(r, minis, last_gradient),
     "critic": critic,
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
     "reward model": reward_model,
