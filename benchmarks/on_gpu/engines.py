@@ -1,8 +1,6 @@
-"""The checks of `gpu_engines.py`: vLLM and SGLang with what only a GPU shows."""
+"""The checks of `gpu_engines.py`: what vLLM and SGLang do only on a GPU."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import gpu_engines
 from generate import write_model
@@ -10,20 +8,22 @@ from generate import write_model
 from .parts import Target
 from .report import Report
 
-INSTALL = {"vllm": "pip install -e '.[vllm,ray,lora]'", "sglang": "pip install -e '.[sglang,ray,lora]'"}
+
+def probe_vllm(target: Target, report: Report) -> None:
+    """Run every case on vLLM."""
+    _probe("vllm", target, report)
 
 
-def probe(target: Target, report: Report) -> None:
-    """Run every case on each engine that is installed."""
+def probe_sglang(target: Target, report: Report) -> None:
+    """Run every case on SGLang."""
+    _probe("sglang", target, report)
+
+
+def _probe(name: str, target: Target, report: Report) -> None:
     model = str(write_model(target.folder / "engines", *target.pick((24, 1024), (2, 64))))
-    for name, command in INSTALL.items():
-        if find_spec(name) is None:
-            report.skip(name, f"it is not installed: {command}, perhaps in an environment of its own")
-            continue
-        for case in gpu_engines.CASES:
-            where = gpu_engines.Where(name, model, target.device, target.folder)
-            for what, holds, found in gpu_engines.check(case, where):
-                if holds:
-                    report.check(what, holds == "yes", found)
-                else:
-                    report.skip(f"{name}, {case}", found)
+    for case in gpu_engines.CASES:
+        for what, holds, found in gpu_engines.check(case, gpu_engines.Where(name, model, target.device, target.folder)):
+            if holds:
+                report.check(what, holds == "yes", found)
+            else:
+                report.skip(f"{name}, {case}", found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -38,8 +40,13 @@ def described(device: str) -> Iterator[tuple[str, str]]:
 
 def hardware() -> Hardware | None:
     """What flowrl's table has of the first GPU; None if it is not in it."""
-    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
-    words = name.upper().replace(" ", "")
+    return known(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
+def known(name: str, memory: float) -> Hardware | None:
+    """The hardware of a name such as ``NVIDIA H100 80GB HBM3``, of all with its name that with the closest GiB."""
+    words = re.split(r"[\s-]+", name.upper())
+    words += [one + other for one, other in itertools.pairwise(words)]  # RTX 4090
     fitting = [one for key, one in HARDWARE.items() if key.partition("-")[0].upper() in words]
     return min(fitting, key=lambda one: abs(one.memory - memory), default=None)
 

@@ -47,8 +47,9 @@ def compare(target: Target, report: Report) -> None:
 
 
 def _numbers(folder: str, rows: Batch, device: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log-probs of response tokens, and the gradient of one mini-batch, as the step of SGD with lr 1."""
-    settings = {"optimizer": SGD(lr=1.0), "grad_clip": None, "device": device} | settings
+    """Log-probs of response tokens, and the gradient of one mini-batch, as the step of SGD with a large lr, so that
+    weights are rounded little."""
+    settings = {"optimizer": SGD(lr=1e3), "grad_clip": None, "device": device} | settings
     engine: Any = TorchTrainer(folder, **settings).build(CONTEXT)
     log_probs = engine.log_probs(rows)[rows.response_mask]
     before = {name: tensor.double().cpu().clone() for name, tensor in engine.weights()}

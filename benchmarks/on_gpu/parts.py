@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch.distributed as dist
+
 from .report import Outcome, Report
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
@@ -69,16 +71,17 @@ class Part:
 
 TESTS = {"pytest": DEV, "pytest_timeout": DEV, "hypothesis": DEV}
 PARTS = (
-    Part("tests", "Tests that need a GPU", 300, "tests:run_tests", TESTS),
-    Part("numbers", "Attention, packing and precision", 90, "numbers:compare"),
-    Part("meshes", "Meshes over NCCL against one process", 240, "meshes:compare", TESTS, devices=2),
-    Part("memory", "Peaks of memory against `flowrl plan --hardware`", 120, "memory:compare", TESTS),
-    Part("times", "Seconds of stages against `flowrl plan --hardware`", 120, "times:compare"),
-    Part("sync", "Weights by a copy, CUDA IPC and NCCL, and their digests", 120, "sync:measure"),
-    Part("turns", "Sleeping, waking and steps in turns", 180, "turns:measure"),
-    Part("speed", "Generation, packed updates and a large head", 150, "speed:measure"),
-    Part("training", "GRPO on all GPUs with a model of the size of Qwen3-0.6B", 180, "training:train", {"ray": DEV}),
-    Part("engines", "vLLM and SGLang", 240, "engines:probe"),
+    Part("tests", "Tests that need a GPU", 240, "tests:run_tests", TESTS),
+    Part("numbers", "Attention, packing and precision", 60, "numbers:compare"),
+    Part("meshes", "Meshes over NCCL against one process", 180, "meshes:compare", TESTS, devices=2),
+    Part("memory", "Peaks of memory against `flowrl plan --hardware`", 90, "memory:compare", TESTS),
+    Part("times", "Seconds of stages against `flowrl plan --hardware`", 90, "times:compare"),
+    Part("sync", "Weights by a copy, CUDA IPC and NCCL, and their digests", 90, "sync:measure"),
+    Part("turns", "Sleeping, waking and steps in turns", 120, "turns:measure"),
+    Part("speed", "Generation, packed updates and a large head", 90, "speed:measure"),
+    Part("training", "GRPO on all GPUs with a model of the size of Qwen3-0.6B", 150, "training:train", {"ray": DEV}),
+    Part("vllm", "vLLM", 310, "engines:probe_vllm", {"vllm": "pip install -e '.[vllm,ray,lora]'"}),
+    Part("sglang", "SGLang", 310, "engines:probe_sglang", {"sglang": "pip install -e '.[sglang,ray,lora]'"}),
 )
 
 
@@ -105,8 +108,12 @@ def load(function: str) -> Callable[..., object]:
 
 
 def run_here(function: str, device: str, count: str, folder: str, file: str) -> None:
-    """Run a part in this process."""
-    load(function)(Target(device, int(count), Path(folder)), Report(Path(file)))
+    """Run a part in this process, and leave no process group of torch."""
+    try:
+        load(function)(Target(device, int(count), Path(folder)), Report(Path(file)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def watch(part: Part, command: list[str], report: Report) -> Outcome:

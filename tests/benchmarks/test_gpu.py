@@ -112,7 +112,22 @@ def test_a_part_over_its_limit_ends_with_its_processes_and_keeps_what_it_found(g
 def test_parts_fit_into_half_an_hour_and_exist(gpu: Any) -> None:
     parts = import_module("on_gpu.parts")
     assert sum(part.limit for part in parts.PARTS) <= 29 * 60
-    assert all(callable(parts.load(part.run)) for part in parts.PARTS if part.name != "engines")
+    assert all(callable(parts.load(part.run)) for part in parts.PARTS if part.name not in ("vllm", "sglang"))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6, "H100"),
+        ("NVIDIA H200", 140.0, "H200"),
+        ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("NVIDIA GH200 480GB", 94.5, None),
+    ],
+)
+def test_the_hardware_of_a_gpu_is_found_by_its_name(gpu: Any, name: str, memory: float, expected: str | None) -> None:
+    found = import_module("on_gpu.machine").known(name, memory)
+    assert (found and found.name) == expected
 
 
 def test_what_is_missing_is_named_with_the_command(gpu: Any, tmp_path: Path) -> None:
