@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from .report import Outcome, Report
+from flowrl.workers.supervisor import supervise
+
+from .report import Outcome, Report, Status
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
 DEV = "pip install -e '.[dev]'"
@@ -86,13 +85,13 @@ PARTS = (
 
 
 def run(part: Part, target: Target, number: int) -> Outcome:
-    """Run a part in a new process, and end all its processes after its limit."""
+    """Run a part in a new process, and end it with all that it started after its limit."""
     if why := part.lacks(target):
         print(f"  Skipped: {why}.", flush=True)
         return Outcome(part.name, part.shows, "skipped", 0.0, part.limit, (), why)
     report = Report(target.folder / f"{number}-{part.name}.jsonl")
     given = (part.run, target.device, target.count, target.folder, report.file)
-    return watch(part, child("parts:run_here", *given), report)
+    return watch(part, child("parts:run_supervised", *given), report)
 
 
 def child(function: str, *arguments: object) -> list[str]:
@@ -116,27 +115,24 @@ def run_here(function: str, device: str, count: str, folder: str, file: str) -> 
             dist.destroy_process_group()
 
 
+def run_supervised(*given: str) -> None:
+    """`run_here` in a process whose descendants end with it, and if its stdin is closed."""
+    supervise(lambda: None)
+    run_here(*given)
+
+
 def watch(part: Part, command: list[str], report: Report) -> Outcome:
-    """The outcome of a command that appends to a report."""
+    """The outcome of a command that appends to a report; after the limit, its stdin is closed."""
     begun, why = time.monotonic(), ""
-    with subprocess.Popen(command, cwd=SCRIPT.parents[1], start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=SCRIPT.parents[1], stdin=subprocess.PIPE) as process:
         try:
             status = process.wait(timeout=part.limit)
         except subprocess.TimeoutExpired:
             status, why = None, f"ended after its {part.limit} s"
-        finally:
-            _end(process)
-    found = report.read()
+    found, seconds = report.read(), time.monotonic() - begun
     if status:
         why = f"its process ended with status {status}"
     failed = bool(status) or not all(one["passed"] for one in found if one["kind"] == "check")
-    name = "OVERRAN" if status is None else "FAILED" if failed else "passed"
-    print(f"  {name} after {time.monotonic() - begun:.0f} s", flush=True)
-    return Outcome(part.name, part.shows, name, time.monotonic() - begun, part.limit, found, why)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with the processes that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    name: Status = "OVERRAN" if status is None else "FAILED" if failed else "passed"
+    print(f"  {name} after {seconds:.0f} s", flush=True)
+    return Outcome(part.name, part.shows, name, seconds, part.limit, found, why)

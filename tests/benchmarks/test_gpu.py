@@ -75,6 +75,16 @@ def test_training_runs_on_a_cpu(found: Any) -> None:
     assert len(found("training")["check"]) == 3
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_command_runs_parts_in_processes_and_writes_a_file(gpu: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results.md"
+    assert gpu.main(gpu.parsed(["--cpu", "sync", "numbers", "--file", str(file)])) == 0
+    text = file.read_text()
+    assert "| GPUs | none: this is the CPU" in text
+    assert text.index("| `numbers` |") < text.index("| `sync` |") and text.count("| passed |") == 2
+
+
 def watched(gpu: Any, tmp_path: Path, code: str, limit: int) -> Any:
     """The outcome of a part whose process runs `code`, which may write to the file ``report``."""
     parts, report = import_module("on_gpu.parts"), import_module("on_gpu.report")
@@ -101,12 +111,21 @@ def test_a_part_fails_by_a_check_or_an_error(gpu: Any, tmp_path: Path, code: str
 
 
 def test_a_part_over_its_limit_ends_with_its_processes_and_keeps_what_it_found(gpu: Any, tmp_path: Path) -> None:
-    fork = f"import os, signal\n{CHECK % 'true'}\npid = os.fork()\nopen(report + str(pid), 'w')\nsignal.pause()"
-    outcome = watched(gpu, tmp_path, fork, 2)
-    assert outcome.status == "OVERRAN" and "2 s" in outcome.why and len(outcome.found) == 1
-    [started] = {int(file.suffix.removeprefix(".jsonl")) for file in tmp_path.glob("*.jsonl?*")} - {0}
+    code = f"""
+import os, signal
+from flowrl.workers.supervisor import supervise
+supervise(lambda: None)
+{CHECK % "true"}
+if pid := os.fork():
+    open(report + ".pid", "w").write(str(pid))
+else:
+    os.setsid()
+signal.pause()
+"""
+    outcome = watched(gpu, tmp_path, code, 3)
+    assert outcome.status == "OVERRAN" and "3 s" in outcome.why and len(outcome.found) == 1
     with pytest.raises(ProcessLookupError):
-        os.kill(started, 0)
+        os.kill(int((tmp_path / "report.jsonl.pid").read_text()), 0)
 
 
 def test_parts_fit_into_half_an_hour_and_exist(gpu: Any) -> None:
