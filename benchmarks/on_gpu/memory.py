@@ -15,7 +15,7 @@ from flowrl.backends import LoRA, TorchTrainer
 from flowrl.protocols.footprint import GIB, Demand
 from flowrl.protocols.protocols import MiniBatch
 
-from .models import CONTEXT, QWEN3_06B, TINY, even, qwen3
+from .models import CONTEXT, PREDICTABLE, QWEN3_06B, even, qwen3
 from .parts import Target
 from .report import Report
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {  # the largest last
 
 def compare(target: Target, report: Report) -> None:
     """Check each setting of `CASES` with rows of one length; the first update makes gradients and states."""
-    folder = qwen3(target, target.pick(QWEN3_06B, TINY))
+    folder = qwen3(target, target.pick(QWEN3_06B, PREDICTABLE))
     rows, prompt, response = target.pick((4, 256, 768), (2, 32, 96))
     batch, table = even(rows, prompt, response), []
     for name, settings in CASES.items():
