@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from on_gpu.machine import described
-from on_gpu.parts import PARTS, Part, Target, load, run
+from on_gpu.parts import PARTS, Part, Target, child, load, run
 from on_gpu.report import Outcome, page
 from transformers.utils import logging
 
@@ -80,7 +81,8 @@ def main(options: argparse.Namespace) -> int:
         if options.list:
             listed(parts, target)
             return 0
-        machine = list(described(device))
+        shown = subprocess.run(child("machine:show", device), capture_output=True, text=True, check=True).stdout
+        machine: list[tuple[str, str]] = json.loads(shown)
         for name, value in machine:
             print(f"{name}: {value}")
         outcomes = run_all(parts, target)

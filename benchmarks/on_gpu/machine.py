@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import re
@@ -36,6 +37,11 @@ def described(device: str) -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
     yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     yield "commit", _output("git", "describe", "--always", "--dirty")
+
+
+def show(device: str) -> None:
+    """Print `described` as JSON, in a process of its own, so that the others have the whole GPU."""
+    print(json.dumps(list(described(device))))
 
 
 def hardware() -> Hardware | None:
