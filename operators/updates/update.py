@@ -43,16 +43,17 @@ from flowrl.records import FROZEN, CriticUpdated, Tokens, Updated, VersionedSequ
 from flowrl.spec import parameters
 
 
-class Update:
+class Update(ModelInputs):
     """Base of updates: optimizer steps over mini-batches on an objective with a loss."""
 
-    loss: Loss
-    ppo_epochs: int
-    mini_batch: int | None
-    aggregation: Aggregation
-    norm: float | None
+    granularity: ClassVar[Granularity] = "batch"
+    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
     trains: ClassVar[frozenset[ModelQuantity]]
-    replicated: ClassVar[frozenset[str]]
+    loss: Loss
+    ppo_epochs: int = Field(default=1, ge=1)
+    mini_batch: int | None = Field(default=None, ge=1)
+    aggregation: Aggregation = "token-mean"
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         check_norm(self.aggregation, self.norm)
@@ -139,7 +140,7 @@ class Update:
         return metrics
 
 
-class UpdateActor(Update, ModelInputs, Operator):
+class UpdateActor(Update, Operator):
     """Train the policy on its own samples or on demonstrations: one optimizer step per mini-batch.
 
     The update has a port for each column that the loss reads. Columns are computed once per step, so `old_log_probs`
@@ -168,7 +169,6 @@ class UpdateActor(Update, ModelInputs, Operator):
         DataError: `mini_batch` does not divide the rows, or splits groups.
     """
 
-    granularity: ClassVar[Granularity] = "batch"
     replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # for weights, and to refuse
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"log-probs", "distributions"})
     row_columns: ClassVar[Mapping[str, str]] = {"entropy": "actor/entropy", "clipped": "actor/pg_clipfrac"}
@@ -176,10 +176,6 @@ class UpdateActor(Update, ModelInputs, Operator):
     scores: ClassVar[bool] = False
     """Whether the update also writes the `old_log_probs` of its first pass; see `ScoringUpdate`."""
     loss: Loss = PPOClip()
-    ppo_epochs: int = Field(default=1, ge=1)
-    mini_batch: int | None = Field(default=None, ge=1)
-    aggregation: Aggregation = "token-mean"
-    norm: float | None = None
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
     prior_updates: int = Field(default=0, ge=0)
@@ -363,7 +359,7 @@ def _without_old(loss: Signature) -> Signature:
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
 
 
-class UpdateCritic(Update, ModelInputs, Operator):
+class UpdateCritic(Update, Operator):
     """Train the critic on the returns: one optimizer step per mini-batch.
 
     Args:
@@ -379,14 +375,8 @@ class UpdateCritic(Update, ModelInputs, Operator):
         DataError: `mini_batch` does not divide the rows, or splits groups.
     """
 
-    granularity: ClassVar[Granularity] = "batch"
-    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"values"})
     loss: Loss = ValueClip()
-    ppo_epochs: int = Field(default=1, ge=1)
-    mini_batch: int | None = Field(default=None, ge=1)
-    aggregation: Aggregation = "token-mean"
-    norm: float | None = None
     critic: Writes[Critic] = Role("critic")
 
     def __call__(

@@ -25,6 +25,15 @@ def test_a_file_is_written_that_checks(command: Command, script: Path) -> None:
     assert command("from-verl", script, "--allow", "trainer.val_only").code == 2  # run.py exists
 
 
+@pytest.mark.parametrize("allowed", ["trainer.vall_only", "algorithm.adv_estimator", "data.*"])
+def test_what_leaves_nothing_out_is_not_allowed(command: Command, script: Path, allowed: str) -> None:
+    """A key that no script has, one that is taken, and keys of which none is refused."""
+    wrong = command("from-verl", script, "--allow", "trainer.val_only", "--allow", allowed)
+    assert wrong.code == 2 and allowed in wrong.err and not script.with_suffix(".py").exists()
+    offered = command("from-verl", script, "--allow", allowed)
+    assert offered.code == 2 and "refused are trainer.val_only" in " ".join(offered.err.split())
+
+
 def test_check_writes_nothing(command: Command, script: Path) -> None:
     assert command("from-verl", script, "--check", "--allow", "trainer.*").code == 0
     script.write_text(VERL % ("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=24"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,11 @@ import typer
 from rich.console import Console
 
 from flowrl.app.printing import printable
-from flowrl.errors import ParameterError
+from flowrl.errors import ParameterError, offer
 
 if TYPE_CHECKING:
     from flowrl.importers.importing import Source
+    from flowrl.importers.settings import Report
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A script or a .yaml configuration.", show_default=False)]
 Arguments = Annotated[
@@ -79,6 +81,7 @@ def _import(
     findings = check_imported(found)
     _print(out, "not on this machine, so not checked", findings.absent)
     _print(out, "problems", findings.problems)
+    _refuse_unused(allow, report)
     if report.refused:
         out.print("Nothing is written. Leave settings out by --allow KEY.", markup=False)
         raise typer.Exit(1)
@@ -106,6 +109,21 @@ def _import(
             found=target,
         ) from error
     out.print(f"Written to {target}. Run it: flowrl run {target}:training", markup=False)
+
+
+def _refuse_unused(allow: Sequence[str], report: Report) -> None:
+    """Refuse an option ``--allow`` that leaves nothing out."""
+    left_out = [remark.key for remark in report.allowed]
+    if unused := [pattern for pattern in allow if not any(fnmatchcase(key, pattern) for key in left_out)]:
+        refused = [remark.key for remark in report.refused]
+        raise ParameterError(
+            f"--allow {unused[0]} leaves nothing out, because no setting of that name is refused; "
+            f"{offer(unused[0], refused, 'refused are')} Remove the option, or name a setting that is refused.",
+            code="cli.bad-option",
+            option="--allow",
+            found=unused[0],
+            refused=refused,
+        )
 
 
 def _print(out: Console, title: str, lines: Any) -> None:

@@ -103,8 +103,8 @@ REUSED = """
     with connected(Colocate(cpus + 1)):
         print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
     second = address()
-    step(sys.argv[1], sys.argv[2])
-    print("reused", address() == second)
+    with connected(Colocate(1)):
+        print("reused", address() == second)
     os.environ["PLANTED"] = "seen"
     step(sys.argv[1], sys.argv[2])
     print("environment", address() != second, ray.get(variable.remote()))
@@ -141,7 +141,6 @@ def test_the_cluster_of_a_process_is_reused_until_it_is_shut_down(tiny: str, tmp
         "reused True",
         "nested True",
         "larger True True",
-        "trained 4.0",
         "reused True",
         "trained 4.0",
         "environment True seen",
@@ -195,29 +194,32 @@ def joining(address: str, token: dict[str, str]) -> str:
 def test_a_job_on_a_joined_cluster_runs_or_is_refused_and_the_cluster_survives(
     head: str, token: dict[str, str], tiny: str, tmp_path: Path
 ) -> None:
-    """A job is refused if the cluster is too small, the address is another one, or the token is wrong.
+    """A job is refused if the cluster is too small, the address is another one, or the token is wrong. A connection
+    that the program has is used and left open.
 
     An engine with several slots sees the GPUs of all of them, an engine with one slot sees one GPU.
     """
     printed = script(
         """
         import sys
+        from flowrl.distributed.cluster.cluster import connected
         from flowrl.errors import BindError
         desk, folder, address = sys.argv[1:]
-        step(desk, folder, address=address)
+        wide = ToyRollout(desk=desk, folder=folder, slots_per_rank=2)
+        job = toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(3, address=address))
+        plans = run(job.edit(bind={"rollout": wide}))
         assert not ray.is_initialized()
+        sees = {event["role"]: event["gpus"] for event in Desk(desk).events() if event["what"] == "build"}
+        for plan in plans:
+            print("slots", *plan.slots, "see", sees[plan.roles[0]])
         try:
             with toy_job(grpo(digits, n=2), Path(desk), folder, place=Colocate(7, address=address)).open():
                 print("opened")
         except BindError as error:
             print(error)
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-        wide = ToyRollout(desk=desk, folder=folder, slots_per_rank=2)
-        job = toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(3))
-        plans = run(job.edit(bind={"rollout": wide}))
-        sees = {event["role"]: event["gpus"] for event in Desk(desk).events() if event["what"] == "build"}
-        for plan in plans:
-            print("slots", *plan.slots, "see", sees[plan.roles[0]])
+        with connected(Colocate(3)):
+            print("at", ray.get_runtime_context().gcs_address)
         assert ray.is_initialized()
         try:
             step(desk, folder, address="127.0.0.1:1")
@@ -229,8 +231,8 @@ def test_a_job_on_a_joined_cluster_runs_or_is_refused_and_the_cluster_survives(
         head,
         **token,
     )
-    assert printed.count("trained 4.0") == 2
-    assert "opened" not in printed
+    assert printed.count("trained 4.0") == 1
+    assert f"at {head}\n" in printed and "opened" not in printed
     assert "Colocate needs 7 slot(s), but the Ray cluster has only 3 GPU(s)" in printed
     seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("slots ")]
     assert sorted(len(words) for words in seen) == [3, 3, 4]

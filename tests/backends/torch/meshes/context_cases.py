@@ -93,6 +93,7 @@ class Ranks:
     mesh: Mesh = ONE
     rank: int = 0
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -110,7 +111,8 @@ class Ranks:
     def build(self, backend: type, kind: str = "llama", tokens: int = 40, **settings: Any) -> Any:
         """An engine whose micro-batches are the same on every mesh."""
         most = tokens // self.mesh.context
-        return backend(str(self.folder / kind), device="cpu", mesh=self.mesh, max_tokens=most, **settings).build(self)
+        settings |= {"device": self.device, "mesh": self.mesh, "max_tokens": most}
+        return backend(str(self.folder / kind), **settings).build(self)
 
     def trainer(self, kind: str = "llama", **settings: Any) -> Any:
         return self.build(TorchTrainer, kind, **{"optimizer": SGD(lr=0.1, momentum=0.9), "grad_clip": None} | settings)

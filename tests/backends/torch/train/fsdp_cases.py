@@ -23,7 +23,7 @@ from torch import Tensor
 from flowrl.backends import SGD, AdamW, LoRA, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.data.balance import Shard
 from flowrl.data.metrics import Metrics
-from flowrl.operators import DPO, KLCov, KLLoss, PPOClip, ValueClip
+from flowrl.operators import DPO, GKD, KLCov, KLLoss, PPOClip, ValueClip
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.protocols import MiniBatch
@@ -164,6 +164,7 @@ def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
 
 PAIRS = TokenObjective(DPO(0.5), "seq-mean-token-mean", entropy=0.01)
 COVARIANCE = TokenObjective(KLCov(0.2))
+DISTILLED = TokenObjective(GKD(0.5))
 
 
 def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> dict[str, Any]:
@@ -178,6 +179,19 @@ def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> 
     metrics = engine.update(batch, parts[:1], objective)
     slope = last_gradient(engine)
     return {"gradient": slope, "metrics": [metrics, engine.update(batch, parts, objective)], "after": weights(engine)}
+
+
+def distribution(ranks: Ranks) -> dict[str, Any]:
+    """A loss of distributions in chunks of two tokens, on all rows, and on one row that one rank has alone. Ranks have
+    different numbers of chunks: a head that is gathered for each would wait for the other rank."""
+    teacher = ranks.build(TorchScorer, "qwen2").top_log_probs(sequences(), 3)
+    engine = ranks.trainer("llama", optimizer=SGD(lr=0.1, momentum=0.9), max_tokens=40, logprob_chunk=2)
+    columns = {name: column for name, column in sequences()._asdict().items() if name in (*TOKENS, "temperature")}
+    batch = record(columns | {f"teacher_{name}": column for name, column in teacher._asdict().items()})
+    parts = [minis(batch, DISTILLED, rows) for rows in (ALL, [4])]
+    metrics = [engine.update(batch, part, DISTILLED) for part in parts]
+    chunks = [-(-int((part.weights > 0).sum()) // 2) for [part] in parts]
+    return {"gradient": last_gradient(engine), "metrics": metrics, "chunks": chunks}
 
 
 def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
@@ -334,6 +348,7 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "training adamw": lambda r: training(r, "qwen2", AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)),
     "pairs": lambda r: over_rows(r, PAIRS),
     "covariance": lambda r: over_rows(r, COVARIANCE),
+    "distribution": distribution,
     "critic": critic,
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
     "reward model": reward_model,

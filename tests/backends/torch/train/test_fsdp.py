@@ -90,16 +90,14 @@ def found(
     make_inputs(folder)
     every = any(item.path == request.path and item.get_closest_marker("nightly") for item in request.session.items)
     alone = {name: case(Ranks(0, 1, folder)) for name, case in cases(every).items()}
-    root = ROOT
     logs = [(folder / f"log-{rank}.txt") for rank in (0, 1)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
             command = [sys.executable, "-m", "tests.backends.torch.train.fsdp_cases", str(rank), "2", str(folder)]
             command += ["nightly"] if every else []
-            processes.append(
-                subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-            )
+            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
+            processes.append(process)
     try:
         codes = [process.wait(timeout=600) for process in processes]
     finally:
@@ -173,6 +171,16 @@ def test_a_loss_across_rows_gets_all_rows_of_its_mini_batch(found: Any, case: st
         expected = truth["metrics"][step].compute()
         assert alone[case]["metrics"][step].compute() == pytest.approx(expected, rel=1e-5, abs=2e-6)
         assert merged([rank[case]["metrics"][step] for rank in ranks]) == pytest.approx(expected, rel=1e-5, abs=2e-6)
+
+
+def test_ranks_compute_distributions_in_different_numbers_of_chunks(found: Any) -> None:
+    _, alone, ranks = found
+    truth, each = alone["distribution"], [rank["distribution"] for rank in ranks]
+    for number, expected in enumerate(truth["metrics"]):
+        log = merged([one["metrics"][number] for one in each])
+        assert log == pytest.approx(expected.compute(), rel=1e-5, abs=5e-7)
+        assert len({one["chunks"][number] for one in each}) == 2
+    assert all(relative_error(one["gradient"], truth["gradient"]) < 1e-6 for one in each)
 
 
 @pytest.mark.parametrize("kind", ["llama", nightly("gpt2")])
