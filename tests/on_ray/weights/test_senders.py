@@ -84,6 +84,7 @@ def test_each_rank_sends_half_and_faults_of_either_are_named(tiny: str, tmp_path
             executor.step(batch, 4)
 
 
+@pytest.mark.nightly
 def test_ranks_share_an_adapter(tiny: str, tmp_path: Path) -> None:
     lora, batch = LoRA(r=2), proto(prompt_batch([[11, 12], [13]]))
     job = job_of("grpo", tiny, n=2, trainer={"ranks": 2, "lora": lora}).edit(
