@@ -99,7 +99,7 @@ def test_it_learns_as_adamw_does() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         return losses[0], losses[-1]
 
     first, muon = loss_of(Muon(lr=0.01, weight_decay=0.0))
