@@ -56,7 +56,7 @@ class MuonAdamW(torch.optim.AdamW):
         self._mesh = mesh
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """One step of each parameter with a gradient."""
         groups = self.param_groups
         try:
