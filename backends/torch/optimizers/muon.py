@@ -55,8 +55,12 @@ class MuonAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach)
         self._mesh = mesh
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; AdamW's own method expects its states in every group."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """One step of each parameter with a gradient."""
         groups = self.param_groups
         try:

@@ -68,7 +68,7 @@ def advance(engine: Any, updates: int) -> list[float]:
 
     class Likelier(Sum):
         def __call__(self, output: Any, *args: Any) -> Any:
-            found.append(float(output.mean()))
+            found.append(float(output.detach().mean()))
             return -super().__call__(output, *args)
 
     for _ in range(updates):

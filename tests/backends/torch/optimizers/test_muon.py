@@ -85,7 +85,7 @@ def test_matrices_step_as_in_torch_and_the_rest_by_adamw() -> None:
 
 
 def test_it_learns_as_adamw_does() -> None:
-    """A network of two matrices fits another: Muon's loss after 100 steps is at most AdamW's at the same rate."""
+    """A network of two matrices fits another: at one rate, 100 steps of each leave less than 2 % of the loss."""
 
     def loss_of(spec: Muon | AdamW) -> tuple[float, float]:
         torch.manual_seed(0)
@@ -99,9 +99,9 @@ def test_it_learns_as_adamw_does() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         return losses[0], losses[-1]
 
-    first, muon = loss_of(Muon(lr=0.01, weight_decay=0.0))
-    _, adamw = loss_of(AdamW(lr=0.01, weight_decay=0.0))
-    assert muon < 0.1 * first and muon < 1.2 * adamw
+    for spec in (Muon(lr=0.01, weight_decay=0.0), AdamW(lr=0.01, weight_decay=0.0)):
+        first, last = loss_of(spec)
+        assert last < 0.02 * first
