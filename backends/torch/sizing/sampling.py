@@ -78,6 +78,7 @@ def torch_rollout(spec: Any, demand: Demand) -> Footprint:
         return Footprint({}, {}, {"generate": generate})
     copy = weights.bytes() * width // FLOAT  # what a sync received, all of it before any of it is used
     received = 0 if demand.in_process and dtype == "float32" else copy
+    received = received if spec.lora is None else adapter_bytes(spec)
     return Footprint({"weights": copy, **cuda}, cuda, {"generate": generate, "receive": {"sync buckets": received}})
 
 
@@ -94,7 +95,13 @@ def hosted(spec: EngineSpec, demand: Demand, cache: int | None) -> Footprint:
     left = round(share * demand.room) - weights - ENGINE_BYTES
     parts = {"weights": weights, "KV cache": max(row, left) if cache is None else cache, "engine": ENGINE_BYTES}
     asleep = {"engine": ASLEEP_BYTES, "CUDA": CUDA_BYTES}
-    return Footprint(parts | {"CUDA": CUDA_BYTES}, asleep, {"receive": {"sync buckets": BUCKET_BYTES}})
+    received = BUCKET_BYTES if spec.lora is None else min(BUCKET_BYTES, adapter_bytes(spec))
+    return Footprint(parts | {"CUDA": CUDA_BYTES}, asleep, {"receive": {"sync buckets": received}})
+
+
+def adapter_bytes(spec: Any) -> int:
+    """Bytes of an engine's adapter, which a sync sends in float32."""
+    return weights_of(Model(spec.starts_from, spec.lora)).bytes(trained=True)
 
 
 def token_bytes(spec: EngineSpec) -> int:

@@ -10,7 +10,7 @@ import torch
 from flowrl.backends.torch.score.rows import Budget
 from flowrl.backends.torch.sizing.logits import Head
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
-from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, bucket_bytes, peaks_of, weights_of
+from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, gathering_bytes, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
 from flowrl.protocols.mesh import Mesh
 from flowrl.sync.buckets import BUCKET_BYTES
@@ -29,11 +29,10 @@ class Engine:
         self.spec = spec if spec.model is not None else demand.owner
         self.demand, self.chunk = demand, chunk
         lora, attention = getattr(self.spec, "lora", None), self.spec.attention
-        self.mesh = self.spec.geometry
-        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, self.mesh.tensor)
+        self.mesh = mesh = self.spec.geometry
+        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, mesh.tensor, mesh.expert)
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
-        self.shards = self.mesh.fsdp
         self.sharded = self.mesh != Mesh() or self.spec.offload
         self.on_device = demand.device == "cpu" or not self.spec.offload
 
@@ -45,21 +44,21 @@ class Engine:
         micro-batch.
         """
         weights, own = self.weights, self.on_device
-        gradients = weights.bytes(self.shards, trained=True) * own
-        states = weights.states(keys, self.shards, self.demand.device) * own
+        gradients = weights.bytes(self.mesh, trained=True) * own
+        states = weights.states(keys, self.mesh, self.demand.device) * own
         peaks = self._peaks(Run(self.bfloat16, True, checkpoints, self.sharded, routed))
         # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
         foreach = len(keys) > 1 and (self.sharded or self.demand.device == "cuda") and own
-        step = {"gradients": gradients, "optimizer states": weights.bytes(self.shards, trained=True) * foreach}
+        step = {"gradients": gradients, "optimizer states": weights.bytes(self.mesh, trained=True) * foreach}
         moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
-        resident = {"weights": weights.bytes(self.shards) * own, "optimizer states": states}
+        resident = {"weights": weights.bytes(self.mesh) * own, "optimizer states": states}
         calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
         return Footprint(resident | self._cuda, self._cuda, calls)
 
     def scored(self, shares: bool) -> Footprint:
         """The footprint of a frozen model; if it `shares` weights, only what its calls take."""
-        resident = {} if shares else {"weights": self.weights.bytes(self.shards) * self.on_device, **self._cuda}
-        receives = {"sync buckets": self.weights.bytes(self.shards)}  # `follow` reads all weights before it mixes them
+        resident = {} if shares else {"weights": self.weights.bytes(self.mesh) * self.on_device, **self._cuda}
+        receives = {"sync buckets": self.weights.bytes(self.mesh)}  # `follow` reads all weights before it mixes them
         return Footprint(resident, {} if shares else self._cuda, {"score": self._score(), "receive": receives})
 
     @property
@@ -131,19 +130,25 @@ class Engine:
         if not self.sharded:
             return 0
         width = 2 if self.bfloat16 and self.weights.narrow else FLOAT
-        whole, trained = self.weights.block
+        whole, trained, experts, trained_experts = self.weights.block
+        if self.mesh.fsdp == 1 and not self.spec.offload:
+            blocks = min(blocks, 1)  # FSDP of one rank copies weights without a buffer to gather them in
         found = FLOAT * (self.weights.of("rest") + (0 if layer is None else self.weights.of(layer)))
-        found += width * blocks * whole
+        found += width * (blocks * whole + min(blocks, 1) * experts)  # the next experts follow the rest of their block
         if gradients:
-            found += FLOAT * trained
+            found += FLOAT * max(trained, trained_experts)
         if backward:
             found += FLOAT * (self.weights.of("rest", trained=True) + self.weights.of(layer or "rest", trained=True))
         return found
 
     def _send(self) -> Parts:
-        """A sync's gathering of shards, and a bucket."""
-        sent, dtype, tensor = weights_of(self.model._replace(tensor=1)).sent, self.demand.sent_in, self.mesh.tensor
-        ranks = self.shards * tensor
-        gathering = bucket_bytes(sent, BUCKET_BYTES, ranks, dtype, split=tensor > 1) if self.sharded else 0
-        sizes = [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
+        """A sync's gathering of shards, and a bucket; of an adapter, that of its weights in float32."""
+        if self.demand.adapter:
+            trained = [one for one in self.weights.each if one.trained]
+            sizes = [FLOAT * one.numbers() for one in trained]
+            gathering = 2 * min(max(BUCKET_BYTES, *sizes), sum(sizes)) if self.sharded and sizes else 0
+        else:
+            sent, dtype = weights_of(self.model._replace(tensor=1, expert=1)).sent, self.demand.sent_in
+            sizes = [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
+            gathering = gathering_bytes(self.model, self.mesh, BUCKET_BYTES, dtype) if self.sharded and sizes else 0
         return {"sync buckets": gathering + min(max(BUCKET_BYTES, *sizes), sum(sizes))} if sizes else {}

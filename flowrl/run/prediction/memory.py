@@ -189,6 +189,7 @@ class _Asked:
             in_process=self._in_process,
             owner=None if backend.shares is None else self._graph.bindings[backend.shares],
             sent_in=self._graph.bindings[node.writes[0]].synced_dtype if transfers(node) else "float32",
+            adapter=transfers(node) and self._graph.bindings[node.writes[0]].receives == "adapter_weights",
         )
 
 

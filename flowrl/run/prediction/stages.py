@@ -152,7 +152,7 @@ class _Asked:
             return f"{role} computes in float32, whose speed is not stated"
         if getattr(backend, "starts_from", None) is None:
             return f"{role} names no model folder"
-        shape = _shape(backend)
+        shape = shape_of_backend(backend)
         if shape is None:
             return f"{role} is no Llama, Qwen or DeepSeek, by its config.json"
         rows = rows_of_step(self._graph, node.name, self._prompts)
@@ -226,10 +226,17 @@ class _Asked:
         return max(busy.values(), default=0.0)
 
 
-def _shape(backend: Any) -> Shape | None:
-    """The shape of a backend's model; None if its configuration has other names."""
-    config = json.loads((Path(backend.starts_from) / "config.json").read_text(encoding="utf-8"))
+def config_of_backend(backend: Any) -> dict[str, Any]:
+    """The ``config.json`` of a backend's model."""
+    found: dict[str, Any] = json.loads((Path(backend.starts_from) / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def shape_of_backend(backend: Any) -> Shape | None:
+    """The shape of a backend's model; None if it names no folder, or its configuration has other names."""
+    if getattr(backend, "starts_from", None) is None:
+        return None
     try:
-        return shape_of(config)
+        return shape_of(config_of_backend(backend))
     except KeyError:
         return None

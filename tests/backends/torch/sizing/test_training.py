@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pytest
 
 from flowrl.backends import SGD, LoRA, Mesh, TorchCritic, TorchScorer, TorchTrainer
-from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
+from flowrl.backends.torch.sizing.weights import Model, gathering_bytes
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
 from tests.backends.torch.sizing.counting import (
@@ -67,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 4000}
-F32_FSDP = ("float32", "fsdp")
 
 EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts"}
 
@@ -131,28 +130,36 @@ def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("kind", "dtype", "axis"),
-    [("llama", "float32", "fsdp"), ("llama", "bfloat16", "fsdp"), ("llama", "float32", "tensor"), ("moe", *F32_FSDP)],
+    ("kind", "dtype", "axes"),
+    [
+        ("llama", "float32", {"fsdp": 2}),
+        ("llama", "bfloat16", {"fsdp": 2}),
+        ("llama", "float32", {"tensor": 2}),
+        ("moe", "float32", {"fsdp": 2}),
+        ("moe", "float32", {"tensor": 2}),
+        ("moe", "float32", {"fsdp": 2, "expert": 2}),
+        ("moe", "bfloat16", {"fsdp": 2, "expert": 2}),
+        ("moe", "float32", {"tensor": 2, "expert": 2}),
+    ],
 )
-def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axis: str, tmp_path: Path) -> None:
+def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axes: dict[str, int], tmp_path: Path) -> None:
     """Also in syncs to engines in float32 and in bfloat16, to which shards are rounded before they are gathered."""
     folder = folder_of(tmp_path / "model", kind, **({} if kind == "moe" else TIED))
     script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
-    arguments = [str(tmp_path / "store"), folder, dtype, axis]
+    arguments = [str(tmp_path / "store"), folder, dtype, json.dumps(axes)]
     ranks = [subprocess.Popen([*script, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(2)]
     output, _ = (rank.communicate()[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0]
     result = json.loads(output.splitlines()[-1])
     buckets, found = result.pop("buckets"), Measured(**result)
-    mesh = Mesh(**{axis: 2})
+    mesh = Mesh(**axes)
     footprint = TorchTrainer(folder, mesh=mesh, dtype=dtype, gradient_checkpointing=True).footprint(DEMAND)
     parts = footprint.calls["update"]
     assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
     assert parts["gradients"] == found.gradients
     assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
     for engine, most in buckets.items():
-        gathering = bucket_bytes(weights_of(Model(folder)).sent, 1 << 20, 2, engine, axis == "tensor")
-        assert gathering == pytest.approx(most, rel=0.01)
+        assert gathering_bytes(Model(folder), mesh, 1 << 20, engine) == pytest.approx(most, rel=0.01)
 
 
 def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on_a_gpu(tmp_path: Path) -> None:
