@@ -132,6 +132,8 @@ class Weights(NamedTuple):
         narrow: whether blocks are gathered in bfloat16, if the model computes in it.
         sent: what a sync sends, in order.
         vocabulary, hidden: of its head.
+        block: the numbers of the largest block, and of its trained weights, without experts that an axis cuts; and
+            those of these, which are gathered by themselves.
     """
 
     each: tuple[Weight, ...]
@@ -139,6 +141,7 @@ class Weights(NamedTuple):
     sent: tuple[Sent, ...]
     vocabulary: int
     hidden: int
+    block: tuple[int, int, int, int]
 
     def bytes(self, mesh: Mesh = ONE, trained: bool = False) -> int:
         """Float32 bytes on the first process of `mesh`, of all or of the `trained` ones."""
@@ -149,18 +152,9 @@ class Weights(NamedTuple):
         count = sum(one.trained for one in self.each) if device == "cpu" else 0
         return sum(FLOAT * count if key == "step" else self.bytes(mesh, trained=True) for key in keys)
 
-    def of(self, group: int | str, trained: bool = False, expert: bool = False) -> int:
-        """The numbers of a group; of a block, those that are not, or those that are, of experts that an axis cuts."""
-        each = (one for one in self.each if one.group == group and one.expert == expert)
-        return sum(one.numbers() for one in each if one.trained or not trained)
-
-    @property
-    def block(self) -> tuple[int, int, int, int]:
-        """The numbers of the largest block, and of its trained weights, without experts that an axis cuts; and those of
-        these, which are gathered by themselves."""
-        blocks = {one.group for one in self.each if isinstance(one.group, int)}
-        sizes = ([self.of(block, t, e) for e in (False, True) for t in (False, True)] for block in blocks)
-        return max(((a, b, c, d) for a, b, c, d in sizes), key=sum, default=(0, 0, 0, 0))
+    def of(self, group: int | str, trained: bool = False) -> int:
+        """The numbers of a group."""
+        return sum(one.numbers() for one in self.each if one.group == group and (one.trained or not trained))
 
     @property
     def head_trained(self) -> bool:
@@ -196,7 +190,19 @@ def weights_of(model: Model) -> Weights:
     if not model.with_head:
         each += [Weight((1, width), True, "rest"), Weight((1,), True, "rest")]
     sent = _sent(lm, model.lora is not None) if model.with_head else ()
-    return Weights(tuple(each), all(map(gathered_narrow, blocks)), sent, size, width)
+    return Weights(tuple(each), all(map(gathered_narrow, blocks)), sent, size, width, _largest(each))
+
+
+def _largest(each: Iterable[Weight]) -> tuple[int, int, int, int]:
+    """See `Weights.block`."""
+    found: dict[int, list[int]] = {}
+    for one in each:
+        if isinstance(one.group, int):
+            sizes, numbers = found.setdefault(one.group, [0, 0, 0, 0]), one.numbers()
+            sizes[2 * one.expert] += numbers
+            sizes[2 * one.expert + 1] += numbers * one.trained
+    whole, trained, experts, trained_experts = max(found.values(), key=lambda one: one[0] + one[2], default=[0] * 4)
+    return whole, trained, experts, trained_experts
 
 
 def _sent(lm: PreTrainedModel, adapted: bool) -> tuple[Sent, ...]:

@@ -150,6 +150,7 @@ class _Asked:
         self._graph, self._hardware, self._limits, self._prompts = graph, hardware, limits, prompts
         self._in_process = in_process
         self.unknown: set[str] = set()
+        self._found: dict[tuple[str, str], Footprint] = {}
 
     def alive(self, host: ProcessSpec, node: Node, runs: bool) -> Alive:
         """What a process takes during a node that it `runs`, or during which it sleeps or waits."""
@@ -166,6 +167,11 @@ class _Asked:
 
     def footprint(self, role: str, node: Node) -> Footprint:
         """The footprint of a role's engine, as the node asks it."""
+        if (key := (role, node.name)) not in self._found:
+            self._found[key] = self._footprint(role, node)
+        return self._found[key]
+
+    def _footprint(self, role: str, node: Node) -> Footprint:
         backend: Backend = self._graph.bindings[role]
         if backend.memory is not None:
             return stated(backend.memory)

@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 from flowrl.errors import FlowrlError
@@ -109,21 +108,29 @@ def _fitting(
     if (why := _refusal(with_changes(job, settings))) is not None:
         refused[_reason(why)] += 1
         return None
-    tried = [{**settings, **less} for less in _smaller(job, settings, memory(with_changes(job, settings)))]
-    least: Memory | None = None
-    for one in (tried[-1], *tried[:-1]):  # the least first, since most do not fit
-        changed = with_changes(job, one)
-        found = memory(changed)
-        if least is None and not found.fits:
-            parts: Counter[str] = Counter()
-            for alive in found.worst.alive:
-                parts.update(alive.parts)
-            unfit[f"{found.worst.node}, most of it {parts.most_common(1)[0][0]}"] += 1
-            return None
-        least = least or found
-        if found.fits and (one is not tried[-1] or len(tried) == 1):
-            return Candidate(changed, one, 0.0, found)
-    return Candidate(with_changes(job, tried[-1]), tried[-1], 0.0, least)
+    found = memory(with_changes(job, settings))
+    if found.fits:
+        return Candidate(with_changes(job, settings), settings, 0.0, found)
+    shares = _shares(job, settings)
+    for less in _smaller(job, settings, found):
+        for share in (shares[-1], *shares[:-1]):  # the least first: most do not fit
+            one = {**settings, **less, **share}
+            changed = with_changes(job, one)
+            if _refusal(changed) is not None:
+                break
+            found = memory(changed)
+            if not found.fits and share == shares[-1]:
+                break
+            if found.fits and (share != shares[-1] or len(shares) == 1):
+                return Candidate(changed, one, 0.0, found)
+        else:
+            one = {**settings, **less, **shares[-1]}
+            return Candidate(with_changes(job, one), one, 0.0, memory(with_changes(job, one)))
+    parts: Counter[str] = Counter()
+    for alive in found.worst.alive:
+        parts.update(alive.parts)
+    unfit[f"{found.worst.node}, most of it {parts.most_common(1)[0][0]}"] += 1
+    return None
 
 
 def _refusal(job: Job[Any]) -> FlowrlError | None:
@@ -136,22 +143,22 @@ def _refusal(job: Job[Any]) -> FlowrlError | None:
     return None
 
 
+def _shares(job: Job[Any], settings: Settings) -> list[dict[str, Any]]:
+    """Shares of a GPU of engines that take turns with trainers, from their own to the smallest."""
+    takes_turns = getattr(settings.get("place", job.place), "gpus", None) is not None
+    engines = [role for role in _engines(job) if takes_turns and _has(job, role, "memory_fraction")]
+    return [{}, *({f"{role}.memory_fraction": f for role in engines} for f in FRACTIONS if engines)]
+
+
 def _smaller(job: Job[Any], settings: Settings, memory: Memory) -> list[dict[str, Any]]:
-    """Further settings, from none to those that take the least."""
+    """Further settings of trainers, from none to those that take the least."""
     roles, changed = _trainers(job), with_changes(job, settings)
-    shared = getattr(changed.place, "gpus", None) is not None
-    engines = [role for role in _engines(job) if shared and _has(job, role, "memory_fraction")]
-    fractions = [{f"{role}.memory_fraction": f for role in engines} for f in FRACTIONS] if engines else []
-    recomputed = {f"{role}.gradient_checkpointing": True for role in roles if _has(job, role, "gradient_checkpointing")}
+    less = {f"{role}.gradient_checkpointing": True for role in roles if _has(job, role, "gradient_checkpointing")}
     longest, default = max(sum(memory.limits), 1), MICRO_BATCH[memory.hardware.device]
-    short = {
-        f"{role}.max_tokens": longest
-        for role in roles
-        if longest < (getattr(job.graph.bindings[role], "max_tokens", None) or default)
-    }
-    shorter = [{**recomputed, **short, **_context(changed, roles, parts)} for parts in (2, 4, 8)]
-    compute = [{}, recomputed, {**recomputed, **short}, *(one for one in shorter if len(one) > len(recomputed | short))]
-    return [{**less, **fraction} for less, fraction in product(compute, [{}, *fractions])]
+    budgets = {role: getattr(job.graph.bindings[role], "max_tokens", None) or default for role in roles}
+    short = less | {f"{role}.max_tokens": longest for role, budget in budgets.items() if longest < budget}
+    parts = (_context(changed, roles, count) for count in (2, 4, 8))
+    return [{}, less, short, *({**short, **axes} for axes in parts if axes)]
 
 
 def _context(job: Job[Any], roles: Sequence[str], parts: int) -> dict[str, Any]:
