@@ -76,7 +76,7 @@ def predicted(run: Run, fitted: Fitted = FITTED) -> float:
     speed = device.speed
     assert speed is not None
     if run.stage == "sync":
-        return synced_seconds(shape, speed, fitted, one_machine=False)
+        return synced_seconds(HALF * shape.weights, speed, fitted, one_machine=False)
     if run.stage == "update":
         gpus, tokens, lora = run.figures[1:]
         trainer = Trainer(gpus, shards=gpus, tensor=1, micro_batches=2)
@@ -92,7 +92,7 @@ def predicted(run: Run, fitted: Fitted = FITTED) -> float:
     rollout = Rollout(half // engine, engine, min(MOST_ROWS, fits), refilled=bool(lag))
     train = 2 * trained_seconds(shape, speed, fitted, lengths, rows, trainer, SCORE)  # of the policy and the reference
     train += trained_seconds(shape, speed, fitted, lengths, rows, trainer, update_of(run.model not in PLAIN, False))
-    train += synced_seconds(shape, speed, fitted, not lag or machine >= gpus, 1 if not lag else pipeline)
+    train += synced_seconds(HALF * shape.weights, speed, fitted, not lag or machine >= gpus, 1 if not lag else pipeline)
     generate = generated_seconds(shape, speed, fitted, lengths, 0.0, rows, rollout)
     return max(train, generate) if lag else train + generate
 

@@ -83,11 +83,13 @@ class Footprint:
         awake: between calls.
         asleep: after `sleep`.
         calls: in addition while a call is at its peak.
+        sent: bytes that a sync sends of a trainer.
     """
 
     awake: Parts
     asleep: Parts
     calls: Mapping[Call, Parts] = field(default_factory=dict)
+    sent: int = 0
 
 
 def stated(gib: float) -> Footprint:

@@ -53,7 +53,7 @@ class Engine:
         moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
         resident = {"weights": weights.bytes(self.mesh) * own, "optimizer states": states}
         calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
-        return Footprint(resident | self._cuda, self._cuda, calls)
+        return Footprint(resident | self._cuda, self._cuda, calls, sum(self._sent()))
 
     def scored(self, shares: bool) -> Footprint:
         """The footprint of a frozen model; if it `shares` weights, only what its calls take."""
@@ -141,14 +141,20 @@ class Engine:
             found += FLOAT * (self.weights.of("rest", trained=True) + self.weights.of(layer or "rest", trained=True))
         return found
 
-    def _send(self) -> Parts:
-        """A sync's gathering of shards, and a bucket; of an adapter, that of its weights in float32."""
+    def _sent(self) -> list[int]:
+        """Bytes of each tensor that a sync sends: those of an adapter in float32."""
         if self.demand.adapter:
-            trained = [one for one in self.weights.each if one.trained]
-            sizes = [FLOAT * one.numbers() for one in trained]
-            gathering = 2 * min(max(BUCKET_BYTES, *sizes), sum(sizes)) if self.sharded and sizes else 0
-        else:
-            sent, dtype = weights_of(self.model._replace(tensor=1, expert=1)).sent, self.demand.sent_in
-            sizes = [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
-            gathering = gathering_bytes(self.model, self.mesh, BUCKET_BYTES, dtype) if self.sharded and sizes else 0
-        return {"sync buckets": gathering + min(max(BUCKET_BYTES, *sizes), sum(sizes))} if sizes else {}
+            return [FLOAT * one.numbers() for one in self.weights.each if one.trained]
+        sent, dtype = weights_of(self.model._replace(tensor=1, expert=1)).sent, self.demand.sent_in
+        return [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
+
+    def _send(self) -> Parts:
+        """A sync's gathering of shards, and a bucket."""
+        if not (sizes := self._sent()):
+            return {}
+        bucket = min(max(BUCKET_BYTES, *sizes), sum(sizes))
+        if not self.sharded:
+            return {"sync buckets": bucket}
+        if self.demand.adapter:  # small, and in float32: a bucket and its shards
+            return {"sync buckets": 3 * bucket}
+        return {"sync buckets": gathering_bytes(self.model, self.mesh, BUCKET_BYTES, self.demand.sent_in) + bucket}

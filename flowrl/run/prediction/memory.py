@@ -115,7 +115,7 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
     """
     graph = job.runs
     hosts = hosts_of(job)
-    asked = _Asked(graph, hardware, limits, prompts, job.place is None)
+    asked = Footprints(graph, hardware, limits, prompts, job.place is None)
     stages: list[Stage] = []
     for node in Plan(graph).order:
         if not node.roles:
@@ -141,8 +141,8 @@ def _running(node: Node, hosts: Sequence[ProcessSpec]) -> list[ProcessSpec]:
     return [*processes_of(node, hosts), *senders]
 
 
-class _Asked:
-    """The footprints of a job's engines."""
+class Footprints:
+    """The footprints of a job's engines; `unknown` are roles whose backends predict none."""
 
     def __init__(
         self, graph: Graph, hardware: Hardware, limits: RowLimits, prompts: int | None, in_process: bool

@@ -193,7 +193,7 @@ def _lags(job: Job[Any], refused: Counter[str]) -> Iterator[int]:
         try:
             with_changes(job, {"lag": lag}).refuse_unready()
         except FlowrlError as error:
-            refused[_reason(error)] += 1
+            refused[f"{error.code}: lag={lag}: {' '.join(error.message.split())}"] += 1
         else:
             yield lag
 

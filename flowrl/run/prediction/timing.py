@@ -38,7 +38,7 @@ of a CUDA graph, 5 microseconds each."""
 
 HOP = 5e-6
 """Stated: seconds of a message of a few bytes between two devices; an all-reduce of n sends 2 log2(n) one after the
-other (a tree there and back: Thakur et al. 2005, section 4.5), and a layer has two all-reduces."""
+other (a binary tree, there and back), and a layer has two all-reduces."""
 
 _POINTS = 64
 
@@ -116,6 +116,7 @@ class Trainer:
         micro_batches: of a step on a data rank.
         idle: the part of the time that stages of a pipeline wait for each other.
         pipeline: stages, each of which has its part of the layers.
+        expert: ranks that have the experts of a layer together, to which tokens travel and back.
     """
 
     devices: int
@@ -125,6 +126,7 @@ class Trainer:
     per_machine: int = 8
     idle: float = 0.0
     pipeline: int = 1
+    expert: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,15 @@ def trained_seconds(
     if trainer.tensor > 1:  # two all-reduces of a layer, of which each moves its bytes twice
         sent = 4 * HALF * shape.layers * shape.hidden * (trainer.tensor - 1)
         reduced = tokens * sent * passes.weights / (speed.link * BANDWIDTH)
+    if trainer.expert > 1:
+        path = speed.link if trainer.expert <= trainer.per_machine else speed.network
+        sent = 2 * HALF * shape.sparse_layers * shape.chosen * shape.hidden
+        reduced += tokens * sent * (1.0 - 1.0 / trainer.expert) * passes.weights / (path * BANDWIDTH)
     gathered = 0.0
     if trainer.shards > 1:
         path = speed.link if trainer.shards <= trainer.per_machine else speed.network
-        moved = HALF * shape.weights * passes.gathers * trainer.micro_batches
+        elsewhere = shape.sparse * shape.experts * shape.sparse_layers * (1.0 - 1.0 / trainer.expert)
+        moved = HALF * (shape.weights - elsewhere) * passes.gathers * trainer.micro_batches
         gathered = moved * (1.0 - 1.0 / trainer.shards) / (path * BANDWIDTH)
     waits = fitted.experts * shape.sparse_layers / trainer.pipeline * passes.weights * trainer.micro_batches
     return max(products + traffic + reduced + waits, gathered) / (1.0 - trainer.idle)
@@ -202,16 +209,15 @@ def generated_seconds(
     return (drained + waiting) * decoded + prefill
 
 
-def synced_seconds(shape: Shape, speed: Speed, fitted: Fitted, one_machine: bool, senders: int = 1) -> float:
-    """Seconds to send all weights in bfloat16 from these trainers, each its part: by the link of a machine, or by the
-    network."""
-    return HALF * shape.weights / ((speed.link if one_machine else speed.network) * senders * fitted.sync)
+def synced_seconds(sent: float, speed: Speed, fitted: Fitted, one_machine: bool, senders: int = 1) -> float:
+    """Seconds to send so many bytes from these trainers, each its part: by the link of a machine, or by the network."""
+    return sent / ((speed.link if one_machine else speed.network) * senders * fitted.sync)
 
 
 FITTED = Fitted(compute=0.385, layer=0.000604, experts=0.00459, sync=0.0603)
 """The constants of ``python benchmarks/published_runs.py --fit``."""
 
 ERRORS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"update": (0.79, 1.25), "step": (0.41, 0.8), "sync": (0.55, 1.52)}
+    {"update": (0.81, 1.29), "step": (0.44, 1.29), "sync": (0.6, 1.64)}
 )
 """By stage, published / predicted seconds of the models that are held out, without a tenth of the rows at each end."""
