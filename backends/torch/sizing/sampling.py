@@ -22,9 +22,6 @@ ENGINE_BYTES = 2 * GIB
 ASLEEP_BYTES = GIB
 """Stated, not measured: what of it they keep asleep, mostly CUDA graphs."""
 
-FRACTIONS = {"VLLM": 0.9, "SGLang": 0.88}
-"""Stated, not measured: the share of a GPU that each takes if `memory_fraction` is None."""
-
 
 @functools.cache
 def kv_bytes(folder: str, width: int) -> int:
@@ -91,8 +88,7 @@ def hosted(spec: EngineSpec, demand: Demand, cache: int | None) -> Footprint:
     width = _width(spec)
     weights = -(-weights_of(Model(spec.starts_from or spec.model)).bytes() * width // FLOAT // spec.tensor_parallel)
     row = token_bytes(spec) * demand.tokens
-    share = FRACTIONS[type(spec).__name__] if spec.memory_fraction is None else spec.memory_fraction
-    left = round(share * demand.room) - weights - ENGINE_BYTES
+    left = round(spec.share * demand.room) - weights - ENGINE_BYTES
     parts = {"weights": weights, "KV cache": max(row, left) if cache is None else cache, "engine": ENGINE_BYTES}
     asleep = {"engine": ASLEEP_BYTES, "CUDA": CUDA_BYTES}
     received = BUCKET_BYTES if spec.lora is None else min(BUCKET_BYTES, adapter_bytes(spec))

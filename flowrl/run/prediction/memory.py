@@ -15,7 +15,7 @@ from flowrl.protocols.backend import Backend
 from flowrl.protocols.footprint import Call, Demand, Footprint, Parts, stated
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import Synced
-from flowrl.run.placement.place import ProcessSpec, lay_out
+from flowrl.run.placement.place import ProcessSpec, fit_together, lay_out
 from flowrl.run.placement.placement import processes_of
 from flowrl.run.prediction.hardware import Hardware
 from flowrl.run.training.job import Job
@@ -120,11 +120,10 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
     for node in Plan(graph).order:
         if not node.roles:
             continue
-        running = _running(node, hosts)
-        slots = sorted({slot for host in running for slot in host.slots})
-        for slot in slots:
-            alive = (asked.alive(host, node, host in running) for host in hosts if slot in host.slots)
-            stages.append(Stage(node.name, slot, tuple(alive)))
+        for running in _moments(node, hosts, job):
+            for slot in sorted({slot for host in running for slot in host.slots}):
+                alive = (asked.alive(host, node, host in running) for host in hosts if slot in host.slots)
+                stages.append(Stage(node.name, slot, tuple(alive)))
     return Memory(hardware, limits, stages, sorted(asked.unknown))
 
 
@@ -135,10 +134,15 @@ def hosts_of(job: Job[Any]) -> list[ProcessSpec]:
     return [ProcessSpec(tuple(job.graph.bindings), 0, Mesh(), (0,))]
 
 
-def _running(node: Node, hosts: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """The processes that are awake for a node: those that run it, and those that send to them."""
+def _moments(node: Node, hosts: Sequence[ProcessSpec], job: Job[Any]) -> list[list[ProcessSpec]]:
+    """The processes that are awake together for a node, one moment after the other: those that run it, and those that
+    send to them."""
+    running = processes_of(node, hosts)
     senders = [host for host in hosts if transfers(node) and set(node.reads) & set(host.roles)]
-    return [*processes_of(node, hosts), *senders]
+    room = None if job.place is None else job.place.memory
+    if fit_together(job.graph.bindings, room, senders, running):
+        return [[*running, *senders]]
+    return [senders, running]
 
 
 class Footprints:

@@ -174,6 +174,8 @@ def _candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_
     """The settings of all candidates, each only what differs from the job."""
     lags = list(_lags(job, refused))
     shares = any(job.graph.bindings[role].shares is not None for role in _engines(job))
+    if job.place is None and 1 in gpus:
+        yield {}
     for count in gpus:
         for place, trained, rolled in _places(job, count, shares):
             for lag in lags if "rollout" in place else lags[:1]:
