@@ -68,7 +68,9 @@ def add_to(app: typer.Typer, out: Console) -> None:
             from flowrl.app.planning.searching import searched
 
             job, count = _job(found, target, "--search"), prompts or getattr(found, "prompts", None)
-            out.print("\n".join(searched(sized.job if sized else job, gpus or (), sized, count, measured)), markup=False)
+            out.print(
+                "\n".join(searched(sized.job if sized else job, gpus or (), sized, count, measured)), markup=False
+            )
             return
         lines = _planned(found, target, prompts)
         if costs is not None:

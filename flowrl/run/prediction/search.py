@@ -67,7 +67,7 @@ def search(
     """The ranking of the candidates on so many slots.
 
     A candidate that does not fit is tried again with settings that take less: a smaller share for an engine that takes
-    turns with trainers, then recomputed layers, then the shortest micro-batches, then rows that neighbors share.
+    turns with trainers, then the shortest micro-batches, then recomputed layers, both, and rows that neighbors share.
 
     Args:
         seconds: predicts a step.
@@ -153,12 +153,12 @@ def _shares(job: Job[Any], settings: Settings) -> list[dict[str, Any]]:
 def _smaller(job: Job[Any], settings: Settings, memory: Memory) -> list[dict[str, Any]]:
     """Further settings of trainers, from none to those that take the least."""
     roles, changed = _trainers(job), with_changes(job, settings)
-    less = {f"{role}.gradient_checkpointing": True for role in roles if _has(job, role, "gradient_checkpointing")}
+    again = {f"{role}.gradient_checkpointing": True for role in roles if _has(job, role, "gradient_checkpointing")}
     longest, default = max(sum(memory.limits), 1), MICRO_BATCH[memory.hardware.device]
     budgets = {role: getattr(job.graph.bindings[role], "max_tokens", None) or default for role in roles}
-    short = less | {f"{role}.max_tokens": longest for role, budget in budgets.items() if longest < budget}
+    short = {f"{role}.max_tokens": longest for role, budget in budgets.items() if longest < budget}
     parts = (_context(changed, roles, count) for count in (2, 4, 8))
-    return [{}, less, short, *({**short, **axes} for axes in parts if axes)]
+    return [{}, short, again, short | again, *({**short, **again, **axes} for axes in parts if axes)]
 
 
 def _context(job: Job[Any], roles: Sequence[str], parts: int) -> dict[str, Any]:

@@ -42,6 +42,7 @@ Kind = Literal["generate", "score", "update", "sync"]
 MACHINE = 8
 """Devices of a machine, which links connect; stated."""
 
+
 class StageTime(NamedTuple):
     """A node: its stage, its seconds in a step, and where they come from."""
 

@@ -125,8 +125,8 @@ def halved(training: Path) -> Path:
         from flowrl.backends import VLLM, TorchScorer, TorchTrainer
 
         model = training.job.graph.bindings["actor"].model
-        half = {role: engine(model, dtype="bfloat16") for role, engine in (("actor", TorchTrainer), ("ref", TorchScorer))}
-        job = training.job.edit(bind={**half, "rollout": VLLM(model)})
+        actor, ref = TorchTrainer(model, dtype="bfloat16"), TorchScorer(model, dtype="bfloat16")
+        job = training.job.edit(bind={"actor": actor, "ref": ref, "rollout": VLLM(model)})
         training = dataclasses.replace(training, job=dataclasses.replace(job, place=Colocate(gpus=1)))
         """,
     )
@@ -160,7 +160,9 @@ def test_a_search_ranks_by_measured_costs_of_a_run(command: Command, training: P
 def test_a_search_needs_seconds(command: Command, training: Path) -> None:
     missing = command("plan", f"{training}:training", "--search")
     assert missing.code == 2 and "Pass --hardware H100." in missing.err and is_paragraph(missing)
-    missing = command("plan", f"{training}:training", "--search", "--hardware", "H100", "--lengths", "prompt=8,response=8")
+    missing = command(
+        "plan", f"{training}:training", "--search", "--hardware", "H100", "--lengths", "prompt=8,response=8"
+    )
     assert missing.code == 2 and "Pass --lengths mean=600,max=1536." in missing.err
     alone = command("plan", f"{training}:training", "--gpus", "2")
     assert alone.code == 2 and "--gpus only applies to the ranking of places. Pass --search" in alone.err
