@@ -15,6 +15,19 @@ from flowrl.errors import ParameterError, offer
 
 _NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json file, or an algorithm from `flowrl list`."
 
+_Hardware = Annotated[
+    str | None,
+    typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
+]
+_Lengths = Annotated[
+    str | None,
+    typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
+]
+_Search = Annotated[
+    bool, typer.Option("--search", help="Rank places, meshes, engines and lags by predicted step time.")
+]
+_Gpus = Annotated[list[int] | None, typer.Option(help="Slots for --search. Repeatable. [default: the place's]", min=1)]
+
 
 def add_to(app: typer.Typer, out: Console) -> None:
     """Add the command to `app`; it prints to `out`."""
@@ -33,20 +46,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         cost: Annotated[
             list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
         ] = None,
-        hardware: Annotated[
-            str | None,
-            typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
-        ] = None,
-        lengths: Annotated[
-            str | None,
-            typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
-        ] = None,
-        search: Annotated[
-            bool, typer.Option("--search", help="Rank places, meshes, engines and lags by predicted step time.")
-        ] = False,
-        gpus: Annotated[
-            list[int] | None, typer.Option(help="Slots for --search. Repeatable. [default: the place's]", min=1)
-        ] = None,
+        hardware: _Hardware = None,
+        lengths: _Lengths = None,
+        search: _Search = False,
+        gpus: _Gpus = None,
         settings: Set = None,
         imports: Annotated[
             bool,
@@ -54,7 +57,8 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = False,
     ) -> None:
         """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times; with
-        --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage."""
+        --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage; or, with --search,
+        the places that are predicted to be the fastest."""
         if costs is None and (place or cost or (prompts and hardware is None)):
             raise _alone("--place, --prompts and --cost", "predictions. Pass the run with the costs", "--costs RUN")
         if lengths is not None and hardware is None:
@@ -65,19 +69,24 @@ def add_to(app: typer.Typer, out: Console) -> None:
         measured = None if costs is None else _measured(costs, cost or (), imports)
         sized = None if hardware is None else _sized(found, target, hardware, lengths, prompts)
         if search:
-            from flowrl.app.planning.searching import searched
-
-            job, count = _job(found, target, "--search"), prompts or getattr(found, "prompts", None)
-            out.print(
-                "\n".join(searched(sized.job if sized else job, gpus or (), sized, count, measured)), markup=False
-            )
-            return
-        lines = _planned(found, target, prompts)
-        if costs is not None:
-            lines += _times(found, target, costs, measured, place or (), prompts, dict(map(_cost, cost or ())))
-        if sized is not None:
-            lines += _described(sized, target, measured)
+            lines = _searched(found, target, gpus or (), sized, prompts, measured)
+        else:
+            lines = _planned(found, target, prompts)
+            if costs is not None:
+                lines += _times(found, target, costs, measured, place or (), prompts, dict(map(_cost, cost or ())))
+            if sized is not None:
+                lines += _described(sized, target, measured)
         out.print("\n".join(lines), markup=False)
+
+
+def _searched(
+    found: Any, target: str, gpus: Sequence[int], sized: Any, prompts: int | None, measured: Any
+) -> list[str]:
+    """The ranking of a search."""
+    from flowrl.app.planning.searching import searched
+
+    job = _job(found, target, "--search") if sized is None else sized.job
+    return searched(job, gpus, sized, prompts or getattr(found, "prompts", None), measured)
 
 
 def _alone(options: str, what: str, missing: str) -> ParameterError:

@@ -33,8 +33,8 @@ BANDWIDTH = 0.8
 """Stated: the part of every stated bandwidth that is reached: of memory, and of what ranks gather and reduce."""
 
 LAUNCHES = 5e-5
-"""Stated: seconds of a layer without experts for a token of decoding, beside its bytes and operations: about ten kernels
-of a CUDA graph, 5 microseconds each."""
+"""Stated: seconds of a layer without experts for a token of decoding, beside its bytes and operations: about ten
+kernels of a CUDA graph, 5 microseconds each."""
 
 HOP = 5e-6
 """Stated: seconds of a message of a few bytes between two devices; an all-reduce of n sends 2 log2(n) one after the

@@ -92,7 +92,7 @@ def test_a_graph_without_backends_is_refused(command: Command) -> None:
 
 
 @pytest.mark.nightly
-def test_the_example_of_the_docs_is_printed_by_the_code(command: Command, tmp_path: Path) -> None:
+def test_the_examples_of_the_docs_are_printed_by_the_code(command: Command, tmp_path: Path) -> None:
     Qwen3Config(
         vocab_size=151_936,
         hidden_size=4096,
@@ -110,6 +110,7 @@ def test_the_example_of_the_docs_is_printed_by_the_code(command: Command, tmp_pa
     page = (ROOT / "docs" / "how-to" / "precision-and-memory.md").read_text(encoding="utf-8")
     _, heading, memory = printed.partition("memory of each slot")
     assert f"{heading}{memory}```" in page
+    assert f"{command('plan', 'large.py:job', '--search', '--gpus', '8', *options).out}```" in page
 
 
 def halved(training: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Tests of `memory.py`, `fitting.py` and `hardware.py`: which processes are alive on a slot, and changes that fit."""
+"""Tests of `memory.py`, `fitting.py`, `hardware.py` and `flowrl/protocols/footprint.py`: which processes are alive on a
+slot, and changes that fit."""
 
 from __future__ import annotations
 

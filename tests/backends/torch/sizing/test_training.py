@@ -184,3 +184,18 @@ def test_a_process_of_the_tensor_axis_has_its_share_of_heads_widths_and_vocabula
     )
     copied = TorchTrainer(folder, mesh=Mesh(replicate=2, fsdp=2)).footprint(DEMAND)
     assert copied.awake == TorchTrainer(folder, ranks=2).footprint(DEMAND).awake
+
+
+def test_a_process_of_the_expert_axis_has_its_experts_and_sends_their_tokens(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "moe", num_hidden_layers=3)
+    named = dict(TorchScorer(folder, device="cpu").build(RANK).model.named_parameters())
+    experts = sum(p.nbytes for name, p in named.items() if ".experts." in name)
+    rest = sum(4 * math.ceil(p.shape[0] / 2) * math.prod(p.shape[1:]) for n, p in named.items() if ".experts." not in n)
+    apart = TorchTrainer(folder, mesh=Mesh(fsdp=2, expert=2)).footprint(DEMAND)
+    assert apart.awake["weights"] == apart.calls["update"]["gradients"] == experts // 2 + rest
+    split = TorchTrainer(folder, mesh=Mesh(tensor=2, expert=2)).footprint(DEMAND)
+    whole = sum(p.nbytes for name, p in named.items() if "norm" in name or name.endswith("mlp.gate.weight"))
+    others = sum(p.nbytes for p in named.values()) - experts - whole
+    assert split.awake["weights"] == experts // 2 + others // 2 + whole  # layers of experts are not split by tensor
+    sharded = TorchTrainer(folder, ranks=2).footprint(DEMAND).calls["update"]
+    assert apart.calls["update"]["gathered weights"] < sharded["gathered weights"]
