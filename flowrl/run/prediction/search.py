@@ -179,7 +179,7 @@ def _candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_
     for count in gpus:
         for place, trained, rolled in _places(job, count, shares):
             for lag in lags if "rollout" in place else lags[:1]:
-                at = named_place(place)
+                at = _place_of(place)
                 base = {} if at == job.place else {"place": at}
                 base |= {} if lag == job.graph.lag.versions else {"lag": lag}
                 for mesh in _meshes(job, trained) if with_axes else [Mesh(fsdp=trained)]:
@@ -210,7 +210,7 @@ def _places(job: Job[Any], count: int, shares: bool) -> Iterator[tuple[dict[str,
         yield {"train": train, "rollout": count - train}, train, count - train
 
 
-def named_place(slots: Mapping[str, int]) -> Any:
+def _place_of(slots: Mapping[str, int]) -> Any:
     """``Colocate(gpus=)``, or ``Split(train=, rollout=)``."""
     from flowrl.files.names import named
 
