@@ -76,23 +76,23 @@ def predicted(run: Run, fitted: Fitted = FITTED) -> float:
     speed = device.speed
     assert speed is not None
     if run.stage == "sync":
-        return synced_seconds(shape, speed, fitted, one_machine=False)
+        return synced_seconds(HALF * shape.weights, speed, fitted, one_machine=False)
     if run.stage == "update":
         gpus, tokens, lora = run.figures[1:]
         trainer = Trainer(gpus, shards=gpus, tensor=1, micro_batches=2)
         return trained_seconds(shape, speed, fitted, Lengths(tokens, tokens), 2 * gpus, trainer, update_of(True, lora))
     gpus, lag, rows, mini, mean, most, engine, tensor, pipeline = run.figures[1:]
     lengths, half = Lengths(mean, most), gpus // 2 if lag else gpus
-    micro_batches = mini / (half // (tensor * pipeline))
+    micro_batches = mini * mean / most / (half // (tensor * pipeline))  # rows are packed up to the longest
     idle = (pipeline - 1) / (micro_batches + pipeline - 1)  # GPipe, arXiv:1811.06965, section 2.3
     machine = 72 if run.figures[0] == "GB200" else 8
-    trainer = Trainer(half, 1, tensor, rows / mini * micro_batches, machine, idle)
+    trainer = Trainer(half, 1, tensor, rows / mini * micro_batches, machine, idle, pipeline)
     cache = (0.8 if lag else 0.6) * device.memory * GIB * engine - HALF * shape.weights
     fits = max(int(cache / (mean * shape.cache_bytes)), 1)
-    rollout = Rollout(half // engine, engine, min(MOST_ROWS, fits))
+    rollout = Rollout(half // engine, engine, min(MOST_ROWS, fits), refilled=bool(lag))
     train = 2 * trained_seconds(shape, speed, fitted, lengths, rows, trainer, SCORE)  # of the policy and the reference
     train += trained_seconds(shape, speed, fitted, lengths, rows, trainer, update_of(run.model not in PLAIN, False))
-    train += synced_seconds(shape, speed, fitted, not lag or machine >= gpus, 1 if not lag else pipeline)
+    train += synced_seconds(HALF * shape.weights, speed, fitted, not lag or machine >= gpus, 1 if not lag else pipeline)
     generate = generated_seconds(shape, speed, fitted, lengths, 0.0, rows, rollout)
     return max(train, generate) if lag else train + generate
 
@@ -146,7 +146,7 @@ def fit() -> Fitted:
         fitted = Fitted(*map(math.exp, logs))
         return statistics.fmean(abs(math.log(predicted(run, fitted) / run.seconds)) for run in mine)
 
-    found = _least(loss, [math.log(start) for start in (0.4, 0.4, 1e-4, 0.05)])
+    found = _least(loss, [math.log(start) for start in (0.4, 6e-4, 3e-3, 0.05)])
     return Fitted(*(float(f"{math.exp(log):.3g}") for log in found))
 
 

@@ -41,6 +41,8 @@ class EngineSpec(FolderBackend):
     fixed: ClassVar[Sequence[str]]
     """Engine arguments that would change the meaning of a rollout's columns."""
     probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with the weights
+    default_share: ClassVar[float]
+    """Stated, not measured: the part of a GPU that the engine takes if `memory_fraction` is None."""
     collective: ClassVar[bool] = False  # ranks need no group, and vLLM would take our default group for its own
 
     model: Folder
@@ -60,6 +62,11 @@ class EngineSpec(FolderBackend):
     def slots_per_rank(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel
+
+    @property
+    def share(self) -> float:
+        """See `Backend.share`."""
+        return self.default_share if self.memory_fraction is None else self.memory_fraction
 
     @property
     def receives(self) -> Literal["weights", "adapter_weights"]:

@@ -72,6 +72,7 @@ class SGLang(EngineSpec):
         "lora_target_modules": "lora",
         "max_loras_per_batch": "lora",
     }
+    default_share: ClassVar[float] = 0.88
     fixed: ClassVar[Sequence[str]] = ("skip_tokenizer_init", "json_model_override_args", "tokenizer_path")
 
     cache_tokens: int | None = Field(default=None, ge=1)

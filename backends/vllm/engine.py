@@ -69,6 +69,7 @@ class VLLM(EngineSpec):
         "max_lora_rank": "lora",
         "max_loras": "lora",
     }
+    default_share: ClassVar[float] = 0.9
     fixed: ClassVar[Sequence[str]] = (
         "logprobs_mode",
         "generation_config",

@@ -13,7 +13,7 @@ import ray
 from flowrl.distributed.export import Export
 from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, store_at
-from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.placement.place import ProcessSpec, fit_together
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.shadow import common
@@ -51,15 +51,7 @@ class Delivery:
 
     def _fit_together(self) -> bool:
         """Whether trainer and engine fit on a slot together, by the declared memory of their backends."""
-        room, bindings = self._hosts.place.memory, self._hosts.bindings
-        if room is None:
-            return True
-        size = {
-            host: sum(bindings[role].memory or 0.0 for role in host.roles)
-            for host in [*self._senders, *self._receivers]
-        }
-        pairs = [(a, b) for a in self._senders for b in self._receivers if a.shares_slots_with(b)]
-        return all(size[a] + size[b] <= room for a, b in pairs)
+        return fit_together(self._hosts.bindings, self._hosts.place.memory, self._senders, self._receivers)
 
     @property
     def stay_awake(self) -> list[ProcessSpec]:

@@ -55,6 +55,12 @@ class Backend(Spec):
         return None
 
     @property
+    def share(self) -> float | None:
+        """The part of a slot's memory that the engine takes while awake, whatever its model needs; None if it takes
+        what it needs."""
+        return None
+
+    @property
     def shares(self) -> str | None:
         """The role whose weights this engine uses, in the same process; None if it has its own."""
         return None

@@ -54,6 +54,7 @@ class Demand:
         distributions: the loss reads full distributions over the vocabulary.
         owner: the backend whose weights the engine shares; None if it has its own.
         sent_in: the dtype that matrices are rounded to before they are sent; see `Backend.synced_dtype`.
+        adapter: only an adapter is sent; see `Backend.receives`.
     """
 
     prompt: int
@@ -66,6 +67,7 @@ class Demand:
     in_process: bool = False
     owner: Any = None
     sent_in: str = "float32"
+    adapter: bool = False
 
     @property
     def tokens(self) -> int:
@@ -81,11 +83,13 @@ class Footprint:
         awake: between calls.
         asleep: after `sleep`.
         calls: in addition while a call is at its peak.
+        sent: bytes that a sync sends of a trainer.
     """
 
     awake: Parts
     asleep: Parts
     calls: Mapping[Call, Parts] = field(default_factory=dict)
+    sent: int = 0
 
 
 def stated(gib: float) -> Footprint:

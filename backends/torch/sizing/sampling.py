@@ -22,9 +22,6 @@ ENGINE_BYTES = 2 * GIB
 ASLEEP_BYTES = GIB
 """Stated, not measured: what of it they keep asleep, mostly CUDA graphs."""
 
-FRACTIONS = {"VLLM": 0.9, "SGLang": 0.88}
-"""Stated, not measured: the share of a GPU that each takes if `memory_fraction` is None."""
-
 
 @functools.cache
 def kv_bytes(folder: str, width: int) -> int:
@@ -78,6 +75,7 @@ def torch_rollout(spec: Any, demand: Demand) -> Footprint:
         return Footprint({}, {}, {"generate": generate})
     copy = weights.bytes() * width // FLOAT  # what a sync received, all of it before any of it is used
     received = 0 if demand.in_process and dtype == "float32" else copy
+    received = received if spec.lora is None else adapter_bytes(spec)
     return Footprint({"weights": copy, **cuda}, cuda, {"generate": generate, "receive": {"sync buckets": received}})
 
 
@@ -90,11 +88,16 @@ def hosted(spec: EngineSpec, demand: Demand, cache: int | None) -> Footprint:
     width = _width(spec)
     weights = -(-weights_of(Model(spec.starts_from or spec.model)).bytes() * width // FLOAT // spec.tensor_parallel)
     row = token_bytes(spec) * demand.tokens
-    share = FRACTIONS[type(spec).__name__] if spec.memory_fraction is None else spec.memory_fraction
-    left = round(share * demand.room) - weights - ENGINE_BYTES
+    left = round(spec.share * demand.room) - weights - ENGINE_BYTES
     parts = {"weights": weights, "KV cache": max(row, left) if cache is None else cache, "engine": ENGINE_BYTES}
     asleep = {"engine": ASLEEP_BYTES, "CUDA": CUDA_BYTES}
-    return Footprint(parts | {"CUDA": CUDA_BYTES}, asleep, {"receive": {"sync buckets": BUCKET_BYTES}})
+    received = BUCKET_BYTES if spec.lora is None else min(BUCKET_BYTES, adapter_bytes(spec))
+    return Footprint(parts | {"CUDA": CUDA_BYTES}, asleep, {"receive": {"sync buckets": received}})
+
+
+def adapter_bytes(spec: Any) -> int:
+    """Bytes of an engine's adapter, which a sync sends in float32."""
+    return weights_of(Model(spec.starts_from, spec.lora)).bytes(trained=True)
 
 
 def token_bytes(spec: EngineSpec) -> int:

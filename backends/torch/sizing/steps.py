@@ -8,6 +8,7 @@ from typing import NamedTuple
 from flowrl.backends.torch.optimizers.specs import AdamW, Muon, Optimizer, is_matrix
 from flowrl.backends.torch.optimizers.streamed import Offload, buckets
 from flowrl.backends.torch.sizing.weights import FLOAT, Weight, Weights
+from flowrl.protocols.mesh import Mesh
 
 _BLOCK = 256
 """As `flowrl.backends.torch.optimizers.eight_bit.BLOCK`, which imports torchao."""
@@ -20,14 +21,14 @@ class Steps(NamedTuple):
     """The steps of an optimizer.
 
     Args:
-        shards: the ranks that share each weight.
+        mesh: the processes, of which the first is meant.
         device: ``"cuda"`` or ``"cpu"``.
         sharded: parameters are shards, also on one rank.
     """
 
     optimizer: Optimizer
     weights: Weights
-    shards: int
+    mesh: Mesh
     device: str
     sharded: bool
 
@@ -47,7 +48,7 @@ class Steps(NamedTuple):
         for bucket in buckets([_Whole(one) for one in self._trained]):
             each = [whole.weight for whole in bucket]
             states = sum(map(self._state, each))
-            parameters = 2 * FLOAT * sum(one.numbers(self.shards) for one in each)
+            parameters = 2 * FLOAT * sum(one.numbers(self.mesh) for one in each)
             moved.append((states if offload == "optimizer" else parameters) + self._temporary(each))
         return max(moved)
 
@@ -64,7 +65,7 @@ class Steps(NamedTuple):
 
     def _state(self, one: Weight) -> int:
         """Bytes of the states of a parameter, without the count of steps."""
-        numbers, count = one.numbers(self.shards), sum(key != "step" for key in self._keys(one))
+        numbers, count = one.numbers(self.mesh), sum(key != "step" for key in self._keys(one))
         if self._eight_bit and numbers >= _FEWEST and numbers % _BLOCK == 0:
             return count * (numbers + numbers // _BLOCK * FLOAT + 256 * FLOAT)  # codes, scales, and what codes mean
         return count * FLOAT * numbers
@@ -73,11 +74,11 @@ class Steps(NamedTuple):
         """Bytes of what the step of some parameters makes and frees."""
         if self._eight_bit:
             # a parameter at a time: compiled on a GPU; on a CPU two states and their new ones, the change and its root
-            return 0 if self.device == "cuda" else 5 * FLOAT * max(one.numbers(self.shards) for one in stepped)
+            return 0 if self.device == "cuda" else 5 * FLOAT * max(one.numbers(self.mesh) for one in stepped)
         # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
         foreach = self.sharded or self.device == "cuda"
         copied = [one for one in stepped if foreach and len(self._keys(one)) > 1]
-        found = FLOAT * sum(one.numbers(self.shards) for one in copied)
+        found = FLOAT * sum(one.numbers(self.mesh) for one in copied)
         if isinstance(self.optimizer, Muon):
             return max(found, max((_muon(one) for one in stepped if _by_muon(one)), default=0))
         return found

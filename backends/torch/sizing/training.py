@@ -13,7 +13,7 @@ from flowrl.backends.torch.score.rows import Budget
 from flowrl.backends.torch.sizing.logits import Head
 from flowrl.backends.torch.sizing.steps import Steps
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
-from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, bucket_bytes, peaks_of, weights_of
+from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, gathering_bytes, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
 from flowrl.protocols.mesh import Mesh
 from flowrl.sync.buckets import BUCKET_BYTES
@@ -32,14 +32,13 @@ class Engine:
         self.spec = spec if spec.model is not None else demand.owner
         self.demand, self.chunk = demand, chunk
         lora, attention = getattr(self.spec, "lora", None), self.spec.attention
-        self.mesh = self.spec.geometry
-        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, self.mesh.tensor)
+        self.mesh = mesh = self.spec.geometry
+        self.model = Model(self.spec.starts_from, lora, chunk is not None, attention, mesh.tensor, mesh.expert)
         self.weights: Weights = weights_of(self.model)
         self.bfloat16 = self.spec.dtype == "bfloat16"
-        self.shards = self.mesh.fsdp
-        offload = self.spec.offload
-        self.sharded = self.mesh != Mesh() or offload in (True, "parameters")
-        self.on_device = demand.device == "cpu" or offload not in (True, "parameters")
+        offload = self.spec.offload in (True, "parameters")
+        self.sharded = self.mesh != Mesh() or offload
+        self.on_device = demand.device == "cpu" or not offload
         self.resharded = getattr(self.spec, "reshard_after_forward", True)
 
     def trained(self, optimizer: Optimizer, checkpoints: Checkpointing, routed: bool) -> Footprint:
@@ -50,20 +49,20 @@ class Engine:
         micro-batch.
         """
         weights, own, offload = self.weights, self.on_device, self.spec.offload
-        gradients = weights.bytes(self.shards, trained=True) * own
-        steps = Steps(optimizer, weights, self.shards, self.demand.device, self.sharded)
+        gradients = weights.bytes(self.mesh, trained=True) * own
+        steps = Steps(optimizer, weights, self.mesh, self.demand.device, self.sharded)
         states = steps.states * (self.demand.device == "cpu" or offload not in (True, "optimizer"))
         peaks = self._peaks(Run(self.bfloat16, True, checkpoints, self.sharded, routed))
         step = {"gradients": gradients, "optimizer states": steps.peak(offload)}
         moments = [{"gradients": gradients, **parts} for parts in self._passes(peaks)]
-        resident = {"weights": weights.bytes(self.shards) * own, "optimizer states": states}
+        resident = {"weights": weights.bytes(self.mesh) * own, "optimizer states": states}
         calls: dict[Call, Parts] = {"update": largest(step, *moments), "score": self._score(), "send": self._send()}
-        return Footprint(resident | self._cuda, self._cuda, calls)
+        return Footprint(resident | self._cuda, self._cuda, calls, sum(self._sent()))
 
     def scored(self, shares: bool) -> Footprint:
         """The footprint of a frozen model; if it `shares` weights, only what its calls take."""
-        resident = {} if shares else {"weights": self.weights.bytes(self.shards) * self.on_device, **self._cuda}
-        receives = {"sync buckets": self.weights.bytes(self.shards)}  # `follow` reads all weights before it mixes them
+        resident = {} if shares else {"weights": self.weights.bytes(self.mesh) * self.on_device, **self._cuda}
+        receives = {"sync buckets": self.weights.bytes(self.mesh)}  # `follow` reads all weights before it mixes them
         return Footprint(resident, {} if shares else self._cuda, {"score": self._score(), "receive": receives})
 
     @property
@@ -132,8 +131,15 @@ class Engine:
         `_gathered` counts."""
         if not self.sharded:
             return 0
-        blocks = self.weights.blocks - 2 * self.weights.block[0]
+        blocks = self.weights.blocks - self._of_blocks(2)
         return self._width * max(0, blocks) + FLOAT * self.weights.of("embedding")
+
+    def _of_blocks(self, blocks: int) -> int:
+        """The numbers of some blocks that are gathered together; the next experts follow the rest of their block."""
+        whole, _, experts, _ = self.weights.block
+        if self.mesh.fsdp == 1 and self.spec.offload not in (True, "parameters"):
+            blocks = min(blocks, 1)  # FSDP of one rank copies weights without a buffer to gather them in
+        return blocks * whole + min(blocks, 1) * experts
 
     @property
     def _width(self) -> int:
@@ -148,19 +154,29 @@ class Engine:
         those of it."""
         if not self.sharded:
             return 0
-        whole, trained = self.weights.block
+        _, trained, _, trained_experts = self.weights.block
         found = FLOAT * (self.weights.of("rest") + (0 if layer is None else self.weights.of(layer)))
-        found += self._width * blocks * whole
+        found += self._width * self._of_blocks(blocks)
         if gradients:
-            found += FLOAT * trained
+            found += FLOAT * max(trained, trained_experts)
         if backward:
             found += FLOAT * (self.weights.of("rest", trained=True) + self.weights.of(layer or "rest", trained=True))
         return found
 
+    def _sent(self) -> list[int]:
+        """Bytes of each tensor that a sync sends: those of an adapter in float32."""
+        if self.demand.adapter:
+            return [FLOAT * one.numbers() for one in self.weights.each if one.trained]
+        sent, dtype = weights_of(self.model._replace(tensor=1, expert=1)).sent, self.demand.sent_in
+        return [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
+
     def _send(self) -> Parts:
         """A sync's gathering of shards, and a bucket."""
-        sent, dtype, tensor = weights_of(self.model._replace(tensor=1)).sent, self.demand.sent_in, self.mesh.tensor
-        ranks = self.shards * tensor
-        gathering = bucket_bytes(sent, BUCKET_BYTES, ranks, dtype, split=tensor > 1) if self.sharded else 0
-        sizes = [one.width(dtype) * math.prod(shape) for one in sent for shape in one.stored]
-        return {"sync buckets": gathering + min(max(BUCKET_BYTES, *sizes), sum(sizes))} if sizes else {}
+        if not (sizes := self._sent()):
+            return {}
+        bucket = min(max(BUCKET_BYTES, *sizes), sum(sizes))
+        if not self.sharded:
+            return {"sync buckets": bucket}
+        if self.demand.adapter:  # small, and in float32: a bucket and its shards
+            return {"sync buckets": 3 * bucket}
+        return {"sync buckets": gathering_bytes(self.model, self.mesh, BUCKET_BYTES, self.demand.sent_in) + bucket}

@@ -17,7 +17,10 @@ from flowrl.backends.torch.load import loading, quiet, skeleton
 from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.passthrough import untied
 from flowrl.backends.torch.score.blocks import blocks_of
+from flowrl.backends.torch.sizing.experts import cut_experts
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run, gathered_narrow, trace
+from flowrl.backends.torch.train.expert_parallel import layers_of_experts
+from flowrl.protocols.mesh import Mesh
 from flowrl.sync.buckets import in_buckets
 from flowrl.sync.pieces import in_pieces
 from flowrl.sync.weight_selection import rounds
@@ -33,6 +36,9 @@ _SPLIT = (
     "shared_expert_intermediate_size",
     "vocab_size",
 )
+
+ONE = Mesh()
+"""One process."""
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -50,6 +56,8 @@ class Model(NamedTuple):
         attention: as in `flowrl.backends.torch.train.learner.TrainedSpec`.
         tensor: the processes that split each layer, of which this is the first: it has its share of heads, widths and
             vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
+        expert: the processes that have the experts of a layer together, of which this is the first; `tensor` then does
+            not split these.
     """
 
     folder: str
@@ -57,6 +65,7 @@ class Model(NamedTuple):
     with_head: bool = True
     attention: Any = None
     tensor: int = 1
+    expert: int = 1
 
     def skeleton(self) -> PreTrainedModel:
         """The model without storage."""
@@ -64,6 +73,8 @@ class Model(NamedTuple):
             lm = skeleton(self.folder, self.attention, **self._share())
         if self.lora is not None:
             Adapter(lm, self.lora, self.folder)
+        if self.expert > 1:
+            cut_experts(lm, self.expert, self.tensor)
         return lm
 
     def _share(self) -> dict[str, Any]:
@@ -72,23 +83,27 @@ class Model(NamedTuple):
             return {}
         with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
             found = json.load(file)
-        sizes = {name: -(-found[name] // self.tensor) for name in _SPLIT if isinstance(found.get(name), int)}
+        split = [name for name in _SPLIT if isinstance(found.get(name), int)]
+        if self.expert > 1:
+            split.remove("moe_intermediate_size" if "moe_intermediate_size" in split else "intermediate_size")
+        sizes = {name: -(-found[name] // self.tensor) for name in split}
         size = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
         return {**sizes, "head_dim": size, "pad_token_id": None}
 
 
 class Weight(NamedTuple):
     """A parameter: its shape, whether it is trained, and the group that is gathered with it: a block by its number,
-    ``"embedding"``, ``"head"``, or ``"rest"``."""
+    ``"embedding"``, ``"head"``, or ``"rest"``; and whether it is of experts that the axis ``expert`` cuts."""
 
     shape: tuple[int, ...]
     trained: bool
     group: int | str
+    expert: bool = False
 
-    def numbers(self, ranks: int = 1) -> int:
-        """Its numbers, or those of the first of `ranks` that share its rows (FSDP2: Zhao et al. 2023)."""
+    def numbers(self, mesh: Mesh = ONE) -> int:
+        """Its numbers, or those of the first process of `mesh`, which shares its rows (FSDP2: Zhao et al. 2023)."""
         first, rest = (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
-        return -(-first // ranks) * rest
+        return -(-first // (mesh.expert_shards if self.expert else mesh.fsdp)) * rest
 
 
 class Sent(NamedTuple):
@@ -118,6 +133,8 @@ class Weights(NamedTuple):
         narrow: whether blocks are gathered in bfloat16, if the model computes in it.
         sent: what a sync sends, in order.
         vocabulary, hidden: of its head.
+        block: the numbers of the largest block, and of its trained weights, without experts that an axis cuts; and
+            those of these, which are gathered by themselves.
     """
 
     each: tuple[Weight, ...]
@@ -125,20 +142,15 @@ class Weights(NamedTuple):
     sent: tuple[Sent, ...]
     vocabulary: int
     hidden: int
+    block: tuple[int, int, int, int]
 
-    def bytes(self, ranks: int = 1, trained: bool = False) -> int:
-        """Float32 bytes on the first of `ranks`, of all or of the `trained` ones."""
-        return FLOAT * sum(one.numbers(ranks) for one in self.each if one.trained or not trained)
+    def bytes(self, mesh: Mesh = ONE, trained: bool = False) -> int:
+        """Float32 bytes on the first process of `mesh`, of all or of the `trained` ones."""
+        return FLOAT * sum(one.numbers(mesh) for one in self.each if one.trained or not trained)
 
     def of(self, group: int | str, trained: bool = False) -> int:
         """The numbers of a group."""
         return sum(one.numbers() for one in self.each if one.group == group and (one.trained or not trained))
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """The numbers of the largest block, and of its trained weights."""
-        blocks = {one.group for one in self.each if isinstance(one.group, int)}
-        return max(((self.of(block), self.of(block, trained=True)) for block in blocks), default=(0, 0))
 
     @property
     def blocks(self) -> int:
@@ -172,13 +184,26 @@ def weights_of(model: Model) -> Weights:
     if head is None or head.weight is not embedding.weight:
         for name, layer in (("embedding", embedding), ("head", head)):
             group |= {id(p): name for p in ([] if layer is None else layer.parameters())}
-    named = dict(module.named_parameters())
-    each = [Weight(tuple(p.shape), p.requires_grad, group.get(id(p), "rest")) for p in named.values()]
+    cut = {id(p) for layer in layers_of_experts(lm) for p in layer.parameters()} if model.expert > 1 else set()
+    named = dict(module.named_parameters()).values()
+    each = [Weight(tuple(p.shape), p.requires_grad, group.get(id(p), "rest"), id(p) in cut) for p in named]
     size, width = embedding.weight.shape
     if not model.with_head:
         each += [Weight((1, width), True, "rest"), Weight((1,), True, "rest")]
     sent = _sent(lm, model.lora is not None) if model.with_head else ()
-    return Weights(tuple(each), all(map(gathered_narrow, blocks)), sent, size, width)
+    return Weights(tuple(each), all(map(gathered_narrow, blocks)), sent, size, width, _largest(each))
+
+
+def _largest(each: Iterable[Weight]) -> tuple[int, int, int, int]:
+    """See `Weights.block`."""
+    found: dict[int, list[int]] = {}
+    for one in each:
+        if isinstance(one.group, int):
+            sizes, numbers = found.setdefault(one.group, [0, 0, 0, 0]), one.numbers()
+            sizes[2 * one.expert] += numbers
+            sizes[2 * one.expert + 1] += numbers * one.trained
+    whole, trained, experts, trained_experts = max(found.values(), key=lambda one: one[0] + one[2], default=[0] * 4)
+    return whole, trained, experts, trained_experts
 
 
 def _sent(lm: PreTrainedModel, adapted: bool) -> tuple[Sent, ...]:
@@ -199,39 +224,59 @@ def peaks_of(model: Model, batch: MicroBatch, run: Run) -> Peaks:
     return trace(model.skeleton(), batch, run)
 
 
-def bucket_bytes(sent: Sequence[Sent], limit: int, ranks: int, dtype: str = "float32", split: bool = False) -> int:
-    """The most bytes while sharded weights for an engine in `dtype` are gathered in buckets; see
+def gathering_bytes(model: Model, mesh: Mesh, limit: int, dtype: str = "float32") -> int:
+    """The most bytes while the weights of a model on `mesh`, for an engine in `dtype`, are gathered in buckets; see
     `flowrl.backends.torch.train.shards.gathered_weights`.
 
-    They are a bucket, the shards that it is gathered from, and these rounded, while the one before is still read. Those
-    that are converted stay until the largest is copied. A weight that is `split` over the axis ``tensor`` is copied
-    from its parts.
+    They are a bucket, the shards that it is gathered from, and these and the next one rounded, while the bucket before
+    is still read. Those that are converted stay until the largest is copied. A weight that the axis ``tensor`` or
+    ``expert`` cuts is copied from its parts.
     """
+    own = weights_of(model._replace(tensor=mesh.tensor, expert=mesh.expert)).sent
+    every = zip(weights_of(model._replace(tensor=1, expert=1)).sent, own, strict=True)
     most = 0
-    for converted, run in groupby(sent, lambda one: one.converted):
-        for together in ([one] for one in run) if converted else [list(run)]:
-            shaped = [(one, _Shaped(shape, one.width(dtype))) for one in together for shape in one.shapes]
-            before = 0
-            for bucket in in_buckets([(str(one.width(dtype) < FLOAT), x) for one, x in shaped], limit):  # type: ignore[misc]
-                each = [(x.of(ranks), narrows == "True") for narrows, x in bucket]  # type: ignore[attr-defined]
-                own, rounded = sum(size for size, _ in each), sum(size for size, narrows in each if narrows)
-                copied = max(own, split * ranks * max(size for size, _ in each))
-                most = max(most, before + own * ranks + rounded + copied)
-                before = before * converted + own * ranks
-            most = max(most, converted * (before + max(x.nbytes for _, x in shaped)))
+    for converted, run in groupby(every, lambda both: both[0].converted):
+        for together in ([both] for both in run) if converted else [list(run)]:
+            shards = [
+                _Shard(whole, part, one.width(dtype), mesh)
+                for one, mine in together
+                for whole, part in zip(one.shapes, mine.shapes, strict=True)
+            ]
+            most = max(most, _gathered(shards, limit, converted))
     return most
 
 
-class _Shaped(NamedTuple):
-    """A tensor of which only the size counts."""
+def _gathered(shards: Sequence[_Shard], limit: int, converted: bool) -> int:
+    """The most bytes while these are gathered one after the other."""
+    most = before = 0
+    coming = iter([*(shard.rounded for shard in shards[1:]), 0])
+    for bucket in in_buckets([("", shard) for shard in shards], limit):  # type: ignore[misc]
+        each: list[_Shard] = [shard for _, shard in bucket]  # type: ignore[misc]
+        ahead = [next(coming) for _ in each][-1]
+        full, rounded = sum(shard.gathered for shard in each), sum(shard.rounded for shard in each)
+        copied = max(sum(shard.own for shard in each), *(shard.copied for shard in each))
+        most = max(most, before + full + rounded + ahead + copied)
+        before = before * converted + full
+    return max(most, converted * (before + max(shard.nbytes for shard in shards)))
 
-    shape: tuple[int, ...]
-    width: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.width * math.prod(self.shape)
+class _Shard:
+    """A tensor of which only sizes count, in bytes of `width` a number: of the whole, of a process's part, and of all
+    parts.
 
-    def of(self, ranks: int) -> int:
-        """The bytes of the first of `ranks` that share its rows."""
-        return self.width * Weight(self.shape, False, 0).numbers(ranks)
+    Args:
+        whole, part: its shape, and that of the part that the axes ``tensor`` and ``expert`` cut for a process.
+    """
+
+    def __init__(self, whole: tuple[int, ...], part: tuple[int, ...], width: int, mesh: Mesh) -> None:
+        cut = whole != part
+        weight = Weight(part, False, 0, expert=cut and mesh.expert > 1 and _cut_first(whole, part))
+        self.nbytes, self.own = width * math.prod(whole), width * weight.numbers(mesh)
+        self.gathered = self.own * (mesh.fsdp * mesh.tensor if cut else mesh.fsdp)
+        self.copied = self.nbytes * cut
+        self.rounded = self.own * (width < FLOAT)
+
+
+def _cut_first(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Whether only the first axis is cut, that counts the experts."""
+    return len(whole) == 3 and whole[1:] == part[1:]

@@ -40,12 +40,17 @@ def split_experts(lm: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh | No
     Returns:
         the layers of experts.
     """
-    plan, found = dict(lm.ep_plan), []
-    for name, module in lm.named_modules():
-        if plan.get(replace_layer_number_by_wildcard(name)) == DISPATCHED:
-            _split(module, mesh, tensor)
-            found.append(module)
+    found = layers_of_experts(lm)
+    for module in found:
+        _split(module, mesh, tensor)
     return found
+
+
+def layers_of_experts(lm: PreTrainedModel) -> list[nn.Module]:
+    """The layers that the axis ``"expert"`` cuts, by transformers' plan for the architecture."""
+    plan = dict(lm.ep_plan)
+    named = lm.named_modules()
+    return [module for name, module in named if plan.get(replace_layer_number_by_wildcard(name)) == DISPATCHED]
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> None:
@@ -55,7 +60,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> No
         module._parameters[key] = nn.Parameter(split, requires_grad=parameter.requires_grad)
     own.num_experts //= mesh.size()
     shared = None if tensor is None else (tensor.get_group(), tensor.get_local_rank(), tensor.size())
-    compute, there = module.forward, _Experts(own.num_experts, mesh.size(), mesh.get_group())
+    compute, there = module.forward, Experts(own.num_experts, mesh.size(), mesh.get_group())
 
     def computed(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         with local_parameters(module):
@@ -73,7 +78,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh | None) -> No
     own.forward = forward
 
 
-class _Experts(NamedTuple):
+class Experts(NamedTuple):
     """The experts of a layer: `each` on each of as many `processes`, in the order of the ranks of `group`."""
 
     each: int
@@ -91,16 +96,31 @@ class _Experts(NamedTuple):
         """
         experts, choices = chosen.flatten(), chosen.shape[1]
         order = experts.argsort(stable=True)
+        numbers, sent, received = self.arriving(experts)
+        tokens = self.exchanged(states[order // choices], sent, received)
+        outputs = _each(compute, tokens, numbers)
+        outputs = self.exchanged(outputs, received, sent)[order.argsort()]
+        outputs = outputs.view(*chosen.shape, outputs.shape[-1])
+        return (outputs * weights[..., None]).sum(1).to(states.dtype)
+
+    def arriving(self, experts: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Of the tokens that arrive, those of one rank after the other, the number of the expert here; and how many
+        leave to each rank and arrive from it, if tokens that chose these `experts` leave. A collective."""
         leaving = experts.bincount(minlength=self.processes * self.each).view(self.processes, self.each)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=self.group)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
-        tokens = _exchanged(states[order // choices], sent, received, self.group)
-        numbers = torch.arange(self.each, device=chosen.device).repeat(self.processes)
-        outputs = _each(compute, tokens, numbers.repeat_interleave(arriving.flatten(), output_size=len(tokens)))
-        outputs = _exchanged(outputs, received, sent, self.group)[order.argsort()]
-        outputs = outputs.view(*chosen.shape, outputs.shape[-1])
-        return (outputs * weights[..., None]).sum(1).to(states.dtype)
+        numbers = torch.arange(self.each, device=experts.device).repeat(self.processes)
+        return numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)), sent, received
+
+    def exchanged(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """The rows that the processes send to this one, in the order of ranks; a collective, also backward.
+
+        Args:
+            x: ``[row ...]``, those to the first rank first.
+            sent, received: the number of rows to and from each rank.
+        """
+        return cast(Tensor, _Exchange.apply(x, sent, received, self.group))  # type: ignore[no-untyped-call]
 
 
 def _each(compute: Callable[..., Tensor], tokens: Tensor, experts: Tensor) -> Tensor:
@@ -109,16 +129,6 @@ def _each(compute: Callable[..., Tensor], tokens: Tensor, experts: Tensor) -> Te
     if not count:  # a token of zeros, so that weights and exchanges get gradients as on all other processes
         tokens, experts = pad(tokens, (0, 0, 0, 1)), experts.new_zeros(1)
     return compute(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))[:count]
-
-
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """The rows that the processes of a group send to this one, in the order of ranks; a collective, also backward.
-
-    Args:
-        x: ``[row ...]``, those to the first rank first.
-        sent, received: the number of rows to and from each rank.
-    """
-    return cast(Tensor, _Exchange.apply(x, sent, received, group))  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):

@@ -15,6 +15,19 @@ from flowrl.errors import ParameterError, offer
 
 _NAMES_A_GRAPH = "FILE.py:name, module:name, a .yaml or .json file, or an algorithm from `flowrl list`."
 
+_Hardware = Annotated[
+    str | None,
+    typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
+]
+_Lengths = Annotated[
+    str | None,
+    typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
+]
+_Search = Annotated[
+    bool, typer.Option("--search", help="Rank places, meshes, engines and lags by predicted step time.")
+]
+_Gpus = Annotated[list[int] | None, typer.Option(help="Slots for --search. Repeatable. [default: the place's]", min=1)]
+
 
 def add_to(app: typer.Typer, out: Console) -> None:
     """Add the command to `app`; it prints to `out`."""
@@ -33,14 +46,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         cost: Annotated[
             list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
         ] = None,
-        hardware: Annotated[
-            str | None,
-            typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
-        ] = None,
-        lengths: Annotated[
-            str | None,
-            typer.Option(help="prompt=N,response=N (or max=N for both): the most tokens; mean=N: predict times, too."),
-        ] = None,
+        hardware: _Hardware = None,
+        lengths: _Lengths = None,
+        search: _Search = False,
+        gpus: _Gpus = None,
         settings: Set = None,
         imports: Annotated[
             bool,
@@ -48,25 +57,44 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = False,
     ) -> None:
         """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times; with
-        --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage."""
+        --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage; or, with --search,
+        the places that are predicted to be the fastest."""
         if costs is None and (place or cost or (prompts and hardware is None)):
-            raise ParameterError(
-                "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
-                code="cli.bad-option",
-                missing="--costs",
-            )
+            raise _alone("--place, --prompts and --cost", "predictions. Pass the run with the costs", "--costs RUN")
         if lengths is not None and hardware is None:
-            raise ParameterError(
-                "--lengths only applies to the prediction of memory. Pass the hardware: --hardware H100.",
-                code="cli.bad-option",
-                missing="--hardware",
-            )
-        lines = _planned(found := load_changed(target, imports, settings), target, prompts)
-        if costs is not None:
-            lines += _times(found, target, costs, place or (), prompts, cost or (), imports)
-        if hardware is not None:
-            lines += _sized(found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports))
+            raise _alone("--lengths", "the prediction of memory. Pass the hardware", "--hardware H100")
+        if gpus and not search:
+            raise _alone("--gpus", "the ranking of places. Pass --search", "--search")
+        found = load_changed(target, imports, settings)
+        measured = None if costs is None else _measured(costs, cost or (), imports)
+        sized = None if hardware is None else _sized(found, target, hardware, lengths, prompts)
+        if search:
+            lines = _searched(found, target, gpus or (), sized, prompts, measured)
+        else:
+            lines = _planned(found, target, prompts)
+            if costs is not None:
+                lines += _times(found, target, costs, measured, place or (), prompts, dict(map(_cost, cost or ())))
+            if sized is not None:
+                lines += _described(sized, target, measured)
         out.print("\n".join(lines), markup=False)
+
+
+def _searched(
+    found: Any, target: str, gpus: Sequence[int], sized: Any, prompts: int | None, measured: Any
+) -> list[str]:
+    """The ranking of a search."""
+    from flowrl.app.planning.searching import searched
+
+    job = _job(found, target, "--search") if sized is None else sized.job
+    return searched(job, gpus, sized, prompts or getattr(found, "prompts", None), measured)
+
+
+def _alone(options: str, what: str, missing: str) -> ParameterError:
+    """The error of options that only apply with a `missing` one."""
+    applies = "apply" if " and " in options else "applies"
+    return ParameterError(
+        f"{options} only {applies} to {what}: {missing}.", code="cli.bad-option", missing=missing.split(" ")[0]
+    )
 
 
 def _planned(found: Any, target: str, prompts: int | None) -> list[str]:
@@ -83,10 +111,10 @@ def _times(
     found: Any,
     target: str,
     costs: str,
+    measured: Any,
     places: Sequence[str],
     prompts: int | None,
-    cost: Sequence[str],
-    imports: bool,
+    given: Mapping[str, float],
 ) -> list[str]:
     """Predicted step times, for the own place and the given ones."""
     from flowrl.run.prediction.prediction import predict
@@ -94,8 +122,7 @@ def _times(
     from flowrl.run.training.training import Training
 
     job = found.job if isinstance(found, Training) else found
-    graph, given = graph_of(found, target), dict(map(_cost, cost))
-    measured = _measured(costs, cost, imports)
+    graph = graph_of(found, target)
     if odd := [node for node in given if node not in graph.nodes]:
         raise ParameterError(
             f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
@@ -118,52 +145,59 @@ def _measured(costs: str, cost: Sequence[str], imports: bool) -> Any:
     return Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
 
 
-def _sized(
-    found: Any, target: str, hardware: str, lengths: str | None, prompts: int | None, measured: Any
-) -> list[str]:
-    """The predicted memory of each slot, the cheapest change that fits, and with mean lengths the times of stages."""
-    from flowrl.app.planning.memory_table import described
-    from flowrl.app.planning.time_table import timed
-    from flowrl.data.sources.source import Source
-    from flowrl.hub.repositories import Commits
-    from flowrl.run.prediction.fitting import cheapest
-    from flowrl.run.prediction.memory import limits_of, memory_of
-    from flowrl.run.prediction.stages import times_of
+def _job(found: Any, target: str, option: str) -> Any:
+    """The job of a target."""
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
 
-    training = found if isinstance(found, Training) else None
-    job = found.job if training is not None else found
+    job = found.job if isinstance(found, Training) else found
     if not isinstance(job, Job):
         raise ParameterError(
-            f"--hardware needs a job or a training, whose backends say what they load, and {target} is a graph. Bind "
+            f"{option} needs a job or a training, whose backends say what they load, and {target} is a graph. Bind "
             f"it: graph.bind(actor=TorchTrainer('model'), ...).",
             code="cli.bad-option",
-            option="--hardware",
+            option=option,
             found=target,
         )
-    device = _hardware(hardware)
-    data = () if training is None else training.data
+    return job
+
+
+def _sized(found: Any, target: str, hardware: str, lengths: str | None, prompts: int | None) -> Any:
+    """The job of a target on hardware, with the lengths of its rows."""
+    from flowrl.app.planning.searching import Sized
+    from flowrl.data.sources.source import Source
+    from flowrl.hub.repositories import Commits
+    from flowrl.run.prediction.memory import limits_of
+
+    job, device = _job(found, target, "--hardware"), _hardware(hardware)
+    data = getattr(found, "data", ())
     sources = (data,) if isinstance(data, Source) else tuple(dict(data).values())
     given = {} if lengths is None else _lengths(lengths)
     limits = limits_of(job.graph, sources, given)
-    count = prompts or (None if training is None else training.prompts)
-    job, times = job.pinned(Commits()), None
-    if "mean" in given:
-        if count is None:
+    count = prompts or getattr(found, "prompts", None)
+    return Sized(job.pinned(Commits()), device, limits, given.get("mean"), count)
+
+
+def _described(sized: Any, target: str, measured: Any) -> list[str]:
+    """The predicted memory of each slot, the cheapest change that fits, and with mean lengths the times of stages."""
+    from flowrl.app.planning.memory_table import described
+    from flowrl.app.planning.time_table import timed
+    from flowrl.run.prediction.fitting import cheapest
+    from flowrl.run.prediction.stages import times_of
+
+    times = None
+    if sized.mean is not None:
+        if sized.prompts is None:
             raise ParameterError(
-                f"--lengths mean={given['mean']} predicts the times of a step, and {target} does not say how many "
+                f"--lengths mean={sized.mean} predicts the times of a step, and {target} does not say how many "
                 f"prompts it has. Pass them: --prompts 128.",
                 code="cli.bad-option",
                 missing="--prompts",
             )
-        times = times_of(job, device, limits, given["mean"], count, measured)
-    memory = memory_of(job, device, limits, count)
-    change = None
-    if not memory.fits:
-        change = cheapest(job, memory, lambda changed: memory_of(changed, device, limits, count))
-    lines = described(memory, change)
-    return lines if times is None else [*lines, *timed(times, device)]
+        times = times_of(sized.job, sized.hardware, sized.limits, sized.mean, sized.prompts, measured)
+    memory = sized.memory(sized.job)
+    lines = described(memory, None if memory.fits else cheapest(sized.job, memory, sized.memory))
+    return lines if times is None else [*lines, *timed(times, sized.hardware)]
 
 
 def _hardware(text: str) -> Any:

@@ -101,6 +101,25 @@ def together(graph: Graph, processes: Sequence[ProcessSpec]) -> Iterator[tuple[N
                     yield node, slot, sharing
 
 
+def fit_together(
+    bindings: Mapping[str, Backend],
+    room: float | None,
+    senders: Sequence[ProcessSpec],
+    receivers: Sequence[ProcessSpec],
+) -> bool:
+    """Whether both sides of a sync fit on the slots that they share, by the memory that their backends declare, in GiB
+    or as a share of the `room` of a slot; without it they do. If not, the senders export their weights and sleep before
+    the others wake."""
+    if room is None:
+        return True
+    size = {
+        host: sum(bindings[role].memory or (bindings[role].share or 0.0) * room for role in host.roles)
+        for host in [*senders, *receivers]
+    }
+    pairs = [(a, b) for a in senders for b in receivers if a.shares_slots_with(b)]
+    return all(size[a] + size[b] <= room for a, b in pairs)
+
+
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """Assign the processes of a bound graph to slots: each rank to the slots that have the fewest processes so far.
 

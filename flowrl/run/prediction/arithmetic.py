@@ -57,7 +57,7 @@ class Shape:
         return self.vocabulary * self.hidden + self._layers(self.experts * (1.0 - idle))
 
     def _layers(self, experts: float) -> int:
-        sparse = self.layers - self.dense_layers if self.experts else 0
+        sparse = self.sparse_layers
         of_experts = self.sparse * (experts + self.shared) + self.hidden * self.experts
         return round(self.layers * self.attention + (self.layers - sparse) * self.dense + sparse * of_experts)
 
@@ -72,10 +72,21 @@ class Shape:
         return HALF * self.layers * self.cache
 
     @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
     def traffic_bytes(self) -> int:
-        """Bytes a token that a forward pass writes and reads outside of matrix products: the 34 bytes a hidden unit of
-        a layer of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1, without scores), each written and read."""
-        return 2 * 34 * self.layers * self.hidden
+        """Bytes a token that a forward pass writes and reads outside of matrix products.
+
+        In a layer, the 34 bytes a hidden unit of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1, without
+        scores), each written and read. Of these, 19 are of an MLP. In their place, each expert that a token goes
+        through has its input and its output, and of its width two products and their activation, in bfloat16.
+        """
+        width = self.sparse // (3 * self.hidden)
+        experts = (self.chosen + self.shared) * 2 * HALF * (2 * self.hidden + 3 * width)
+        return 2 * self.hidden * (34 * self.layers - 19 * self.sparse_layers) + self.sparse_layers * experts
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:

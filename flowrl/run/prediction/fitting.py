@@ -28,7 +28,7 @@ class Change(NamedTuple):
     @property
     def options(self) -> str:
         """The settings as options of a command."""
-        return " ".join(f"--set {_quoted(f'{path}={_text(value)}')}" for path, value in self.settings.items())
+        return as_options(self.settings)
 
 
 def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory]) -> Change | None:
@@ -40,10 +40,10 @@ def cheapest(job: Job[Any], memory: Memory, predict: Callable[[Job[Any]], Memory
     combinations = _combinations(job, memory)
     in_one = [one for one in combinations if not any(path.endswith((".ranks", ".offload")) for path in one)]
     # shards take more where weights are few, so the most of both is tried first
-    if not any(predict(_with(job, most[-1])).fits for most in (combinations, in_one) if most):
+    if not any(predict(with_changes(job, most[-1])).fits for most in (combinations, in_one) if most):
         return None
     for settings in combinations:
-        changed = _with(job, settings)
+        changed = with_changes(job, settings)
         if (found := predict(changed)).fits:
             return Change(changed, found, settings)
     return None
@@ -148,15 +148,23 @@ def _place(place: Any, slots: int) -> dict[str, Any]:
     return {"place": dataclasses.replace(place, **{name: slots})} if getattr(place, name, slots) < slots else {}
 
 
-def _with(job: Job[Any], settings: Mapping[str, Any]) -> Job[Any]:
-    """The job with these settings."""
+def with_changes(job: Job[Any], settings: Mapping[str, Any]) -> Job[Any]:
+    """The job with these settings: fields of backends below their role, ``place`` and ``lag``."""
     bindings: dict[str, Any] = dict(job.graph.bindings)
-    place = settings.get("place", job.place)
+    fields: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
         role, _, name = path.partition(".")
         if name:
-            bindings[role] = dataclasses.replace(bindings[role], **{name: value})
-    return dataclasses.replace(job, graph=job.graph.bound(bindings), place=place)
+            fields.setdefault(role, {})[name] = value
+    changed = {role: dataclasses.replace(bindings[role], **each) for role, each in fields.items()}
+    graph = job.graph.bound(bindings | changed)
+    graph = graph.edit(lag=settings["lag"]) if "lag" in settings else graph
+    return dataclasses.replace(job, graph=graph, place=settings.get("place", job.place))
+
+
+def as_options(settings: Mapping[str, Any]) -> str:
+    """Settings as options of a command."""
+    return " ".join(f"--set {_quoted(f'{path}={_text(value)}')}" for path, value in settings.items())
 
 
 def _text(value: Any) -> str:

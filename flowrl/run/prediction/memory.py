@@ -15,7 +15,7 @@ from flowrl.protocols.backend import Backend
 from flowrl.protocols.footprint import Call, Demand, Footprint, Parts, stated
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import Synced
-from flowrl.run.placement.place import ProcessSpec, lay_out
+from flowrl.run.placement.place import ProcessSpec, fit_together, lay_out
 from flowrl.run.placement.placement import processes_of
 from flowrl.run.prediction.hardware import Hardware
 from flowrl.run.training.job import Job
@@ -115,16 +115,15 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
     """
     graph = job.runs
     hosts = hosts_of(job)
-    asked = _Asked(graph, hardware, limits, prompts, job.place is None)
+    asked = Footprints(graph, hardware, limits, prompts, job.place is None)
     stages: list[Stage] = []
     for node in Plan(graph).order:
         if not node.roles:
             continue
-        running = _running(node, hosts)
-        slots = sorted({slot for host in running for slot in host.slots})
-        for slot in slots:
-            alive = (asked.alive(host, node, host in running) for host in hosts if slot in host.slots)
-            stages.append(Stage(node.name, slot, tuple(alive)))
+        for running in _moments(node, hosts, job):
+            for slot in sorted({slot for host in running for slot in host.slots}):
+                alive = (asked.alive(host, node, host in running) for host in hosts if slot in host.slots)
+                stages.append(Stage(node.name, slot, tuple(alive)))
     return Memory(hardware, limits, stages, sorted(asked.unknown))
 
 
@@ -135,14 +134,19 @@ def hosts_of(job: Job[Any]) -> list[ProcessSpec]:
     return [ProcessSpec(tuple(job.graph.bindings), 0, Mesh(), (0,))]
 
 
-def _running(node: Node, hosts: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """The processes that are awake for a node: those that run it, and those that send to them."""
+def _moments(node: Node, hosts: Sequence[ProcessSpec], job: Job[Any]) -> list[list[ProcessSpec]]:
+    """The processes that are awake together for a node, one moment after the other: those that run it, and those that
+    send to them."""
+    running = processes_of(node, hosts)
     senders = [host for host in hosts if transfers(node) and set(node.reads) & set(host.roles)]
-    return [*processes_of(node, hosts), *senders]
+    room = None if job.place is None else job.place.memory
+    if fit_together(job.graph.bindings, room, senders, running):
+        return [[*running, *senders]]
+    return [senders, running]
 
 
-class _Asked:
-    """The footprints of a job's engines."""
+class Footprints:
+    """The footprints of a job's engines; `unknown` are roles whose backends predict none."""
 
     def __init__(
         self, graph: Graph, hardware: Hardware, limits: RowLimits, prompts: int | None, in_process: bool
@@ -150,6 +154,7 @@ class _Asked:
         self._graph, self._hardware, self._limits, self._prompts = graph, hardware, limits, prompts
         self._in_process = in_process
         self.unknown: set[str] = set()
+        self._found: dict[tuple[str, str], Footprint] = {}
 
     def alive(self, host: ProcessSpec, node: Node, runs: bool) -> Alive:
         """What a process takes during a node that it `runs`, or during which it sleeps or waits."""
@@ -166,6 +171,11 @@ class _Asked:
 
     def footprint(self, role: str, node: Node) -> Footprint:
         """The footprint of a role's engine, as the node asks it."""
+        if (key := (role, node.name)) not in self._found:
+            self._found[key] = self._footprint(role, node)
+        return self._found[key]
+
+    def _footprint(self, role: str, node: Node) -> Footprint:
         backend: Backend = self._graph.bindings[role]
         if backend.memory is not None:
             return stated(backend.memory)
@@ -189,6 +199,7 @@ class _Asked:
             in_process=self._in_process,
             owner=None if backend.shares is None else self._graph.bindings[backend.shares],
             sent_in=self._graph.bindings[node.writes[0]].synced_dtype if transfers(node) else "float32",
+            adapter=transfers(node) and self._graph.bindings[node.writes[0]].receives == "adapter_weights",
         )
 
 

@@ -20,9 +20,11 @@ from flowrl.run.prediction.arithmetic import HALF, Shape, shape_of
 from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.hardware import Hardware
-from flowrl.run.prediction.memory import RowLimits, call_of, hosts_of
+from flowrl.run.prediction.memory import Footprints, RowLimits, call_of, hosts_of
 from flowrl.run.prediction.timing import (
+    BANDWIDTH,
     FITTED,
+    LAUNCHES,
     SCORE,
     Lengths,
     Rollout,
@@ -39,12 +41,6 @@ Kind = Literal["generate", "score", "update", "sync"]
 
 MACHINE = 8
 """Devices of a machine, which links connect; stated."""
-
-ROWS = 256
-"""As the default of `flowrl.backends.hosted.spec.EngineSpec.max_num_seqs`."""
-
-SHARE = 0.9
-"""The part of a GPU that an engine takes by default; as `flowrl.backends.torch.sizing.sampling.FRACTIONS`."""
 
 
 class StageTime(NamedTuple):
@@ -128,6 +124,7 @@ class _Asked:
         self._hardware, self._speed, self._lengths, self._prompts = hardware, speed, lengths, prompts
         self._prompt = limits.prompt * lengths.mean / max(lengths.longest, 1)
         self._response = limits.response
+        self._footprints = Footprints(self._graph, hardware, limits, prompts, self._in_process)
 
     def measured(self, node: Node, costs: Costs) -> StageTime | None:
         """A node by its measured cost; None if it has none, or no role."""
@@ -152,7 +149,7 @@ class _Asked:
             return f"{role} computes in float32, whose speed is not stated"
         if getattr(backend, "starts_from", None) is None:
             return f"{role} names no model folder"
-        shape = _shape(backend)
+        shape = shape_of_backend(backend)
         if shape is None:
             return f"{role} is no Llama, Qwen or DeepSeek, by its config.json"
         rows = rows_of_step(self._graph, node.name, self._prompts)
@@ -161,7 +158,7 @@ class _Asked:
         if rows is None:
             return "its number of rows is not known"
         if kind == "generate":
-            return self._generate(node, shape, backend, role, rows)
+            return self._generate(node, shape, role, rows)
         return self._train(node, shape, backend, kind, rows)
 
     def _kind(self, node: Node) -> Kind | None:
@@ -177,9 +174,11 @@ class _Asked:
     def _sync(self, node: Node, shape: Shape) -> StageTime:
         slots = {slot for host in self._hosts for slot in host.slots if set(host.roles) & set(node.roles)}
         near = max(slots) // MACHINE == min(slots) // MACHINE
-        seconds = synced_seconds(shape, self._speed, FITTED, near)
+        adapter = self._graph.bindings[node.writes[0]].receives == "adapter_weights"
+        sent = self._footprints.footprint(node.reads[0], node).sent if adapter else HALF * shape.weights
+        seconds = synced_seconds(sent, self._speed, FITTED, near)
         path, stated = ("link", self._hardware.link) if near else ("network", self._hardware.network)
-        source = f"{HALF * shape.weights / 1e9:.3g} GB over {FITTED.sync:.3g} of the {path}'s {stated:g} GB/s"
+        source = f"{sent / 1e9:.3g} GB over {FITTED.sync:.3g} of the {path}'s {stated:g} GB/s"
         return StageTime(node.name, "sync", seconds, source)
 
     def _train(self, node: Node, shape: Shape, backend: Any, kind: Kind, rows: int) -> StageTime:
@@ -188,7 +187,7 @@ class _Asked:
         rows *= repeats
         budget = getattr(backend, "max_tokens", None) or MICRO_BATCH[self._hardware.device]
         micro_batches = max(rows * self._lengths.mean / mesh.data_ranks / (budget * mesh.context), 1.0)
-        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE)
+        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE, expert=mesh.expert)
         lora = getattr(backend, "lora", None) is not None
         passes = update_of(backend.gradient_checkpointing, lora) if kind == "update" else SCORE
         seconds = trained_seconds(shape, self._speed, FITTED, self._lengths, rows, trainer, passes)
@@ -198,18 +197,19 @@ class _Asked:
         )
         return StageTime(node.name, kind, seconds, source)
 
-    def _generate(self, node: Node, shape: Shape, backend: Any, role: str, rows: int) -> StageTime:
+    def _generate(self, node: Node, shape: Shape, role: str, rows: int) -> StageTime:
         mine: Any = self._graph.bindings[role]
         wide, engines = mine.slots_per_rank, mine.ranks
-        part = getattr(mine, "memory_fraction", None) or SHARE
-        room = part * self._hardware.room * wide - HALF * shape.weights
-        fits = max(int(room / (self._lengths.mean * max(shape.cache_bytes, 1))), 1)
-        limit = getattr(mine, "max_num_seqs", None) or getattr(mine, "max_rows", None) or ROWS
-        rollout = Rollout(engines, wide, min(limit, fits))
+        limit = getattr(mine, "max_num_seqs", None) or getattr(mine, "max_rows", None) or rows
+        cache = self._footprints.footprint(role, node).awake.get("KV cache")
+        if cache is not None:
+            limit = min(limit, max(int(cache * wide / (self._lengths.mean * max(shape.cache_bytes, 1))), 1))
+        rollout = Rollout(engines, wide, limit)
         seconds = generated_seconds(shape, self._speed, FITTED, self._lengths, self._prompt, rows, rollout)
+        layer = FITTED.layer if shape.experts else LAUNCHES
         source = (
-            f"{rows} rows in {engines} engines of {min(limit, fits)} at a time, at {FITTED.bandwidth:.3g} of "
-            f"{self._hardware.bandwidth:g} GB/s and {FITTED.layer * 1e3:.3g} ms a layer"
+            f"{rows} rows in {engines} engines of {limit} at a time, at {BANDWIDTH:.3g} of "
+            f"{self._hardware.bandwidth:g} GB/s and {layer * 1e3:.3g} ms a layer"
         )
         return StageTime(node.name, "generate", seconds, source)
 
@@ -226,10 +226,17 @@ class _Asked:
         return max(busy.values(), default=0.0)
 
 
-def _shape(backend: Any) -> Shape | None:
-    """The shape of a backend's model; None if its configuration has other names."""
-    config = json.loads((Path(backend.starts_from) / "config.json").read_text(encoding="utf-8"))
+def config_of_backend(backend: Any) -> dict[str, Any]:
+    """The ``config.json`` of a backend's model."""
+    found: dict[str, Any] = json.loads((Path(backend.starts_from) / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def shape_of_backend(backend: Any) -> Shape | None:
+    """The shape of a backend's model; None if it names no folder, or its configuration has other names."""
+    if getattr(backend, "starts_from", None) is None:
+        return None
     try:
-        return shape_of(config)
+        return shape_of(config_of_backend(backend))
     except KeyError:
         return None

@@ -1,4 +1,5 @@
-"""Tests of `memory.py`, `fitting.py` and `hardware.py`: which processes are alive on a slot, and changes that fit."""
+"""Tests of `memory.py`, `fitting.py`, `hardware.py` and `flowrl/protocols/footprint.py`: which processes are alive on a
+slot, and changes that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, PromptData, Split
-from flowrl.backends import VLLM, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, LoRA, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.torch.optimizers import streamed
 from flowrl.graphs import grpo
 from flowrl.protocols.footprint import CUDA_BYTES, GIB
@@ -58,6 +59,25 @@ def test_processes_of_a_slot_take_turns_on_a_gpu_and_both_sides_of_a_sync_are_aw
     assert stage(memory, "generate").alive[0].parts == {"CUDA": CUDA_BYTES}
     on_cpu = memory_of(job, Hardware(8, device="cpu"), LIMITS, prompts=8)
     assert not any(one.asleep for each in on_cpu.stages for one in each.alive)
+
+
+def test_sides_of_a_sync_that_do_not_fit_together_by_what_they_declare_take_turns(folder: str) -> None:
+    for room, together in ((6.0, True), (5.0, False)):
+        job = job_of(folder, Colocate(gpus=1, memory=room), VLLM(folder, memory_fraction=0.5), memory=3.0)
+        syncs = [one for one in memory_of(job, Hardware(8), LIMITS, 8).stages if one.node == "sync"]
+        awake = [{one.process for one in each.alive if not one.asleep} for each in syncs]
+        assert awake == [{"actor", "rollout"}] if together else [{"actor"}, {"rollout"}]
+
+
+def test_an_adapter_is_sent_alone(folder: str) -> None:
+    lora = LoRA(r=8)
+    numbers = 4 * 8 * sum((256 + 256, 256 + 128, 256 + 128, 256 + 256, *2 * (256 + 768,), 768 + 256))
+    for engine, sent in ((VLLM(folder, lora=lora), 4 * numbers), (TorchRollout(folder, lora=lora), 4 * numbers)):
+        memory = memory_of(job_of(folder, Colocate(gpus=1), engine, lora=lora), Hardware(80), LIMITS, 8)
+        parts = {one.process: one.parts["sync buckets"] for one in stage(memory, "sync").alive if not one.asleep}
+        assert parts == {"actor": sent, "rollout": sent}
+    full = memory_of(job_of(folder, Colocate(gpus=1), VLLM(folder), lora=lora), Hardware(80), LIMITS, 8)
+    assert stage(full, "sync").alive[0].parts["sync buckets"] > 8 * 4 * numbers
 
 
 def test_split_slots_are_their_own(folder: str) -> None:

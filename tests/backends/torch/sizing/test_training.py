@@ -20,7 +20,7 @@ import pytest
 
 from flowrl.backends import SGD, AdamW, LoRA, Mesh, Muon, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.backends.torch.score import blocks
-from flowrl.backends.torch.sizing.weights import Model, bucket_bytes, weights_of
+from flowrl.backends.torch.sizing.weights import Model, gathering_bytes
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
 from tests.backends.torch.sizing.counting import (
@@ -79,7 +79,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 4000}
-F32_FSDP = ("float32", "fsdp")
 
 EVERY_COMMIT = {"dense", "bfloat16", "checkpointed", "LoRA", "experts", "Muon", "8 bits", "every second block"} | {
     "inputs of blocks on the CPU"
@@ -147,27 +146,33 @@ def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("kind", "dtype", "axis", "reshard"),
+    ("kind", "dtype", "axes", "reshard"),
     [
-        ("llama", "float32", "fsdp", True),
-        ("llama", "bfloat16", "fsdp", True),
-        ("llama", "float32", "tensor", True),
-        ("moe", *F32_FSDP, True),
-        ("llama", *F32_FSDP, False),
-        ("llama", "bfloat16", "fsdp", False),
+        ("llama", "float32", {"fsdp": 2}, True),
+        ("llama", "bfloat16", {"fsdp": 2}, True),
+        ("llama", "float32", {"tensor": 2}, True),
+        ("moe", "float32", {"fsdp": 2}, True),
+        ("llama", "float32", {"fsdp": 2}, False),
+        ("llama", "bfloat16", {"fsdp": 2}, False),
+        ("moe", "float32", {"tensor": 2}, True),
+        ("moe", "float32", {"fsdp": 2, "expert": 2}, True),
+        ("moe", "bfloat16", {"fsdp": 2, "expert": 2}, True),
+        ("moe", "float32", {"tensor": 2, "expert": 2}, True),
     ],
 )
-def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axis: str, reshard: bool, tmp_path: Path) -> None:
+def test_two_ranks_take_what_is_predicted(
+    kind: str, dtype: Any, axes: dict[str, int], reshard: bool, tmp_path: Path
+) -> None:
     """Also in syncs to engines in float32 and in bfloat16, to which shards are rounded before they are gathered."""
     folder = folder_of(tmp_path / "model", kind, **({} if kind == "moe" else TIED))
     script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
-    arguments = [str(tmp_path / "store"), folder, dtype, axis, "yes" if reshard else ""]
+    arguments = [str(tmp_path / "store"), folder, dtype, json.dumps(axes), "yes" if reshard else ""]
     ranks = [subprocess.Popen([*script, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(2)]
     output, _ = (rank.communicate()[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0]
     result = json.loads(output.splitlines()[-1])
     buckets, found = result.pop("buckets"), Measured(**result)
-    mesh = Mesh(**{axis: 2})
+    mesh = Mesh(**axes)
     settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": reshard}
     footprint = TorchTrainer(folder, mesh=mesh, dtype=dtype, **settings).footprint(DEMAND)
     parts = footprint.calls["update"]
@@ -175,8 +180,7 @@ def test_two_ranks_take_what_is_predicted(kind: str, dtype: Any, axis: str, resh
     assert parts["gradients"] == found.gradients
     assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
     for engine, most in buckets.items():
-        gathering = bucket_bytes(weights_of(Model(folder)).sent, 1 << 20, 2, engine, axis == "tensor")
-        assert gathering == pytest.approx(most, rel=0.01)
+        assert gathering_bytes(Model(folder), mesh, 1 << 20, engine) == pytest.approx(most, rel=0.01)
 
 
 def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on_a_gpu(tmp_path: Path) -> None:
@@ -206,3 +210,18 @@ def test_a_process_of_the_tensor_axis_has_its_share_of_heads_widths_and_vocabula
     )
     copied = TorchTrainer(folder, mesh=Mesh(replicate=2, fsdp=2)).footprint(DEMAND)
     assert copied.awake == TorchTrainer(folder, ranks=2).footprint(DEMAND).awake
+
+
+def test_a_process_of_the_expert_axis_has_its_experts_and_sends_their_tokens(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "moe", num_hidden_layers=3)
+    named = dict(TorchScorer(folder, device="cpu").build(RANK).model.named_parameters())
+    experts = sum(p.nbytes for name, p in named.items() if ".experts." in name)
+    rest = sum(4 * math.ceil(p.shape[0] / 2) * math.prod(p.shape[1:]) for n, p in named.items() if ".experts." not in n)
+    apart = TorchTrainer(folder, mesh=Mesh(fsdp=2, expert=2)).footprint(DEMAND)
+    assert apart.awake["weights"] == apart.calls["update"]["gradients"] == experts // 2 + rest
+    split = TorchTrainer(folder, mesh=Mesh(tensor=2, expert=2)).footprint(DEMAND)
+    whole = sum(p.nbytes for name, p in named.items() if "norm" in name or name.endswith("mlp.gate.weight"))
+    others = sum(p.nbytes for p in named.values()) - experts - whole
+    assert split.awake["weights"] == experts // 2 + others // 2 + whole  # layers of experts are not split by tensor
+    sharded = TorchTrainer(folder, ranks=2).footprint(DEMAND).calls["update"]
+    assert apart.calls["update"]["gathered weights"] < sharded["gathered weights"]

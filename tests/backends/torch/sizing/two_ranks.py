@@ -1,5 +1,6 @@
 """A rank of two that measures syncs to engines in float32 and in bfloat16, and an update of a sharded trainer, and
-prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXIS RESHARD``."""
+prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXES RESHARD``; ``AXES`` is JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from flowrl.sync.weight_selection import rounded
 from tests.backends.torch.sizing.counting import Allocations, local, update
 
 
-def main(rank: int, store: str, folder: str, dtype: Any, axis: str, reshard: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    context: Any = SimpleNamespace(seed=0, rank=rank, world_size=2)
-    mesh = Mesh(**{axis: 2})
+def main(rank: int, store: str, folder: str, dtype: Any, axes: str, reshard: str) -> None:
+    mesh = Mesh(**json.loads(axes))
+    dist.init_process_group("gloo", store=dist.FileStore(store, mesh.ranks), rank=rank, world_size=mesh.ranks)
+    context: Any = SimpleNamespace(seed=0, rank=rank, world_size=mesh.ranks)
     settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": bool(reshard)}
     engine: Any = TorchTrainer(folder, device="cpu", mesh=mesh, dtype=dtype, **settings).build(context)
     buckets = {str(to).removeprefix("torch."): gathering(engine, to) for to in (torch.float32, torch.bfloat16)}
