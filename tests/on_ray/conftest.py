@@ -55,3 +55,27 @@ def three_nodes(cluster: Cluster, warm_workers: dict[str, Any]) -> Iterator[None
     for node in nodes:
         cluster.remove_node(node)
     remove_placement_group(taken)
+
+
+class TwoNodes:
+    def __init__(self, cluster, warm):
+        self.cluster, self.warm = cluster, warm
+        self.add()
+
+    def add(self):
+        self.node = self.cluster.add_node(num_cpus=2, object_store_memory=128 << 20, **self.warm)
+        self.cluster.wait_for_nodes()
+
+    def kill(self):
+        self.cluster.remove_node(self.node, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(cluster: Cluster, warm_workers: dict[str, Any]):
+    taken = placement_group([{"CPU": CPUS - 2}], strategy="STRICT_PACK")
+    assert taken.wait(60)
+    two = TwoNodes(cluster, warm_workers)
+    yield two
+    if two.node in cluster.worker_nodes:
+        cluster.remove_node(two.node)
+    remove_placement_group(taken)
