@@ -1,0 +1,49 @@
+"""Machines of a job that are lost: powered off, or cut off from the network."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+
+from flowrl.distributed.faults import ray_processes as watch
+from flowrl.errors import NodeError
+from flowrl.run.placement.place import ProcessSpec
+from flowrl.sync.route import Location
+
+_SECONDS = 5
+
+
+@contextmanager
+def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[None]:
+    """Raise a `NodeError` in the block as one that names the machine of these processes that is lost, if there is one:
+    the processes there are gone, and those elsewhere fail as they wait for them."""
+    try:
+        yield
+    except NodeError as error:
+        nodes = {location.node for location in locations.values()}
+        if watch.is_gone() or (silent := next(_silent(nodes), None)) is None:
+            raise
+        node, machine = silent
+        processes = [plan.name for plan, location in locations.items() if location.node == node]
+        first, _, _ = error.message.partition("\n")
+        raise NodeError(
+            f"The machine {machine} with {', '.join(processes)} is lost: Ray does not respond there ({first}). Start "
+            f"Ray on it again, or use a place with fewer slots; then continue from the last checkpoint with "
+            f"Training(resume=True).",
+            code="host.machine-lost",
+            **{**error.facts, "machine": machine, "processes": processes},
+        ) from error
+
+
+def _silent(nodes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Those of these Ray nodes that do not respond, with their addresses; Ray itself notices them later."""
+    for node in ray.nodes():
+        if node["NodeID"] in nodes:
+            address = node["NodeManagerAddress"], node["NodeManagerPort"]
+            try:
+                socket.create_connection(address, _SECONDS).close()
+            except OSError:
+                yield node["NodeID"], f"{address[0]}:{address[1]}"
