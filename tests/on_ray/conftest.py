@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +81,11 @@ class SecondNode:
         """Start it."""
         self._node = self._cluster.add_node(**self._options)
         self._cluster.wait_for_nodes()
+
+    def freeze(self) -> None:
+        """Stop Ray on it, without closing a connection."""
+        for process in (info.process for kind in self._node.all_processes.values() for info in kind):
+            process.send_signal(signal.SIGSTOP)
 
     def lose(self) -> None:
         """End all its processes at once, as if the power failed."""

@@ -39,11 +39,18 @@ def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[N
 
 
 def _silent(nodes: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Those of these Ray nodes that do not respond, with their addresses; Ray itself notices them later."""
+    """Those of these Ray nodes that do not respond, with their addresses."""
     for node in ray.nodes():
         if node["NodeID"] in nodes:
-            address = node["NodeManagerAddress"], node["NodeManagerPort"]
-            try:
-                socket.create_connection(address, _SECONDS).close()
-            except OSError:
-                yield node["NodeID"], f"{address[0]}:{address[1]}"
+            host, port = node["NodeManagerAddress"], node["NodeManagerPort"]
+            if not node["Alive"] or not _responds(host, port):
+                yield node["NodeID"], f"{host}:{port}"
+
+
+def _responds(host: str, port: int) -> bool:
+    """Whether something accepts connections there: if not, Ray itself notices it later."""
+    try:
+        socket.create_connection((host, port), _SECONDS).close()
+    except OSError:
+        return False
+    return True

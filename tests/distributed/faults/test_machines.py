@@ -25,13 +25,14 @@ LOCATIONS = {
 def ports(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The ports of Ray on two machines of the job and on another one, of which only the first responds."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as closed:
-        found = {"a": one.getsockname()[1], "b": closed.getsockname()[1], "other": closed.getsockname()[1]}
+        found = {"other": closed.getsockname()[1], "a": one.getsockname()[1], "b": closed.getsockname()[1]}
         closed.close()
-        nodes = [
-            {"NodeID": name, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for name, port in found.items()
-        ]
-        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "nodes", lambda: [node(name, port) for name, port in found.items()])
         yield found
+
+
+def node(name: str, port: int, alive: bool = True) -> dict[str, Any]:
+    return {"NodeID": name, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port, "Alive": alive}
 
 
 def test_the_machine_its_processes_and_the_task_are_named(ports: dict[str, int]) -> None:
@@ -41,6 +42,13 @@ def test_the_machine_its_processes_and_the_task_are_named(ports: dict[str, int])
         raise error
     assert caught.value.__cause__ is error
     assert "update in step 3 failed on actor rank 0" in caught.value.message
+
+
+def test_a_machine_that_ray_gave_up_is_named(ports: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may accept connections that no process reads."""
+    monkeypatch.setattr(ray, "nodes", lambda: [node("a", ports["a"]), node("b", ports["a"], alive=False)])
+    with raises("host.machine-lost", processes=("actor[1]", "actor[2]")), naming_lost_machine(LOCATIONS):
+        raise NodeError("lost", code="host.died")
 
 
 @pytest.mark.usefixtures("ports")

@@ -133,6 +133,36 @@ def test_a_machine_lost_in_any_call_is_named(call: str, second_node: SecondNode,
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("second_node", [1], indirect=True)
+def test_a_machine_that_stops_responding_is_named(second_node: SecondNode, tiny: str, tmp_path: Path) -> None:
+    """Its connections stay open, so that only Ray's health checks notice it."""
+    desk = Desk(str(tmp_path))
+    ranks = {"actor": 2, "ref": 2, "rollout": 2}
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path, tiny, ranks, Colocate(2, per_machine=1))
+    frozen: list[int] = []
+
+    def freeze() -> None:
+        desk.blocked("actor.update")
+        second_node.freeze()
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    with leaves_nothing() as processes:
+        with raises("host.machine-lost", processes=("actor[1]", "ref[1]", "rollout[1]")), job.open() as executor:
+            pids = process_ids(executor)
+            processes += pids.values()
+            frozen += [pid for plan, pid in pids.items() if plan is not None and plan.rank == 1]
+            executor.sync()
+            desk.block("actor.update")
+            thread = threading.Thread(target=freeze)
+            thread.start()
+            executor.step(proto(prompt_batch([[11, 12], [13], [14, 15]])), 0)
+        thread.join()
+        for pid in frozen:
+            os.kill(pid, signal.SIGKILL)  # they would wait for their machine
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("second_node", [2], indirect=True)
 @pytest.mark.parametrize(
     ("algorithm", "kind", "mesh", "lora"),
