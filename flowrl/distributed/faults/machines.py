@@ -27,12 +27,11 @@ def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[N
         if watch.is_gone() or (silent := next(_silent(nodes), None)) is None:
             raise
         node, machine = silent
-        processes = [plan.name for plan, location in locations.items() if location.node == node]
-        first, _, _ = error.message.partition("\n")
+        processes = sorted(plan.name for plan, location in locations.items() if location.node == node)
         raise NodeError(
-            f"The machine {machine} with {', '.join(processes)} is lost: Ray does not respond there ({first}). Start "
-            f"Ray on it again, or use a place with fewer slots; then continue from the last checkpoint with "
-            f"Training(resume=True).",
+            f"{error.facts.get('task', 'The job')} lost the machine {machine} with {', '.join(processes)}: Ray does not "
+            f"respond there. Start Ray on it again, or use a place with fewer slots; then continue from the last "
+            f"checkpoint with Training(resume=True).",
             code="host.machine-lost",
             **{**error.facts, "machine": machine, "processes": processes},
         ) from error
