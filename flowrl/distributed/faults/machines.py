@@ -27,11 +27,12 @@ def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[N
         if watch.is_gone() or (silent := next(_silent(nodes), None)) is None:
             raise
         node, machine = silent
+        task = error.facts.get("task", "The job")
         processes = sorted(plan.name for plan, location in locations.items() if location.node == node)
         raise NodeError(
-            f"{error.facts.get('task', 'The job')} lost the machine {machine} with {', '.join(processes)}: Ray does not "
-            f"respond there. Start Ray on it again, or use a place with fewer slots; then continue from the last "
-            f"checkpoint with Training(resume=True).",
+            f"{task} lost the machine {machine} with {', '.join(processes)}: Ray no longer responds there. Start Ray on "
+            f"it again, or use a place with fewer slots; then continue from the last checkpoint with "
+            f"Training(resume=True).",
             code="host.machine-lost",
             **{**error.facts, "machine": machine, "processes": processes},
         ) from error
