@@ -30,8 +30,8 @@ def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[N
         task = error.facts.get("task", "The job")
         processes = sorted(plan.name for plan, location in locations.items() if location.node == node)
         raise NodeError(
-            f"{task} lost the machine {machine} with {', '.join(processes)}: Ray no longer responds there. Start Ray on "
-            f"it again, or use a place with fewer slots; then continue from the last checkpoint with "
+            f"{task} lost the machine {machine} with {', '.join(processes)}: Ray no longer responds there. Start Ray "
+            f"on it again, or use a place with fewer slots; then continue from the last checkpoint with "
             f"Training(resume=True).",
             code="host.machine-lost",
             **{**error.facts, "machine": machine, "processes": processes},
