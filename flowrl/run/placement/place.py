@@ -128,34 +128,21 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
         generates = any(use.goes_through(Synced) for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
         mesh, each = bindings[owner].geometry, max(bindings[role].slots_per_rank for role in roles)
-        ranks = mesh.ranks
-        if ranks * each > len(allowed):
-            wide = f" of {each} slots each" if each > 1 else ""
-            narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
-            raise BindError(
-                f"The role {owner!r} has {ranks} ranks{wide}, but {written(place)} has {len(allowed)} slot(s) for it. "
-                f"Use a place with more slots, or bind {owner} with fewer ranks{narrower}.",
-                code="place.too-few-slots",
-                role=owner,
-                place=written(place),
-                ranks=ranks,
-                slots_per_rank=each,
-                found=len(allowed),
-            )
+        _refuse_too_few(owner, mesh, each, allowed, place)
         if odd := next((role for role in roles if bindings[role].geometry not in (Mesh(), mesh)), None):
             raise BindError(
                 f"The role {odd!r} has {bindings[odd].geometry.ranks} ranks but shares the weights of {owner!r}, which "
-                f"has {ranks}. Bind {odd} without ranks, so that it follows {owner}.",
+                f"has {mesh.ranks}. Bind {odd} without ranks, so that it follows {owner}.",
                 code="place.ranks",
                 role=odd,
                 owner=owner,
                 found=bindings[odd].geometry.ranks,
-                expected=ranks,
+                expected=mesh.ranks,
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
-        groups_of_slots = _groups_of_slots(owner, mesh, each, allowed, place)
-        width = len(groups_of_slots[0]) // each
-        chosen = sorted(groups_of_slots, key=lambda slots: sum(load[slot] for slot in slots))[: ranks // width]
+        found = _groups_of_slots(owner, mesh, each, allowed, place)
+        count = mesh.ranks * each // len(found[0])
+        chosen = sorted(found, key=lambda slots: sum(load[slot] for slot in slots))[:count]
         spans = [tuple(slots[i : i + each]) for slots in sorted(chosen, key=min) for i in range(0, len(slots), each)]
         for rank, span in enumerate(spans):
             hosts.append(ProcessSpec(together, rank, mesh, span))
@@ -164,6 +151,23 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     _refuse_too_large(bindings, hosts, place)
     _refuse_too_large_together(graph, hosts, place)
     return hosts
+
+
+def _refuse_too_few(role: str, mesh: Mesh, each: int, allowed: range, place: Place) -> None:
+    """Refuse more ranks, of `each` slots, than a role has slots for."""
+    if mesh.ranks * each > len(allowed):
+        wide = f" of {each} slots each" if each > 1 else ""
+        narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
+        raise BindError(
+            f"The role {role!r} has {mesh.ranks} ranks{wide}, but {written(place)} has {len(allowed)} slot(s) for it. "
+            f"Use a place with more slots, or bind {role} with fewer ranks{narrower}.",
+            code="place.too-few-slots",
+            role=role,
+            place=written(place),
+            ranks=mesh.ranks,
+            slots_per_rank=each,
+            found=len(allowed),
+        )
 
 
 def _groups_of_slots(role: str, mesh: Mesh, each: int, allowed: range, place: Place) -> list[range]:
