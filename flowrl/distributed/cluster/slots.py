@@ -27,9 +27,11 @@ class Slots:
         self._groups = self._reserve(place)
         try:
             self._here = ray.get_runtime_context().get_node_id()
-            each = zip(self._groups, place.machines, strict=True)
-            bundles = [(group, bundle) for group, machine in each for bundle, _ in enumerate(machine)]
             tables = {group: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
+            sizes = dict(zip(self._groups, map(len, place.machines), strict=True))
+            # The driver's machine first, and those of one node adjacent; the last one may be smaller.
+            self._groups.sort(key=lambda group: (-sizes[group], tables[group][0] != self._here, tables[group][0]))
+            bundles = [(group, bundle) for group in self._groups for bundle in range(sizes[group])]
             machines = [str(tables[group][bundle]) for group, bundle in bundles]
             order = by_machine(machines) if place.per_machine is None else range(place.slots)
             self._bundles = [bundles[slot] for slot in order]
