@@ -24,7 +24,8 @@ def naming_lost_machine(locations: Mapping[ProcessSpec, Location]) -> Iterator[N
         yield
     except NodeError as error:
         nodes = {location.node for location in locations.values()}
-        if watch.is_gone() or (silent := next(_silent(nodes), None)) is None:
+        silent = next(_silent(nodes), None) if nodes and not watch.is_gone() else None
+        if silent is None:
             raise
         node, machine = silent
         task = error.facts.get("task", "The job")
