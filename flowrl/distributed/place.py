@@ -42,7 +42,7 @@ class Colocate(_Opened):
 
     Args:
         gpus: slots.
-        address, memory, deadline, restart: see `RayPlace`.
+        address, memory, per_machine, deadline, restart: see `RayPlace`.
     """
 
     gpus: int = Field(default=1, ge=1, le=_MOST, strict=True)
@@ -61,7 +61,7 @@ class Split(_Opened):
     Args:
         train: slots of all other roles.
         rollout: slots of the engines that generate.
-        address, memory, deadline, restart: see `RayPlace`.
+        address, memory, per_machine, deadline, restart: see `RayPlace`.
     """
 
     train: int = Field(default=1, ge=1, le=_MOST, strict=True)

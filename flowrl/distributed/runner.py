@@ -33,6 +33,7 @@ from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.faults import Failure, HostDiedError, chain, died, named, naming, result_of, stuck
+from flowrl.distributed.faults.machines import naming_lost_machine
 from flowrl.distributed.faults.pending_calls import GRACE_SECONDS
 from flowrl.distributed.faults.scratch_folder import scratch_folder
 from flowrl.distributed.hosts.host import HostTask, Report, Sent, join_pieces
@@ -66,9 +67,10 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
         with naming("opening the job on Ray"):
             hosts = Hosts(processes, graph.bindings, place, seed, _swapping(graph))
         try:
-            hosts.start(processes)
-            runner = RayRunner(hosts)
-            yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, snapshot_folder))
+            with naming_lost_machine(hosts.locations):
+                hosts.start(processes)
+                runner = RayRunner(hosts)
+                yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, snapshot_folder))
         finally:
             hosts.close()
 

@@ -89,6 +89,11 @@ class Mesh(Spec):
         return self.replicate * self.pipeline * self.fsdp * self.tensor
 
     @property
+    def neighbors(self) -> int:
+        """The consecutive ranks that exchange data in every layer for the rows that they share."""
+        return self.tensor * self.context
+
+    @property
     def expert_shards(self) -> int:
         """The processes of a replica that have the same experts, which FSDP shards among them."""
         return self.fsdp * self.tensor // self.expert

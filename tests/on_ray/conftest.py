@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,14 +46,59 @@ def cluster(warm_workers: dict[str, Any]) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+@contextmanager
+def free_cpus(count: int) -> Iterator[None]:
+    """So many CPUs of the first node are free in the block."""
+    taken = placement_group([{"CPU": CPUS - count}], strategy="STRICT_PACK")
+    assert taken.wait(60)
+    yield
+    remove_placement_group(taken)
+
+
 @pytest.fixture(scope="module")
 def three_nodes(cluster: Cluster, warm_workers: dict[str, Any]) -> Iterator[None]:
     """Three nodes on this machine with one free CPU each, so that every slot is on a different node."""
-    taken = placement_group([{"CPU": CPUS - 1}], strategy="STRICT_PACK")
-    assert taken.wait(60)
-    nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20, **warm_workers) for _ in range(2)]
-    cluster.wait_for_nodes()
-    yield
-    for node in nodes:
-        cluster.remove_node(node)
-    remove_placement_group(taken)
+    with free_cpus(1):
+        nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20, **warm_workers) for _ in range(2)]
+        cluster.wait_for_nodes()
+        yield
+        for node in nodes:
+            cluster.remove_node(node)
+
+
+class SecondNode:
+    """A second node on this machine, which stands for another machine.
+
+    Args:
+        cpus: its CPUs.
+    """
+
+    def __init__(self, cluster: Cluster, warm_workers: dict[str, Any], cpus: int) -> None:
+        self._cluster, self._options = cluster, {"num_cpus": cpus, "object_store_memory": 128 << 20, **warm_workers}
+        self._node: Any = None
+
+    def join(self) -> None:
+        """Start it."""
+        self._node = self._cluster.add_node(**self._options)
+        self._cluster.wait_for_nodes()
+
+    def freeze(self) -> None:
+        """Stop Ray on it, without closing a connection."""
+        for process in (info.process for kind in self._node.all_processes.values() for info in kind):
+            process.send_signal(signal.SIGSTOP)
+
+    def lose(self) -> None:
+        """End all its processes at once, as if the power failed."""
+        self._node, node = None, self._node
+        if node is not None:
+            self._cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture
+def second_node(cluster: Cluster, warm_workers: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[SecondNode]:
+    """A second node; it and the first one have as many free CPUs as the parameter says."""
+    with free_cpus(request.param):
+        node = SecondNode(cluster, warm_workers, request.param)
+        node.join()
+        yield node
+        node.lose()

@@ -16,7 +16,7 @@ class RayPlace(Place):
 
     Args:
         address: the Ray cluster to join; None for a local one, which the first job starts and later ones reuse.
-        memory: see `Place`.
+        memory, per_machine: see `Place`.
         deadline: seconds until a running node counts as stuck, at most a year.
         restart: ``"role"`` rebuilds a role whose process died and repeats the step; ``"never"`` raises.
     """

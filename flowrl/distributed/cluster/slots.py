@@ -1,14 +1,15 @@
-"""`Slots`: the slots of a place, reserved on a Ray cluster as a placement group with one bundle each."""
+"""`Slots`: the slots of a place, reserved on a Ray cluster as bundles of placement groups, one for each machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.errors import BindError
@@ -23,20 +24,25 @@ class Slots:
     def __init__(self, place: RayPlace, plans: Sequence[ProcessSpec]) -> None:
         self._plans = plans
         self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        self._group = self._reserve(place)
+        self._groups = self._reserve(place)
         try:
-            table = placement_group_table(self._group)["bundles_to_node_id"]
-            machines = [str(table[bundle]) for bundle in range(place.slots)]
-            self._bundles = by_machine(machines)
-            here = ray.get_runtime_context().get_node_id()
-            refuse_split_processes(plans, [machines[bundle] for bundle in self._bundles], place, here)
+            self._here = ray.get_runtime_context().get_node_id()
+            tables = {group: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
+            sizes = dict(zip(self._groups, map(len, place.machines), strict=True))
+            # The driver's machine first, and those of one node adjacent; the last one may be smaller.
+            self._groups.sort(key=lambda group: (-sizes[group], tables[group][0] != self._here, tables[group][0]))
+            bundles = [(group, bundle) for group in self._groups for bundle in range(sizes[group])]
+            machines = [str(tables[group][bundle]) for group, bundle in bundles]
+            order = by_machine(machines) if place.per_machine is None else range(place.slots)
+            self._bundles = [bundles[slot] for slot in order]
+            refuse_split_processes(plans, [machines[slot] for slot in order], place, self._here)
             wide = self._kind == "GPU" and any(len(plan.slots) > 1 for plan in plans)
             self._gpus = self._gpu_numbers() if wide else []
         except BaseException:
             self.release()
             raise
 
-    def _reserve(self, place: RayPlace) -> PlacementGroup:
+    def _reserve(self, place: RayPlace) -> list[PlacementGroup]:
         kinds = dict.fromkeys([self._kind, "CPU"])
         for kind in kinds:
             if (have := ray.cluster_resources().get(kind, 0)) < place.slots:
@@ -48,22 +54,27 @@ class Slots:
                     resource=kind,
                     found=have,
                 )
-        group: PlacementGroup = placement_group(
-            [{"CPU": 1.0} | {self._kind: 1.0} for _ in range(place.slots)], strategy="PACK"
-        )
-        if not group.wait(_RESERVE_SECONDS):
-            remove_placement_group(group)
+        if place.per_machine is not None:
+            _refuse_small_machines(place, kinds)
+        strategy = "PACK" if place.per_machine is None else "STRICT_PACK"
+        slot = {"CPU": 1.0} | {self._kind: 1.0}
+        groups = [placement_group([slot] * len(machine), strategy=strategy) for machine in place.machines]
+        until = time.monotonic() + _RESERVE_SECONDS
+        if not all(group.wait(max(0.0, until - time.monotonic())) for group in groups):
+            for group in groups:
+                remove_placement_group(group)
             all_of, free = ray.cluster_resources(), ray.available_resources()
             found = " and ".join(f"{free.get(kind, 0):g} of {all_of.get(kind, 0):g} {kind}(s)" for kind in kinds)
             raise BindError(
                 f"{_needs(place)}, but {found} of the Ray cluster are free after {_RESERVE_SECONDS} s, and those of a "
-                f"slot must be on one machine. End other jobs there, or use fewer slots.",
+                f"{'slot' if place.per_machine is None else 'machine'} must be together. End other jobs there, or use "
+                f"fewer slots.",
                 code="cluster.busy",
                 slots=place.slots,
                 found=found,
                 seconds=_RESERVE_SECONDS,
             )
-        return group
+        return groups
 
     def _gpu_numbers(self) -> list[str]:
         """The GPU of each slot, as its machine numbers them; Ray shows it only to processes in the slot."""
@@ -83,10 +94,12 @@ class Slots:
             ) from error
 
     def _at(self, slot: int) -> dict[str, Any]:
-        bundle = self._bundles[slot]
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        }
+        group, bundle = self._bundles[slot]
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)}
+
+    def at_driver(self) -> dict[str, Any]:
+        """Ray's options of a process without a slot, on the driver's machine."""
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(self._here, soft=False)}
 
     def options(self, plan: ProcessSpec) -> dict[str, Any]:
         """Ray's options of a host's process: the bundle of its first slot, and a fair share of it."""
@@ -100,7 +113,29 @@ class Slots:
 
     def release(self) -> None:
         """Give the slots back."""
-        remove_placement_group(self._group)
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+def _refuse_small_machines(place: RayPlace, kinds: Iterable[str]) -> None:
+    """Refuse a cluster whose machines are too small for `per_machine`, which Ray would wait for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    have = sorted(int(min(node.get(kind, 0.0) for kind in kinds)) for node in nodes)
+    free = have.copy()
+    for machine in place.machines:  # the last may be smaller
+        fits = next((index for index, slots in enumerate(free) if slots >= len(machine)), None)
+        if fits is None:
+            raise BindError(
+                f"{_needs(place)}, {place.per_machine} of them on each machine, but the machines of the Ray cluster "
+                f"have room for {', '.join(map(str, have))}. Use a smaller per_machine, or join a larger cluster with "
+                f"address=.",
+                code="cluster.too-small",
+                slots=place.slots,
+                per_machine=place.per_machine,
+                found=have,
+            )
+        free[fits] -= len(machine)
+        free.sort()  # so that each goes to the smallest that holds it
 
 
 def by_machine(machines: Sequence[str]) -> list[int]:
@@ -115,8 +150,9 @@ def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str]
         if (count := len({machines[slot] for slot in plan.slots})) > 1:
             slots, many = ", ".join(map(str, plan.slots)), len(plan.slots)
             raise BindError(
-                f"{plan.name} is one process with the slots {slots}, which are on {count} machines. Use machines that "
-                f"each have a multiple of {many} slots free, or bind it with fewer slots per rank (tensor_parallel).",
+                f"{plan.name} is one process with the slots {slots}, which are on {count} machines. Pass "
+                f"{type(place).__name__}(per_machine=...), a multiple of {many} that machines have free, or bind it "
+                f"with fewer slots per rank (tensor_parallel).",
                 code="cluster.several-machines",
                 process=plan.name,
                 slots=plan.slots,
@@ -130,8 +166,9 @@ def refuse_split_processes(plans: Sequence[ProcessSpec], machines: Sequence[str]
                 size = len(group)
                 raise BindError(
                     f"The ranks {', '.join(map(str, group))} of {plan.roles[0]!r} exchange data in every layer "
-                    f"({axis}={size}), but their slots {', '.join(map(str, used))} are on {count} machines. Use "
-                    f"machines that each have a multiple of {size} slots free, or a smaller {axis}.",
+                    f"({axis}={size}), but their slots {', '.join(map(str, used))} are on {count} machines. Pass "
+                    f"{type(place).__name__}(per_machine=...), a multiple of {size} that machines have free, or a "
+                    f"smaller {axis}.",
                     code="mesh.several-machines",
                     role=plan.roles[0],
                     axis=axis,

@@ -61,7 +61,7 @@ class Hosts:
 
     def start_general(self) -> None:
         """Start the process for nodes without a role; it runs several concurrently."""
-        options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
+        options = {"max_concurrency": _GENERAL_AT_ONCE, **self._slots.at_driver()}
         self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
     def actor(self, host: ProcessSpec | None) -> Any:

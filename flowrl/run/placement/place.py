@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import lcm
 
 from pydantic import Field
 
@@ -24,16 +25,24 @@ class Place(Spec):
 
     Args:
         memory: GiB per slot, to check the sizes that backends declare; None does not check.
+        per_machine: slots of each machine, so that ranks that compute a layer together share one; None: any number.
     """
 
     schedulable = False
 
     memory: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True, kw_only=True)
+    per_machine: int | None = Field(default=None, ge=1, strict=True, kw_only=True)
 
     @property
     def slots(self) -> int:
         """The number of slots."""
         raise NotImplementedError
+
+    @property
+    def machines(self) -> list[range]:
+        """The slots of each machine; without `per_machine`, all of them."""
+        each = self.per_machine or self.slots
+        return [range(first, min(first + each, self.slots)) for first in range(0, self.slots, each)]
 
     @property
     def rebuilds(self) -> bool:
@@ -123,7 +132,8 @@ def fit_together(
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """Assign the processes of a bound graph to slots: each rank to the slots that have the fewest processes so far.
 
-    A rank with several slots gets adjacent ones, aligned to its width from the role's first slot.
+    A rank with several slots, and the ranks that compute a layer together, get adjacent ones of one machine, aligned to
+    their width from the role's first slot there.
     """
     bindings: Mapping[str, Backend] = graph.bindings
     if place.rebuilds:
@@ -137,40 +147,73 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
         generates = any(use.goes_through(Synced) for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
         mesh, each = bindings[owner].geometry, max(bindings[role].slots_per_rank for role in roles)
-        ranks = mesh.ranks
-        if ranks * each > len(allowed):
-            wide = f" of {each} slots each" if each > 1 else ""
-            narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
-            raise BindError(
-                f"The role {owner!r} has {ranks} ranks{wide}, but {written(place)} has {len(allowed)} slot(s) for it. "
-                f"Use a place with more slots, or bind {owner} with fewer ranks{narrower}.",
-                code="place.too-few-slots",
-                role=owner,
-                place=written(place),
-                ranks=ranks,
-                slots_per_rank=each,
-                found=len(allowed),
-            )
+        _refuse_too_few(owner, mesh, each, allowed, place)
         if odd := next((role for role in roles if bindings[role].geometry not in (Mesh(), mesh)), None):
             raise BindError(
                 f"The role {odd!r} has {bindings[odd].geometry.ranks} ranks but shares the weights of {owner!r}, which "
-                f"has {ranks}. Bind {odd} without ranks, so that it follows {owner}.",
+                f"has {mesh.ranks}. Bind {odd} without ranks, so that it follows {owner}.",
                 code="place.ranks",
                 role=odd,
                 owner=owner,
                 found=bindings[odd].geometry.ranks,
-                expected=ranks,
+                expected=mesh.ranks,
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
-        spans = [tuple(allowed[i : i + each]) for i in range(0, len(allowed) - each + 1, each)]
-        chosen = sorted(spans, key=lambda span: sum(load[slot] for slot in span))[:ranks]
-        for rank, span in enumerate(sorted(chosen)):
+        found = _groups_of_slots(owner, mesh, each, allowed, place)
+        count = mesh.ranks * each // len(found[0])
+        chosen = sorted(found, key=lambda slots: sum(load[slot] for slot in slots))[:count]
+        spans = [tuple(slots[i : i + each]) for slots in sorted(chosen, key=min) for i in range(0, len(slots), each)]
+        for rank, span in enumerate(spans):
             hosts.append(ProcessSpec(together, rank, mesh, span))
             for slot in span:
                 load[slot] += 1
     _refuse_too_large(bindings, hosts, place)
     _refuse_too_large_together(graph, hosts, place)
     return hosts
+
+
+def _refuse_too_few(role: str, mesh: Mesh, each: int, allowed: range, place: Place) -> None:
+    """Refuse more ranks, of `each` slots, than a role has slots for."""
+    if mesh.ranks * each > len(allowed):
+        wide = f" of {each} slots each" if each > 1 else ""
+        narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
+        raise BindError(
+            f"The role {role!r} has {mesh.ranks} ranks{wide}, but {written(place)} has {len(allowed)} slot(s) for it. "
+            f"Use a place with more slots, or bind {role} with fewer ranks{narrower}.",
+            code="place.too-few-slots",
+            role=role,
+            place=written(place),
+            ranks=mesh.ranks,
+            slots_per_rank=each,
+            found=len(allowed),
+        )
+
+
+def _groups_of_slots(role: str, mesh: Mesh, each: int, allowed: range, place: Place) -> list[range]:
+    """Where the groups of a role's ranks that compute a layer together may be, `each` slots a rank; with the ranks that
+    share experts, if these fit on a machine."""
+    widths = [lcm(mesh.neighbors, mesh.expert), mesh.neighbors]
+    for ranks in widths:
+        width, found = ranks * each, list[range]()
+        for machine in place.machines:
+            own = range(max(machine.start, allowed.start), min(machine.stop, allowed.stop))
+            found += [own[i : i + width] for i in range(0, len(own) - width + 1, width)]
+        if len(found) * ranks >= mesh.ranks:
+            return found
+    axes = {"tensor": mesh.tensor, "context": mesh.context, "tensor_parallel": each}
+    why = " * ".join(f"{name}={size}" for name, size in axes.items() if size > 1)
+    count = mesh.ranks // mesh.neighbors
+    raise BindError(
+        f"The role {role!r} needs {count} times {width} adjacent slots of one machine ({why}), but {written(place)} "
+        f"has them {len(found)} times. Use a smaller {why.partition('=')[0]}, or give the role a multiple of {width} "
+        f"slots on each machine.",
+        code="place.several-machines",
+        role=role,
+        place=written(place),
+        slots=width,
+        expected=count,
+        found=len(found),
+    )
 
 
 def _owner(role: str, bindings: Mapping[str, Backend]) -> str:

@@ -285,8 +285,10 @@ class Job(Generic[GraphT]):
             return "\n".join([*lines, "everything runs in one process", *self._copies(plan, ()), *notes])
         lines += [f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
+        each = self.place.per_machine
         for slot in range(self.place.slots):
-            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
+            at = f"slot {slot}" if each is None else f"machine {slot // each}, slot {slot}"
+            lines.append(f"  {at}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
         lines += [
             f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
             for host in hosts

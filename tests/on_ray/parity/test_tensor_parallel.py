@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, Mesh, TorchRollout
@@ -20,9 +21,12 @@ from tests.support.models import tiny_folder
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", nightly("ppo")])
-def test_processes_that_split_layers_learn_as_one_process(algorithm: str, prompts_file: str, tmp_path: Path) -> None:
-    """Three steps of two mini-batches: the same metrics and weights, receipts of syncs included."""
+@pytest.mark.parametrize(("algorithm", "resumes"), [("grpo", False), nightly("grpo", True), nightly("ppo", True)])
+def test_processes_that_split_layers_learn_as_one_process(
+    algorithm: str, resumes: bool, prompts_file: str, tmp_path: Path
+) -> None:
+    """Three steps of two mini-batches: the same metrics and weights, receipts of syncs included; a resumed run is the
+    same to the bit."""
     model = tiny_folder(tmp_path, "llama", num_key_value_heads=2)
     job = job_of(algorithm, model, n=3, mini_batch=6, optimizer=AdamW(lr=1e-3, eps=1e-5))
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
@@ -35,3 +39,11 @@ def test_processes_that_split_layers_learn_as_one_process(algorithm: str, prompt
     close(numbers(remote.metrics), numbers(local.metrics))
     one, two = (saved(tmp_path / name / "actor") for name in ("local", "ray"))
     assert all(relative(one[name], two[name]) < 1e-5 for name in one)
+    if resumes:
+        parts = replace(there, folder=str(tmp_path / "parts"), checkpoint_every=1)
+        with leaves_nothing():
+            replace(parts, steps=2).run()
+            resumed = replace(parts, resume=True).run()
+        assert numbers(resumed.metrics) == numbers(remote.metrics)
+        three = saved(tmp_path / "parts" / "actor")
+        assert all(torch.equal(two[name], three[name]) for name in two)

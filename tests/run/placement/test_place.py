@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from flowrl.backends import Backend, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.distributed.cluster.slots import by_machine, refuse_split_processes
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
@@ -37,6 +36,16 @@ class Trainer(Backend):
 
     def build(self, context: Any) -> TrainerEngine:
         raise AssertionError("built")
+
+
+class Meshed(Trainer):
+    """A trainer on a mesh of any axes."""
+
+    mesh: Mesh = Mesh()
+
+    @property
+    def geometry(self) -> Mesh:
+        return self.mesh
 
 
 class Critic(Trainer):
@@ -101,6 +110,7 @@ class TestSpecs:
             {"gpus": 10**9},
             {"memory": 0},
             {"deadline": 0},
+            {"per_machine": 0},
             {"restart": "always"},
             {"gpu": 1},
             {"gpus": 1.5},
@@ -272,6 +282,13 @@ class TestSeveralSlotsPerRank:
         with raises("place.too-large", slot=0, process="rollout[0]", expected=30, found=40):
             lay_out(graph, Colocate(2, memory=30))
 
+    def test_ranks_that_compute_a_layer_together_have_adjacent_slots(self) -> None:
+        graph = bound(actor=Meshed(mesh=Mesh(fsdp=3)), ref=Meshed(mesh=Mesh(tensor=2)))
+        assert slots([host for host in lay_out(graph, Colocate(4)) if host.roles == ("ref",)]) == {
+            "ref[0]": 2,
+            "ref[1]": 3,
+        }
+
     def test_the_plan_shows_the_slots_of_each_process(self) -> None:
         job = ppo(exact).bind(
             actor=Trainer(), ref=Trainer(), critic=Critic(), rollout=Rollout(slots_per_rank=2), place=Split(1, 3)
@@ -285,36 +302,6 @@ class TestSeveralSlotsPerRank:
             "  rollout[0] is one process over the slots 1, 2",
             "  no slot: general",
         ]
-
-
-class TestMachines:
-    """The bundles of a placement group that the slots use."""
-
-    def test_slots_are_ordered_by_machine(self) -> None:
-        assert by_machine(["a", "a", "a"]) == [0, 1, 2]
-        assert by_machine(["b", "a", "b", "a", "c", "b"]) == [0, 2, 5, 1, 3, 4]
-
-    def test_a_process_over_several_machines_is_refused(self) -> None:
-        hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
-        refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
-        with raises("cluster.several-machines", process="rollout[1]", slots=(2, 3), machines=2):
-            refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
-
-    def test_processes_that_share_layers_or_rows_are_on_one_machine(self) -> None:
-        for axis, mesh in (("tensor", Mesh(fsdp=2, tensor=2)), ("context", Mesh(fsdp=4, context=2))):
-            hosts = [ProcessSpec(("actor",), rank, mesh, (rank,)) for rank in range(4)]
-            refuse_split_processes(hosts, ["a", "a", "b", "b"], Colocate(4), "a")
-            with raises("mesh.several-machines", axis=axis, role="actor", ranks=(2, 3), slots=(2, 3), machines=2):
-                refuse_split_processes(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
-
-    def test_restart_role_over_several_machines_is_refused(self) -> None:
-        place = Colocate(2, restart="role")
-        hosts = lay_out(bound(), place)
-        refuse_split_processes(hosts, ["a", "a"], place, "a")
-        refuse_split_processes(hosts, ["a", "b"], Colocate(2), "a")
-        for machines, here in ((["a", "b"], "a"), (["a", "a"], "b")):
-            with raises("cluster.several-machines", slots=2, machines=2):
-                refuse_split_processes(hosts, machines, place, here)
 
 
 class TestMemory:
