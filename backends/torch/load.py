@@ -218,8 +218,10 @@ def skeleton(folder: str, attention: Attention | None = None, auto: Any = None, 
 def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
     """Refuse weights that are NaN or infinite; of shards, those of this rank. Raises `BindError`."""
 
-    def broken(tensor: Tensor) -> bool:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    def broken(tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):  # modules of megatron-core have states that are not
+            return False
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return local.is_floating_point() and local.device.type != "meta" and not bool(local.isfinite().all())
 
     if names := [name for name, tensor in lm.state_dict().items() if broken(tensor)]:

@@ -26,7 +26,7 @@ class Position(NamedTuple):
         data_rank: whose rows it computes. Processes with the same one compute the same rows.
         part: its part of each row, by `Mesh.context`.
         reports: whether its outputs and metrics count; one process of each data rank, which has the last layers.
-        leads: whether it writes folders, and reports values that all processes know.
+        leads: whether it writes folders; the first process does.
         share: which of the `Mesh.shares` of the weights it sends to engines that have no sender on their device.
     """
 
@@ -42,6 +42,11 @@ class Position(NamedTuple):
     reports: bool
     leads: bool
     share: int
+
+    @property
+    def reports_shared(self) -> bool:
+        """Whether it reports values that all processes know."""
+        return self.reports and self.data_rank == 0
 
 
 class Mesh(Spec):
@@ -111,7 +116,7 @@ class Mesh(Spec):
         shard, expert = divmod(inner, self.expert)
         data_rank, part = divmod(replicate * self.fsdp + fsdp, self.context)
         reports = tensor == 0 and part == 0 and pipeline == self.pipeline - 1
-        leads = reports and data_rank == 0
+        leads = rank == 0
         axes = (replicate, pipeline, fsdp, tensor, expert, shard)
         return Position(rank, *axes, data_rank, part, reports, leads, rank)
 

@@ -53,7 +53,7 @@ def processes(
                             data_rank,
                             part,
                             of_rows,
-                            of_rows and data_rank == 0,
+                            rank == 0,
                             rank,
                         )
                     )
@@ -82,6 +82,7 @@ def test_processes_of_a_pipeline_are_what_nested_loops_say(sizes: tuple[int, ...
     step = mesh.fsdp * mesh.tensor
     first = [tuple(range(low, low + step * mesh.pipeline, step)) for low in range(step)]
     assert mesh.together("pipeline")[:step] == first
+    assert [one.rank for one in mesh.positions if one.reports_shared] == [(mesh.pipeline - 1) * step]
     rows = [[one.pipeline for one in expected if one.data_rank == rank] for rank in range(mesh.data_ranks)]
     assert [sorted(set(stages)) for stages in rows] == [list(range(mesh.pipeline))] * mesh.data_ranks
 

@@ -77,7 +77,7 @@ class Passes:
             with_entropy = self.evaluate(inputs, forward, see)
         outputs = mesh.total(outputs).requires_grad_()
         everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
-        reported = metrics if mesh.position.leads else Metrics()  # all ranks compute the same
+        reported = metrics if mesh.position.reports_shared else Metrics()  # all ranks compute the same
         objective(outputs[0], outputs[1] if with_entropy else None, everything, weights, reported).backward()
         slopes = outputs.grad
         assert slopes is not None

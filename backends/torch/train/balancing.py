@@ -59,4 +59,4 @@ class LoadBalancing:
 
     def report(self, metrics: Metrics, name: str) -> None:
         """Report the loss of the mini-batch, without its factor."""
-        metrics.mean(name, self._value, float(self._model.mesh.position.leads))
+        metrics.mean(name, self._value, float(self._model.mesh.position.reports_shared))

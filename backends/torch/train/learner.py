@@ -191,7 +191,7 @@ class Learner:
             if self._balancing is not None:
                 self._balancing.report(metrics, f"{self._prefix}/aux_loss")
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
-            if mesh.position.leads:
+            if mesh.position.reports_shared:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
                 metrics.mean(f"{self._prefix}/lr", lr)
         self.optimizer.zero_grad(set_to_none=True)
