@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 from generate import write_model
-from harness import table
 from harness.pinned import Seconds, alone, digits, interleaved, opened
 from transformers.utils import logging
 
@@ -107,13 +105,10 @@ def measure(base: Path, name: str, case: Case) -> dict[str, Any]:
     """Seconds of a step at each place, and the runs whose costs predict them."""
     model = write_model(base / "models" / f"{case.layers}-{case.width}", case.layers, case.width)
     train, held = write_dataset(base / "data")
-    few = base / "data" / f"held-{case.prompts}.jsonl"
-    few.write_text("".join(held.read_text().splitlines(True)[: max(case.prompts // 4, 2)]))
     data = PromptData(str(train))
     jobs = {where: case.job(model, where) for where in PLACES}
-    check = Validation(PromptData(str(few)), every=2, changes={"repeat.n": max(case.group // 2, 1)})
     with alone():
-        source(base, name, "one process", jobs["one process"], case, data, check)
+        source(base, name, "one process", jobs["one process"], case, data, few_held_out(held, case))
     with opened(jobs, data) as steps:
         runs = interleaved(steps, case.prompts, RUNS, STEPS)
         for where, one in steps.items():
@@ -121,6 +116,13 @@ def measure(base: Path, name: str, case: Case) -> dict[str, Any]:
     seconds = {where: Seconds.of(found) for where, found in runs.items()}
     print(name, *(f"{where} {one.median:.3f}" for where, one in seconds.items()), sep=" | ", flush=True)
     return {where: [round(number, 4) for number in one] for where, one in seconds.items()}
+
+
+def few_held_out(held: Path, case: Case) -> Validation:
+    """A validation of a quarter of the prompts and half of the group, whose rows differ from those of a step."""
+    few = held.with_name(f"held-{case.prompts}.jsonl")
+    few.write_text("".join(held.read_text().splitlines(True)[: max(case.prompts // 4, 2)]))
+    return Validation(PromptData(str(few)), every=2, changes={"repeat.n": max(case.group // 2, 1)})
 
 
 def source(base: Path, name: str, where: str, job: Job[Any], case: Case, data: PromptData, check: Validation) -> None:

@@ -1,7 +1,8 @@
-"""Jobs that are open at several places at once, with the processes of each slot pinned to a core, in alternating runs."""
+"""Jobs open at several places, with the processes of each slot pinned to a core, in alternating runs."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -96,7 +97,7 @@ def timed(job: Opened, prompts: int, steps: int) -> tuple[float, Opened]:
             ends.append(time.perf_counter())
         job.steps.drain()
     steady = ends[job.lag + 1 : len(ends) - job.lag]
-    return median(b - a for a, b in zip(steady, steady[1:], strict=False)), job._replace(next=numbers.stop)
+    return median(b - a for a, b in itertools.pairwise(steady)), job._replace(next=numbers.stop)
 
 
 def interleaved(jobs: Mapping[str, Opened], prompts: int, runs: int, steps: int) -> dict[str, list[float]]:
