@@ -1,7 +1,7 @@
 """Steps of edited jobs, predicted from a run of the job before the edit, against measurements.
 
-Every base runs in one process for some steps, with a validation of fewer rows, and so does every edit of it. The edits of
-`TUNED` were looked at while the model was written; those of `HELD_OUT` were fixed before it, and only score it.
+Every base runs in one process for some steps, with a validation of fewer rows, and so does every edit of it. The edits
+of `TUNED` were looked at while the model was written; those of `HELD_OUT` were fixed before it, and only score it.
 
     python benchmarks/edited.py measure FOLDER   # on a quiet core, two minutes
     python benchmarks/edited.py score FOLDER

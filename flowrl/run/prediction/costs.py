@@ -19,10 +19,12 @@ from flowrl.data.keys import Key
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.files.values import decode, refuse_foreign
-from flowrl.run.engine.runner import Lengths
+from flowrl.run.engine.runner import Counts, Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost, Load
+from flowrl.run.prediction.similar import forward_of, similar, split
+from flowrl.run.prediction.work import Work
 from flowrl.run.training.run_folder import RunFolder
 
 
@@ -40,6 +42,8 @@ class Costs:
         between: seconds of a step in which no node runs.
         prompts: prompts per step of the run.
         place: of the run; None is one process.
+        works: what the measured nodes did with their rows, by which others resemble them.
+        bound: -1 and 1 give the least and the most seconds that explain the measurements, 0 the usual ones.
     """
 
     source: str
@@ -51,6 +55,8 @@ class Costs:
     between: float = 0.0
     prompts: int = 1
     place: Place | None = None
+    works: Mapping[str, Work] = field(default_factory=dict)
+    bound: int = 0
 
     @staticmethod
     def of(run: str | Path, *, imports: bool | None = None) -> Costs:
@@ -72,17 +78,22 @@ class Costs:
     @staticmethod
     def measured(run: str | Path) -> Costs:
         """The costs that a run measured, without its place, of which nothing is imported."""
-        prompts, timeline, steps = _read(Path(run))
+        described, timeline, steps = _read(Path(run))
+        operators = {name: node["operator"] for name, node in described.get("graph", {}).get("nodes", {}).items()}
+        recorded = {name: Work.recorded(operator) for name, operator in operators.items()}
         warm = _warm(timeline.spans)
-        trained, nodes = [span for span in warm if "/" not in span.name], _fitted(warm)
+        loads = _loads(warm, recorded)
+        nodes = _fitted(loads, recorded)
+        trained = [span for span in warm if "/" not in span.name]
         return Costs(
             str(run),
             nodes,
             _lengths(timeline.spans),
-            _noise(trained, nodes),
+            _noise(trained, nodes, recorded),
             *_driver(trained),
             _between(trained, steps),
-            prompts,
+            described["training"]["prompts"],
+            works={name: work for name, work in recorded.items() if name in nodes},
         )
 
     def given(self, **seconds: float) -> Costs:
@@ -103,17 +114,26 @@ class Costs:
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
         return replace(self, nodes=nodes, noise=noise)
 
-    def refuse_unmeasured(self, graph: Graph) -> None:
-        """Refuse a graph with nodes that were not measured."""
-        if missing := [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]:
+    def covering(self, graph: Graph) -> Costs:
+        """A copy with costs of all nodes of a graph: those that were not measured from measured ones that do similar
+        work, with a wider range.
+
+        Raises:
+            DataError: no measured node does similar work.
+        """
+        absent = [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]
+        found = {name: similar(Work.of(graph[name]), self.nodes, self.works) for name in absent}
+        if missing := [name for name, ranks in found.items() if ranks is None]:
             raise DataError(
-                f"{self.source} has no costs of {', '.join(missing)} of {graph.name}. Run that graph for a few steps "
-                f"and use its costs, or pass seconds: costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1.",
+                f"{self.source} has no costs of {', '.join(missing)} of {graph.name}, nor of a node that does similar "
+                f"work. Run that graph for a few steps and use its costs, or pass seconds: "
+                f"costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1.",
                 code="predict.unmeasured-node",
                 graph=graph.name,
                 nodes=missing,
                 path=self.source,
             )
+        return replace(self, nodes={**self.nodes, **{name: ranks for name, ranks in found.items() if ranks}})
 
     def seconds(self, node: str, ranks: int, load: Load, step: int | None = None) -> float:
         """The seconds of a node on one rank, from the closest measured number of ranks.
@@ -122,7 +142,8 @@ class Costs:
         averaged away.
         """
         known = self.nodes[node]
-        usual = known[min(known, key=lambda other: (abs(other - ranks), other))].seconds(load)
+        cost = known[min(known, key=lambda other: (abs(other - ranks), other))]
+        usual = cost.range(load)[1 + self.bound]
         if step is None or not self.noise:
             return usual
         return usual * self.noise[step % len(self.noise)].get(node, 1.0)
@@ -136,10 +157,14 @@ class Costs:
         known = self.turns.get(what, {})
         return known.get(node, median(known.values()) if known else 0.0)
 
-    def draw(self, node: str, rows: int, key: Key) -> Lengths:
+    def draw(self, node: str, rows: int, key: Key, limit: int | None = None) -> Lengths:
         """Sample the lengths of a node's output rows from measured steps.
 
         They are consecutive rows of one or several steps, so the maximum of a few rows is shorter than that of many.
+
+        Args:
+            limit: the most tokens of a response, if the node was measured with another limit: longer responses are
+                cut, and those that the measured limit cut go on.
         """
         draw = np.random.Generator(np.random.Philox(key=key.bits))
         known, found = self.lengths.get(node, ()), list[Lengths]()
@@ -154,7 +179,29 @@ class Costs:
             rows -= count
         responses = [part.response for part in found if part.response is not None]
         tokens = np.concatenate([part.tokens for part in found])
-        return Lengths(tokens, np.concatenate(responses) if responses else None)
+        lengths = Lengths(tokens, np.concatenate(responses) if responses else None)
+        measured = self.works[node].tokens if node in self.works else None
+        if limit is None or measured is None or limit == measured or lengths.response is None:
+            return lengths
+        response = relimited(lengths.response, measured, limit, self._ending(node, measured), draw)
+        return Lengths(tokens + response - lengths.response, response)
+
+    def _ending(self, node: str, limit: int) -> float:
+        """The part of tokens after which a response ended before its limit; with `bound`, half or twice as many."""
+        every = np.concatenate([one.response for one in self.lengths[node] if one.response is not None])
+        return float((every < limit).sum() / max(every.sum(), 1)) * 2.0**-self.bound
+
+
+def relimited(response: Counts, measured: int, limit: int, ending: float, draw: np.random.Generator) -> Counts:
+    """Response lengths under another limit.
+
+    Args:
+        response: lengths under the limit `measured`.
+        ending: the probability that a response ends after a token, beyond `measured`.
+    """
+    cut = response >= measured
+    more = draw.geometric(ending, len(response)) if ending > 0 else np.full(len(response), limit)
+    return np.minimum(response + cut * more, limit)
 
 
 def _is_seconds(value: Any) -> bool:
@@ -213,9 +260,9 @@ def _damaged(folder: Path, error: Exception) -> DataError:
     )
 
 
-def _read(folder: Path) -> tuple[int, Timeline, dict[int | None, float]]:
-    """Prompts per step, trace, and seconds by step."""
-    prompts = _described(folder)["training"]["prompts"]
+def _read(folder: Path) -> tuple[Mapping[str, Any], Timeline, dict[int | None, float]]:
+    """What ran, trace, and seconds by step."""
+    described = _described(folder)
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
     if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
@@ -232,7 +279,7 @@ def _read(folder: Path) -> tuple[int, Timeline, dict[int | None, float]]:
             code="predict.no-run",
             path=folder,
         )
-    return prompts, timeline, steps
+    return described, timeline, steps
 
 
 def _warm(spans: Iterable[Span]) -> list[Span]:
@@ -260,33 +307,54 @@ def _instances(spans: Iterable[Span]) -> list[list[Span]]:
     return found
 
 
-def _fitted(spans: Sequence[Span]) -> dict[str, dict[int, Cost]]:
+_Samples = Mapping[str, Mapping[int, Sequence[tuple[Load, float]]]]
+"""Loads and seconds, by node and number of ranks."""
+
+
+def _loads(spans: Sequence[Span], works: Mapping[str, Work]) -> _Samples:
     samples: dict[str, dict[int, list[tuple[Load, float]]]] = defaultdict(lambda: defaultdict(list))
     for ranks in _instances(spans):
         name = ranks[0].name.rpartition("/")[2]
-        samples[name][len(ranks)] += [(_load(span), span.seconds) for span in ranks]
+        samples[name][len(ranks)] += [(load, span.seconds) for load, span in zip(_of(ranks, works), ranks, strict=True)]
+    return samples
+
+
+def _fitted(samples: _Samples, works: Mapping[str, Work]) -> dict[str, dict[int, Cost]]:
     medians = [median(seconds for _, seconds in found) for by in samples.values() for found in by.values()]
     least = min(medians, default=0.0)  # the fastest node shows the overhead of a call: on Ray, milliseconds
-    return {
+    nodes = {
         name: {
             ranks: Cost.fit([load for load, _ in found], [s for _, s in found], least) for ranks, found in by.items()
         }
         for name, by in samples.items()
     }
+    measured = {name: works[name] for name in nodes if name in works}
+    for name in (name for name, work in measured.items() if work.kind == "update"):
+        forward = nodes.get(forward_of(name, measured) or "", {})
+        for ranks, cost in nodes[name].items():
+            usual = Load(*(int(median(term)) for term in zip(*(load for load, _ in samples[name][ranks]), strict=True)))
+            nodes[name][ranks] = split(cost, usual, forward.get(ranks))
+    return nodes
 
 
-def _noise(spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]]) -> list[dict[str, float]]:
+def _noise(
+    spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]], works: Mapping[str, Work]
+) -> list[dict[str, float]]:
     found: dict[int, dict[str, float]] = defaultdict(dict)
     for ranks in _instances(spans):
         name, step = ranks[0].name, ranks[0].step
-        usual = sum(nodes[name][len(ranks)].seconds(_load(span)) for span in ranks)
+        usual = sum(nodes[name][len(ranks)].seconds(load) for load in _of(ranks, works))
         if step is not None and usual > 0:
             found[step][name] = sum(span.seconds for span in ranks) / usual
     return list(found.values())
 
 
-def _load(span: Span) -> Load:
-    return Load(span.rows, span.tokens, span.padded, max((response for _, response in span.lengths), default=0))
+def _of(ranks: Sequence[Span], works: Mapping[str, Work]) -> list[Load]:
+    """The load of each rank of an instance."""
+    work, rows = works.get(ranks[0].name.rpartition("/")[2], Work()), sum(s.rows for s in ranks if not s.repeats)
+    longest = [max((response for _, response in span.lengths), default=0) for span in ranks]
+    each = zip(ranks, longest, strict=True)
+    return [work.load(Load(span.rows, span.tokens, span.padded, most), rows) for span, most in each]
 
 
 def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:

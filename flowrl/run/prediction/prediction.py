@@ -82,7 +82,7 @@ def predict(
     if optimize:
         once = fused(graph, unbound=True)
         graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
-    costs.refuse_unmeasured(graph)
+    costs = costs.covering(graph)
     plan, processes = Plan(graph), None
     _refuse_many(plan, prompts)
     if place is not None:

@@ -31,9 +31,9 @@ from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.placement.turns import Turns
 from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.work import Work, writes_tokens
 
 _HERE = frozenset({0})
-_TOKENS = {"prompt_mask", "attention_mask"}  # nodes that write these write tokens
 
 
 class Rows(NamedTuple):
@@ -61,6 +61,7 @@ class PretendRunner:
         self._turns = Turns(self._processes)
         self._running: list[tuple[float, int, TaskResult]] = []  # a heap, by end and order of launch
         self._launched = itertools.count()
+        self._works: dict[str, Work] = {}
 
     @property
     def swaps(self) -> bool:
@@ -88,7 +89,8 @@ class PretendRunner:
         start = self.now + self._costs.gap(name)
         dealt = _shares(task, rows, processes[0].mesh.data_ranks if processes else 1)
         shares = [dealt[one.position.data_rank] for one in processes] or dealt
-        loads = [_load(written or task.lengths, share) for share in shares]
+        lengths, work = written or task.lengths, self._work(node)
+        loads = [work.load(_load(lengths, share), 0 if lengths is None else len(lengths.tokens)) for share in shares]
         seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
         self._enter(task, start, seconds, processes)
         outputs = {
@@ -134,10 +136,16 @@ class PretendRunner:
     def _written(self, task: Task, rows: int) -> Lengths | None:
         """The lengths of a node's output rows, if it writes tokens."""
         operator = task.node.operator
-        if not _TOKENS & operator.signature.outputs.keys():
+        if not writes_tokens(task.node):
             return None
         key = Key.of(task.seed).derive(task.node.name, -1 if task.step is None else task.step)
-        return self._costs.draw(task.node.name, rows * operator.rows_factor, key)
+        return self._costs.draw(task.node.name, rows * operator.rows_factor, key, self._work(task.node).tokens)
+
+    def _work(self, node: Node) -> Work:
+        """What a node does with its rows."""
+        if node.name not in self._works:
+            self._works[node.name] = Work.of(node)
+        return self._works[node.name]
 
     def _enter(self, task: Task, start: float, seconds: Sequence[float], processes: Sequence[ProcessSpec]) -> None:
         """Add a span for every busy slot; a sync also occupies those of the trainer."""
