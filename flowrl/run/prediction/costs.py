@@ -43,6 +43,7 @@ class Costs:
         prompts: prompts per step of the run.
         place: of the run; None is one process.
         works: what the measured nodes did with their rows, by which others resemble them.
+        contention: how many times as long a process takes while another one computes, too.
         bound: -1 and 1 give the least and the most seconds that explain the measurements, 0 the usual ones.
     """
 
@@ -56,6 +57,7 @@ class Costs:
     prompts: int = 1
     place: Place | None = None
     works: Mapping[str, Work] = field(default_factory=dict)
+    contention: float = 1.0
     bound: int = 0
 
     @staticmethod
