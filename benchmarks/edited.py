@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from generate import write_model
+from harness import table
 from harness.pinned import alone, digits
 from placement import Case, few_held_out
 from transformers.utils import logging
@@ -27,6 +28,8 @@ from flowrl import After, Graph, PromptData, Training
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import dr_grpo, grpo, ppo, reinforce_plus_plus
 from flowrl.operators import PassAtK, RolloutCorrection
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 
 RESULTS = Path(__file__).parent / "placed" / "edits.json"
 STEPS = 7
@@ -158,8 +161,32 @@ def measure(base: Path) -> None:
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def score(base: Path) -> None:
+    """Print the predicted step of each edit, with its interval, and how many intervals hold the measured one."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for part, cases in {"tuned": TUNED, "held out": HELD_OUT}.items():
+        lines, held, widths = [], 0, []
+        for name, (before, edits) in cases.items():
+            costs = Costs.measured(base / part / name / "before")
+            for edit, case in {"before": before, **edits}.items():
+                job, seconds = case.job(str(base / "models"), "one process"), measured[f"{part}: {name}"][edit]
+                one = predict(job.graph, None, case.prompts, costs)
+                inside = one.low <= seconds <= one.high
+                interval = f"{one.low:.3f} to {one.high:.3f}"
+                error = f"{one.seconds / seconds - 1.0:+.0%}"
+                lines.append([f"{name}: {edit}", f"{one.seconds:.3f}", interval, f"{seconds:.3f}", error, str(inside)])
+                if edit != "before":
+                    held += inside
+                    widths.append((one.high - one.low) / 2.0 / one.seconds)
+        heads = ["", "predicted", "80 %", "measured", "error", "inside"]
+        table(f"{part}: {held} of {len(widths)} inside, median width ±{median(widths):.0%}", heads, lines)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    with alone():
-        measure(Path(sys.argv[2]))
+    if sys.argv[1] == "measure":
+        with alone():
+            measure(Path(sys.argv[2]))
+    else:
+        score(Path(sys.argv[2]))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from generate import write_model
+from harness import table
 from harness.pinned import Seconds, alone, digits, interleaved, opened
 from transformers.utils import logging
 
@@ -30,14 +31,18 @@ from flowrl.backends import AdamW, TorchCritic, TorchRollout, TorchScorer, Torch
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import dr_grpo, grpo, ppo
 from flowrl.operators import RolloutCorrection
+from flowrl.run.engine.timeline import Timeline
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.measured.machine import Elsewhere, Machine, measured, weights_of
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 
 RESULTS = Path(__file__).parent / "placed" / "places.json"
 RUNS, STEPS = 5, 5
 SOURCE_STEPS = 6
-RIGHT, APART = 1.05, 1.15
-PLACES = {"one process": (None, 1, 0), "two ranks": (Colocate(gpus=2), 2, 0)} | {
-    "split" + f", lag {lag}" * bool(lag): (Split(train=1, rollout=1), 1, lag) for lag in (0, 1)
+RIGHT, APART, COUNTED = 1.05, 1.15, 12
+PLACES = {"one process": (None, 1, 0), "two ranks": (Colocate(gpus=2, deadline=30), 2, 0)} | {
+    "split" + f", lag {lag}" * bool(lag): (Split(train=1, rollout=1, deadline=30), 1, lag) for lag in (0, 1)
 }
 """By name: the place, ranks of every role, and the lag."""
 
@@ -106,7 +111,7 @@ def measure(base: Path, name: str, case: Case) -> dict[str, Any]:
     model = write_model(base / "models" / f"{case.layers}-{case.width}", case.layers, case.width)
     train, held = write_dataset(base / "data")
     data = PromptData(str(train))
-    jobs = {where: case.job(model, where) for where in PLACES}
+    jobs = {where: case.job(model, where) for where in PLACES if name in MACHINE or where != "split"}
     with alone():
         source(base, name, "one process", jobs["one process"], case, data, few_held_out(held, case))
     with opened(jobs, data) as steps:
@@ -146,9 +151,46 @@ def apart(places: Mapping[str, Iterable[float]]) -> bool:
     return seconds[-1].low > APART * seconds[0].high
 
 
+def machine_of(base: Path) -> Machine:
+    """The machine, from the jobs that are not scored."""
+    found = []
+    for name, case in MACHINE.items():
+        runs = base / "runs" / name
+        weights = weights_of([base / "models" / f"{case.layers}-{case.width}"])
+        alone = Costs.measured(runs / "one process")
+        elsewhere = (where for where, (place, _, _) in PLACES.items() if place is not None)
+        found += [Elsewhere(Timeline.load(runs / f"{where}.json"), alone, weights) for where in elsewhere]
+    return measured(found)
+
+
+def score(base: Path) -> None:
+    """Print the measured and the predicted seconds at each place, and whether the choice is right."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    machine, lines = machine_of(base), []
+    print(machine)
+    for name, case in CASES.items():
+        if name not in results or not apart(results[name]):
+            continue
+        costs = Costs.measured(base / "runs" / name / "one process")
+        predicted = {}
+        for where in results[name]:
+            job = case.job(str(base / "models" / f"{case.layers}-{case.width}"), where)
+            predicted[where] = predict(job.graph, job.place, case.prompts, costs, machine=machine).seconds
+        seconds = {where: found[0] for where, found in results[name].items()}
+        chosen = min(predicted, key=predicted.__getitem__)
+        right = seconds[chosen] <= RIGHT * min(seconds.values())
+        each = [f"{predicted[where]:.3f} / {seconds[where]:.3f}" for where in seconds]
+        lines.append([name, *each, chosen, "right" if right else "wrong"])
+    lines = lines[:COUNTED]
+    title = f"seconds of a step, predicted / measured: {sum(line[-1] == 'right' for line in lines)} of {len(lines)}"
+    table(title, ["", *(where for where in PLACES if where != "split"), "chosen", ""], lines)
+
+
 def main(what: str, folder: str, *chosen: str) -> None:
-    """Measure jobs, and add them to the results."""
+    """Measure jobs, and add them to the results; or score."""
     base = Path(folder)
+    if what == "score":
+        return score(base)
     for name in chosen or [*MACHINE, *CASES]:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         known[name] = measure(base, name, {**MACHINE, **CASES}[name])

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -50,9 +49,8 @@ class Seconds(NamedTuple):
 
 
 def pin(process: int, cores: set[int]) -> None:
-    """Let all threads of a process run on these cores only."""
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+    """Let the main thread of a process, which computes, run on these cores only."""
+    os.sched_setaffinity(process, cores)
 
 
 @contextmanager
@@ -75,7 +73,12 @@ def pin_slots(steps: Steps) -> None:
 @contextmanager
 def opened(jobs: Mapping[str, Job[Any]], data: PromptData) -> Iterator[dict[str, Opened]]:
     """All these jobs, loaded and pinned."""
-    slots = sum(job.place.slots for job in jobs.values() if job.place is not None)
+    os.environ["RAY_worker_niceness"] = "0"  # as this process
+    places = [job.place for job in jobs.values() if job.place is not None]
+    for job in jobs.values():
+        if job.place is not None:
+            job.place.warm_up(job.graph)
+    slots = sum(place.slots for place in places)
     with connected(Colocate(gpus=max(slots, 1))), ExitStack() as stack:
         found = {}
         for name, job in jobs.items():

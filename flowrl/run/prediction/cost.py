@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -72,6 +72,11 @@ class Cost:
         every = [(self, part * factor) for part in (low, high) if part != 1.0]
         every += [(other, part * factor) for other in self.others for part in (low, high)]
         return Cost(*(factor * each for each in self.terms), tuple(_scaled(one, part) for one, part in every))
+
+    def plus(self, fixed: float = 0.0, update: float = 0.0) -> Cost:
+        """With further seconds of a call, and of an optimizer step."""
+        others = tuple(other.plus(fixed, update) for other in self.others)
+        return replace(self, fixed=self.fixed + fixed, update=self.update + update, others=others)
 
     @staticmethod
     def fit(loads: Sequence[Load], seconds: Sequence[float], least: float = 0.0) -> Cost:

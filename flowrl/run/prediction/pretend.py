@@ -30,8 +30,8 @@ from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.placement.turns import Turns
 from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
-from flowrl.run.prediction.sharing import SharedClock
-from flowrl.run.prediction.work import Work, writes_tokens
+from flowrl.run.prediction.measured.clock import SharedClock
+from flowrl.run.prediction.measured.work import Work, writes_tokens
 
 _HERE = frozenset({0})
 

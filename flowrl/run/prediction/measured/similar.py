@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flowrl.run.prediction.cost import Cost, Load
-from flowrl.run.prediction.work import Kind, Work
+from flowrl.run.prediction.measured.work import Kind, Work
 
 Ranks = Mapping[int, Cost]
 """The cost on one rank, by the number of ranks."""
