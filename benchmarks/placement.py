@@ -171,11 +171,11 @@ def score(base: Path) -> None:
     for name, case in CASES.items():
         if name not in results or not apart(results[name]):
             continue
-        costs = Costs.measured(base / "runs" / name / "one process")
+        costs = Costs.measured(base / "runs" / name / "one process").on(machine)
         predicted = {}
         for where in results[name]:
             job = case.job(str(base / "models" / f"{case.layers}-{case.width}"), where)
-            predicted[where] = predict(job.graph, job.place, case.prompts, costs, machine=machine).seconds
+            predicted[where] = predict(job.graph, job.place, case.prompts, costs).seconds
         seconds = {where: found[0] for where, found in results[name].items()}
         chosen = min(predicted, key=predicted.__getitem__)
         right = seconds[chosen] <= RIGHT * min(seconds.values())
@@ -194,6 +194,7 @@ def main(what: str, folder: str, *chosen: str) -> None:
     for name in chosen or [*MACHINE, *CASES]:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         known[name] = measure(base, name, {**MACHINE, **CASES}[name])
+        RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

@@ -33,6 +33,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         cost: Annotated[
             list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
         ] = None,
+        machine: Annotated[
+            list[str] | None,
+            typer.Option(help="Runs of one job here, in one process and then elsewhere: what places cost. Repeatable."),
+        ] = None,
         hardware: Annotated[
             str | None,
             typer.Option(help="Predict the memory of each slot: 'H100', ... or 'Hardware(memory=24)', in GiB."),
@@ -55,6 +59,14 @@ def add_to(app: typer.Typer, out: Console) -> None:
                 code="cli.bad-option",
                 missing="--costs",
             )
+        if machine and (costs is None or len(machine) == 1):
+            raise ParameterError(
+                "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
+                "other places: --costs RUN --machine runs/alone --machine runs/split.",
+                code="cli.bad-option",
+                option="--machine",
+                found=len(machine),
+            )
         if lengths is not None and hardware is None:
             raise ParameterError(
                 "--lengths only applies to the prediction of memory. Pass the hardware: --hardware H100.",
@@ -63,9 +75,11 @@ def add_to(app: typer.Typer, out: Console) -> None:
             )
         lines = _planned(found := load_changed(target, imports, settings), target, prompts)
         if costs is not None:
-            lines += _times(found, target, costs, place or (), prompts, cost or (), imports)
+            lines += _times(found, target, costs, place or (), prompts, cost or (), imports, machine or ())
         if hardware is not None:
-            lines += _sized(found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports))
+            lines += _sized(
+                found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports, ())
+            )
         out.print("\n".join(lines), markup=False)
 
 
@@ -87,6 +101,7 @@ def _times(
     prompts: int | None,
     cost: Sequence[str],
     imports: bool,
+    machine: Sequence[str],
 ) -> list[str]:
     """Predicted step times, for the own place and the given ones."""
     from flowrl.run.prediction.prediction import predict
@@ -95,7 +110,7 @@ def _times(
 
     job = found.job if isinstance(found, Training) else found
     graph, given = graph_of(found, target), dict(map(_cost, cost))
-    measured = _measured(costs, cost, imports)
+    measured = _measured(costs, cost, imports, machine)
     if odd := [node for node in given if node not in graph.nodes]:
         raise ParameterError(
             f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
@@ -111,11 +126,13 @@ def _times(
     return [f"predicted from {costs}, with {count} prompts per step:", *predicted]
 
 
-def _measured(costs: str, cost: Sequence[str], imports: bool) -> Any:
-    """The costs of a run, with those that are given."""
+def _measured(costs: str, cost: Sequence[str], imports: bool, machine: Sequence[str]) -> Any:
+    """The costs of a run, with those that are given, on the machine of other runs."""
     from flowrl.run.prediction.costs import Costs
+    from flowrl.run.prediction.measured.machine import Machine
 
-    return Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+    found = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+    return found.on(Machine.of(*machine)) if machine else found
 
 
 def _sized(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from flowrl.run.prediction.measured.traces import (
 from flowrl.run.prediction.measured.work import Work
 from flowrl.run.training.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from flowrl.run.prediction.measured.machine import Machine
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -52,6 +55,7 @@ class Costs:
         prompts: prompts per step of the run.
         place: of the run; None is one process.
         works: what the measured nodes did with their rows, by which others resemble them.
+        machine: carries costs of one process to other places, if it was measured; see `on`.
         contention: how many times as long a process takes while another one computes, too.
         bound: -1 and 1 give the least and the most seconds that explain the measurements, 0 the usual ones.
     """
@@ -66,6 +70,7 @@ class Costs:
     prompts: int = 1
     place: Place | None = None
     works: Mapping[str, Work] = field(default_factory=dict)
+    machine: Machine | None = None
     contention: float = 1.0
     bound: int = 0
 
@@ -122,7 +127,12 @@ class Costs:
                 )
         nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
-        return replace(self, nodes=nodes, noise=noise)
+        works = {node: work for node, work in self.works.items() if node not in seconds}
+        return replace(self, nodes=nodes, noise=noise, works=works)
+
+    def on(self, machine: Machine) -> Costs:
+        """A copy that predicts other places by what these cost on a machine."""
+        return replace(self, machine=machine)
 
     def covering(self, graph: Graph) -> Costs:
         """A copy with costs of all nodes of a graph: those that were not measured from measured ones that do similar

@@ -19,7 +19,6 @@ from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import Place, ProcessSpec, lay_out
 from flowrl.run.placement.placement import refuse_unplaceable
 from flowrl.run.prediction.costs import Costs, refuse_no_costs
-from flowrl.run.prediction.measured.machine import Machine
 from flowrl.run.prediction.pretend import PretendRunner, blank_batch, place_of
 from flowrl.spec import written
 
@@ -85,14 +84,7 @@ class Prediction:
 
 
 def predict(
-    graph: Graph,
-    place: Place | None,
-    prompts: int,
-    costs: Costs,
-    *,
-    optimize: bool = True,
-    seed: int = 0,
-    machine: Machine | None = None,
+    graph: Graph, place: Place | None, prompts: int, costs: Costs, *, optimize: bool = True, seed: int = 0
 ) -> Prediction:
     """Predict a step; no model is loaded.
 
@@ -100,7 +92,6 @@ def predict(
         place: where it would run; None is one process.
         prompts: per step, of at most 100,000 rows.
         optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
-        machine: carries costs that were measured in one process to a place.
     """
     refuse_no_costs(costs)
     graph, lag = spanned(graph), graph.lag.versions
@@ -108,8 +99,8 @@ def predict(
         once = fused(graph, unbound=True)
         graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
     costs = costs.covering(graph)
-    if machine is not None and place is not None:
-        costs = machine.carry(costs, graph)
+    if costs.machine is not None and place is not None:
+        costs = costs.machine.carry(costs, graph)
     plan, processes = Plan(graph), None
     _refuse_many(plan, prompts)
     if place is not None:
@@ -137,7 +128,7 @@ def predict(
         tuple(path),
         path_seconds if lag else min(path_seconds, seconds),
         lag,
-        "" if machine is not None else _unknown(place, costs),
+        _unknown(place, costs),
     )
 
 
@@ -206,6 +197,6 @@ def _refuse_unbound(graph: Graph, place: Place) -> None:
 
 def _unknown(place: Place | None, costs: Costs) -> str:
     """What the costs do not cover at a place."""
-    if place is None or costs.place is not None:
+    if place is None or costs.place is not None or costs.machine is not None:
         return ""
     return f"{costs.source} ran in one process, so it has no costs of syncs and turns between processes"
