@@ -38,7 +38,7 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 
 RESULTS = Path(__file__).parent / "placed" / "places.json"
-RUNS, STEPS = 5, 5
+RUNS, STEPS = 5, 4
 SOURCE_STEPS = 6
 RIGHT, APART, COUNTED = 1.05, 1.15, 12
 PLACES = {"one process": (None, 1, 0), "two ranks": (Colocate(gpus=2, deadline=30), 2, 0)} | {

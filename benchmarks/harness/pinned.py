@@ -73,19 +73,23 @@ def pin_slots(steps: Steps) -> None:
 @contextmanager
 def opened(jobs: Mapping[str, Job[Any]], data: PromptData) -> Iterator[dict[str, Opened]]:
     """All these jobs, loaded and pinned."""
-    os.environ["RAY_worker_niceness"] = "0"  # as this process
-    places = [job.place for job in jobs.values() if job.place is not None]
-    for job in jobs.values():
-        if job.place is not None:
-            job.place.warm_up(job.graph)
-    slots = sum(place.slots for place in places)
-    with connected(Colocate(gpus=max(slots, 1))), ExitStack() as stack:
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # as this process
+    here = {name: job for name, job in jobs.items() if job.place is None}
+    elsewhere = {name: job for name, job in jobs.items() if job.place is not None}
+    with ExitStack() as stack:
         found = {}
-        for name, job in jobs.items():
-            steps = stack.enter_context(job.open())
-            pin_slots(steps)
-            steps.sync()
-            found[name] = Opened(steps, job.graph.lag.versions, data.load(steps.tokenizer(), seed=0), 0)
+        for some in (here, elsewhere):  # loading a model sets variables, which hosts must have from their start
+            for job in some.values():
+                if job.place is not None:
+                    job.place.warm_up(job.graph)
+            if some is elsewhere:
+                slots = sum(job.place.slots for job in some.values() if job.place is not None)
+                stack.enter_context(connected(Colocate(gpus=slots)))
+            for name, job in some.items():
+                steps = stack.enter_context(job.open())
+                pin_slots(steps)
+                steps.sync()
+                found[name] = Opened(steps, job.graph.lag.versions, data.load(steps.tokenizer(), seed=0), 0)
         yield found
 
 
@@ -109,6 +113,6 @@ def interleaved(jobs: Mapping[str, Opened], prompts: int, runs: int, steps: int)
     now = dict(jobs)
     for run in range(runs + 1):
         for name in jobs:
-            seconds, now[name] = timed(now[name], prompts, steps if run else 4)
+            seconds, now[name] = timed(now[name], prompts, steps)
             found[name] += [seconds] * (run > 0)
     return found
