@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -16,10 +17,10 @@ import numpy as np
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import parse_json
-from flowrl.run.engine.timeline import Timeline
+from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
-from flowrl.run.prediction.measured.traces import driver_of, warm
+from flowrl.run.prediction.measured.traces import driver_of, instances, loads_of, warm
 from flowrl.run.prediction.measured.work import Kind, Work
 
 _COMPUTING: tuple[Kind, ...] = ("generate", "score", "update")
@@ -150,8 +151,7 @@ def measured(found: Iterable[Elsewhere]) -> Machine:
     single = [one for one in seen if one.ranks == 1 and one.overlap < _ALONE]
     ratios = {kind: [one.seconds / one.alone for one in single if one.kind == kind] for kind in _COMPUTING}
     hosted = {kind: median(found) for kind, found in ratios.items() if found}
-    both = [one for one in seen if one.ranks == 1 and one.overlap > _OVERLAPPED and one.kind in hosted]
-    slower = [1.0 + (one.seconds / one.alone / hosted[one.kind] - 1.0) / one.overlap for one in both]
+    slower = [factor for one in seen if (factor := _contention(one, hosted)) is not None]
     contention = max(1.0, median(slower)) if slower else 1.0
     ranks: dict[Kind, Line] = {}
     for kind in ("score", "update"):
@@ -176,7 +176,7 @@ def weights_of(models: Iterable[str | Path | None]) -> float:
     """The number of weights of the first of these models whose configuration is known here; 1 without one."""
     for model in models:
         try:
-            config = json.loads((Path(model or "") / "config.json").read_text(encoding="utf-8"))
+            config = parse_json((Path(model or "") / "config.json").read_bytes())
             return float(shape_of(config).weights)
         except (OSError, ValueError, KeyError):
             continue
@@ -200,6 +200,18 @@ def _seen(spans: Sequence[Span], one: Elsewhere) -> list[_Seen]:
         updates = max(load.updates for load in loads)
         found.append(_Seen(work.kind, len(ranks), longest.seconds, alone, part, updates, one.weights))
     return found
+
+
+def _contention(one: _Seen, hosted: Mapping[Kind, float]) -> float | None:
+    """How many times as long a node took while another process computed; None if too little of it did.
+
+    Of its seconds of work, those of the overlap took that many times as long.
+    """
+    if one.ranks != 1 or one.overlap < _OVERLAPPED or one.kind not in hosted:
+        return None
+    together = one.overlap * one.seconds
+    done = one.alone * hosted[one.kind] - (one.seconds - together)
+    return together / done if done > 0 else None
 
 
 def _between(spans: Sequence[Span]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from flowrl.distributed.place import Colocate, Split
@@ -85,19 +87,17 @@ class TestMeasured:
 
 
 class TestCarry:
-    NODES: Nodes = {
+    NODES: ClassVar[Nodes] = {
         "generate": (Generate(), BATCH),
         "train": (Train(), ("generate",) * 2),
         "sync": (SyncWeights(), ("train",) * 2),
     }
-    MACHINE = Machine(
-        contention=1.5, hosted={"generate": 1.1, "update": 1.2}, call=(0.05, 0.0), sync=Line(0.5), between=0.2
-    )
+    MACHINE = Machine(contention=1.5, hosted={"generate": 1.1, "update": 1.2}, call=(0.05, 0.0), sync=Line(0.5))
 
     def test_a_split_step_is_the_sum_of_its_carried_nodes(self) -> None:
         graph = graph_of(self.NODES, actor=PlacedTrainer(), rollout=PlacedRollout())
         found = predict(graph, Split(1, 1), 8, ALONE.on(self.MACHINE))
-        assert found.seconds == pytest.approx(0.2 + 2.2 + 1.2 + 0.5 + 3 * 0.05 + 2 * 0.01)
+        assert found.seconds == pytest.approx(2.2 + 1.2 + 0.5 + 3 * 0.05 + 2 * 0.01)
         assert found.unknown == ""
 
     def test_with_a_lag_both_sides_slow_each_other(self) -> None:
