@@ -97,7 +97,8 @@ class Machine:
             return costs
         backends = (graph.bindings[role] for role in (*graph.trained, *graph.bindings) if role in graph.bindings)
         weights = weights_of(getattr(backend, "starts_from", None) for backend in backends)
-        works = {name: Work.of(node) for name, node in graph.nodes.items() if name in costs.nodes}
+        known = {name: node for name, node in graph.nodes.items() if name in costs.nodes}
+        works = {name: costs.works.get(name, Work.of(node)) for name, node in known.items()}
         nodes = {
             name: self._ranks(work, costs.nodes[name][min(costs.nodes[name])], weights) for name, work in works.items()
         }
