@@ -74,16 +74,14 @@ class TestFit:
 
 
 class TestLimits:
-    DRAW = np.random.default_rng
-
     def test_longer_responses_are_cut_at_a_lower_limit(self) -> None:
-        found = relimited(np.array([3, 8, 8]), 8, 5, 0.1, self.DRAW(0))
+        found = relimited(np.array([3, 8, 8]), 8, 5, 0.1, np.random.default_rng(0))
         assert found.tolist() == [3, 5, 5]
 
     def test_responses_that_the_limit_cut_go_on(self) -> None:
-        cut = relimited(np.full(20_000, 8), 8, 10_000, 0.1, self.DRAW(0))
+        cut = relimited(np.full(20_000, 8), 8, 10_000, 0.1, np.random.default_rng(0))
         assert cut.min() > 8 and cut.mean() == pytest.approx(8 + 1 / 0.1, rel=0.03)
-        assert relimited(np.array([3, 8]), 8, 12, 0.0, self.DRAW(0)).tolist() == [3, 12]
+        assert relimited(np.array([3, 8]), 8, 12, 0.0, np.random.default_rng(0)).tolist() == [3, 12]
 
     def test_prompts_stay(self) -> None:
         costs = Costs("given", {}, {"generate": [LONG, SHORT]}, works={"generate": Work("generate", tokens=79)})

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Job = TypeVar("Job")
 
 _DONE = 1e-12
-"""Seconds of work that count as none, for rounding errors."""
+"""Seconds of work that count as none, for each second on the clock: rounding errors."""
 
 
 @dataclass(eq=False)
@@ -68,14 +68,14 @@ class SharedClock(Generic[Job]):
         """Go on to the next time at which a process starts or ends, but no further than `until`."""
         running = [one for one in self._running if one.end is None]
         begun = [one for one in running if one.start <= self.now]
-        busy = sum(left > _DONE for one in begun if one.slowed for left in one.left)
+        busy = sum(left > 0.0 for one in begun if one.slowed for left in one.left)
         slower = 1.0 + (self._contention - 1.0) * max(busy - 1, 0)
-        ends = [self.now + left * (slower if one.slowed else 1.0) for one in begun for left in one.left if left > _DONE]
+        ends = [self.now + left * (slower if one.slowed else 1.0) for one in begun for left in one.left if left > 0.0]
         ends += [self.now for one in begun if not any(one.left)]
         now = min(*ends, *(one.start for one in running if one.start > self.now), until, math.inf)
         for one in begun:
             spent = (now - self.now) / (slower if one.slowed else 1.0)
-            one.left = [left - spent if left - spent > _DONE else 0.0 for left in one.left]
+            one.left = [left - spent if left - spent > _DONE * max(now, 1.0) else 0.0 for left in one.left]
             if not any(one.left):
                 one.end = now
         self.now = now

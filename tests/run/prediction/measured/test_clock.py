@@ -63,3 +63,12 @@ class TestSharedClock:
         clock = SharedClock[str](2.0)
         clock.start("nothing", 0.5, [0.0], slowed=True)
         assert (clock.wait(), clock.now) == ([("nothing", 0.0)], 0.5)
+
+    def test_a_clock_that_is_late_still_reaches_every_end(self) -> None:
+        clock = SharedClock[int](1.3)
+        clock.now = 40_000.0
+        for number in range(50):
+            clock.start(number, clock.now + 0.1 * number, [0.1 + 0.37 * number, 0.3], slowed=True)
+        ended = 0
+        while ended < 50:
+            ended += len(clock.wait())
