@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Cost:
         """This many times the cost, or as unlikely from `low` to `high` times that."""
         every = [(self, part * factor) for part in (low, high) if part != 1.0]
         every += [(other, part * factor) for other in self.others for part in (low, high)]
-        return Cost(*(factor * each for each in self.terms), tuple(_scaled(one, part) for one, part in every))
+        return _cost((factor * each for each in self.terms), tuple(_scaled(one, part) for one, part in every))
 
     def plus(self, fixed: float = 0.0, update: float = 0.0) -> Cost:
         """With further seconds of a call, and of an optimizer step."""
@@ -108,13 +108,19 @@ class Cost:
             found = np.zeros(len(Load._fields) + 1)
             found[known] = each / units[known]
             found[0] += least
-            return Cost(*found.tolist(), others)
+            return _cost(found.tolist(), others)
 
         return cost(each, tuple(map(cost, others)) if grows.any() else ())
 
 
+def _cost(terms: Iterable[float], others: tuple[Cost, ...] = ()) -> Cost:
+    """The cost with these coefficients, in their order."""
+    fixed, row, token, padded, decode, update = terms
+    return Cost(fixed, row, token, padded, decode, update, others)
+
+
 def _scaled(cost: Cost, factor: float) -> Cost:
-    return Cost(*(factor * each for each in cost.terms))
+    return _cost(factor * each for each in cost.terms)
 
 
 def _is_alike(rows: Floats) -> bool:

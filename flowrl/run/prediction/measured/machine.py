@@ -18,6 +18,7 @@ import numpy as np
 from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import parse_json
 from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.prediction.arithmetic import shape_of
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.measured.traces import driver_of, instances, loads_of, warm

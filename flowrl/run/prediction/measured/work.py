@@ -50,8 +50,8 @@ class Work(NamedTuple):
         if self.kind != "update":
             return load
         updates = self.epochs * (1 if self.mini_batch is None else max(1, rows // self.mini_batch))
-        grown = (self.epochs * term for term in (load.rows, load.tokens, load.padded))
-        return Load(*grown, load.longest, updates)
+        rows, tokens, padded = (self.epochs * term for term in (load.rows, load.tokens, load.padded))
+        return Load(rows, tokens, padded, load.longest, updates)
 
 
 def writes_tokens(node: Node) -> bool:
