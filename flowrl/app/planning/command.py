@@ -53,26 +53,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
     ) -> None:
         """Print how a graph runs: order, parallel nodes, placement and inputs; with --costs, predicted step times; with
         --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage."""
-        if costs is None and (place or cost or (prompts and hardware is None)):
-            raise ParameterError(
-                "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
-                code="cli.bad-option",
-                missing="--costs",
-            )
-        if machine and (costs is None or len(machine) == 1):
-            raise ParameterError(
-                "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
-                "other places: --costs RUN --machine runs/alone --machine runs/split.",
-                code="cli.bad-option",
-                option="--machine",
-                found=len(machine),
-            )
-        if lengths is not None and hardware is None:
-            raise ParameterError(
-                "--lengths only applies to the prediction of memory. Pass the hardware: --hardware H100.",
-                code="cli.bad-option",
-                missing="--hardware",
-            )
+        _refuse_alone(costs, hardware, bool(place or cost or (prompts and hardware is None)), machine or (), lengths)
         lines = _planned(found := load_changed(target, imports, settings), target, prompts)
         if costs is not None:
             lines += _times(found, target, costs, place or (), prompts, cost or (), imports, machine or ())
@@ -81,6 +62,32 @@ def add_to(app: typer.Typer, out: Console) -> None:
                 found, target, hardware, lengths, prompts, costs and _measured(costs, cost or (), imports, ())
             )
         out.print("\n".join(lines), markup=False)
+
+
+def _refuse_alone(
+    costs: str | None, hardware: str | None, for_costs: bool, machine: Sequence[str], lengths: str | None
+) -> None:
+    """Refuse options that only apply with others; `for_costs` says whether there are some for ``--costs``."""
+    if costs is None and for_costs:
+        raise ParameterError(
+            "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
+            code="cli.bad-option",
+            missing="--costs",
+        )
+    if machine and (costs is None or len(machine) == 1):
+        raise ParameterError(
+            "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
+            "other places: --costs RUN --machine runs/alone --machine runs/split.",
+            code="cli.bad-option",
+            option="--machine",
+            found=len(machine),
+        )
+    if lengths is not None and hardware is None:
+        raise ParameterError(
+            "--lengths only applies to the prediction of memory. Pass the hardware: --hardware H100.",
+            code="cli.bad-option",
+            missing="--hardware",
+        )
 
 
 def _planned(found: Any, target: str, prompts: int | None) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -36,8 +36,13 @@ from flowrl.run.prediction.measured.traces import (
 from flowrl.run.prediction.measured.work import Work
 from flowrl.run.training.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from flowrl.run.prediction.measured.machine import Machine
+
+class CarriesCosts(Protocol):
+    """What places cost on a machine: `flowrl.run.prediction.measured.machine.Machine`."""
+
+    def carry(self, costs: Costs, graph: Graph) -> Costs:
+        """Costs of one process for a graph, as they are at other places."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Costs:
     prompts: int = 1
     place: Place | None = None
     works: Mapping[str, Work] = field(default_factory=dict)
-    machine: Machine | None = None
+    machine: CarriesCosts | None = None
     contention: float = 1.0
     bound: int = 0
 
@@ -130,7 +135,7 @@ class Costs:
         works = {node: work for node, work in self.works.items() if node not in seconds}
         return replace(self, nodes=nodes, noise=noise, works=works)
 
-    def on(self, machine: Machine) -> Costs:
+    def on(self, machine: CarriesCosts) -> Costs:
         """A copy that predicts other places by what these cost on a machine."""
         return replace(self, machine=machine)
 

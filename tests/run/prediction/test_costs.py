@@ -1,4 +1,4 @@
-"""Tests of `costs.py` and `cost.py`: fitting recovers known costs from a trace.
+"""Tests of `costs.py`, `cost.py` and `measured/traces.py`: fitting recovers known costs from a trace.
 
 Lengths are sampled, not averaged; missing costs are refused.
 """
