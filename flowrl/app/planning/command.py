@@ -46,6 +46,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         cost: Annotated[
             list[str] | None, typer.Option(help="NODE=SECONDS for a node without a recorded cost. Repeatable.")
         ] = None,
+        machine: Annotated[
+            list[str] | None,
+            typer.Option(help="Runs of one job here, in one process and then elsewhere: what places cost. Repeatable."),
+        ] = None,
         hardware: _Hardware = None,
         lengths: _Lengths = None,
         search: _Search = False,
@@ -61,12 +65,20 @@ def add_to(app: typer.Typer, out: Console) -> None:
         the places that are predicted to be the fastest."""
         if costs is None and (place or cost or (prompts and hardware is None)):
             raise _alone("--place, --prompts and --cost", "predictions. Pass the run with the costs", "--costs RUN")
+        if machine and (costs is None or len(machine) == 1):
+            raise ParameterError(
+                "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
+                "other places: --costs RUN --machine runs/alone --machine runs/split.",
+                code="cli.bad-option",
+                option="--machine",
+                found=len(machine),
+            )
         if lengths is not None and hardware is None:
             raise _alone("--lengths", "the prediction of memory. Pass the hardware", "--hardware H100")
         if gpus and not search:
             raise _alone("--gpus", "the ranking of places. Pass --search", "--search")
         found = load_changed(target, imports, settings)
-        measured = None if costs is None else _measured(costs, cost or (), imports)
+        measured = None if costs is None else _measured(costs, cost or (), imports, machine or ())
         sized = None if hardware is None else _sized(found, target, hardware, lengths, prompts)
         if search:
             lines = _searched(found, target, gpus or (), sized, prompts, measured)
@@ -138,11 +150,13 @@ def _times(
     return [f"predicted from {costs}, with {count} prompts per step:", *predicted]
 
 
-def _measured(costs: str, cost: Sequence[str], imports: bool) -> Any:
-    """The costs of a run, with those that are given."""
+def _measured(costs: str, cost: Sequence[str], imports: bool, machine: Sequence[str]) -> Any:
+    """The costs of a run, with those that are given, on the machine of other runs."""
     from flowrl.run.prediction.costs import Costs
+    from flowrl.run.prediction.measured.machine import Machine
 
-    return Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+    found = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+    return found.on(Machine.of(*machine)) if machine else found
 
 
 def _job(found: Any, target: str, option: str) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -19,11 +18,31 @@ from flowrl.data.keys import Key
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.files.values import decode, refuse_foreign
-from flowrl.run.engine.runner import Lengths
+from flowrl.run.engine.runner import Counts, Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost, Load
+from flowrl.run.prediction.measured.similar import forward_of, similar, split
+from flowrl.run.prediction.measured.traces import (
+    Samples,
+    between_of,
+    driver_of,
+    instances,
+    lengths_of,
+    loads_of,
+    samples_of,
+    warm,
+)
+from flowrl.run.prediction.measured.work import Work
 from flowrl.run.training.run_folder import RunFolder
+
+
+class CarriesCosts(Protocol):
+    """What places cost on a machine: `flowrl.run.prediction.measured.machine.Machine`."""
+
+    def carry(self, costs: Costs, graph: Graph) -> Costs:
+        """Costs of one process for a graph, as they are at other places."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,10 @@ class Costs:
         between: seconds of a step in which no node runs.
         prompts: prompts per step of the run.
         place: of the run; None is one process.
+        works: what the measured nodes did with their rows, by which others resemble them.
+        machine: carries costs of one process to other places, if it was measured; see `on`.
+        contention: how many times as long a process takes while another one computes, too.
+        bound: -1 and 1 give the least and the most seconds that explain the measurements, 0 the usual ones.
     """
 
     source: str
@@ -51,6 +74,10 @@ class Costs:
     between: float = 0.0
     prompts: int = 1
     place: Place | None = None
+    works: Mapping[str, Work] = field(default_factory=dict)
+    machine: CarriesCosts | None = None
+    contention: float = 1.0
+    bound: int = 0
 
     @staticmethod
     def of(run: str | Path, *, imports: bool | None = None) -> Costs:
@@ -72,17 +99,21 @@ class Costs:
     @staticmethod
     def measured(run: str | Path) -> Costs:
         """The costs that a run measured, without its place, of which nothing is imported."""
-        prompts, timeline, steps = _read(Path(run))
-        warm = _warm(timeline.spans)
-        trained, nodes = [span for span in warm if "/" not in span.name], _fitted(warm)
+        described, timeline, steps = _read(Path(run))
+        operators = {name: node["operator"] for name, node in described.get("graph", {}).get("nodes", {}).items()}
+        recorded = {name: Work.recorded(operator) for name, operator in operators.items()}
+        spans = warm(timeline.spans)
+        nodes = _fitted(samples_of(spans, recorded), recorded)
+        trained = [span for span in spans if "/" not in span.name]
         return Costs(
             str(run),
             nodes,
-            _lengths(timeline.spans),
-            _noise(trained, nodes),
-            *_driver(trained),
-            _between(trained, steps),
-            prompts,
+            lengths_of(timeline.spans),
+            _noise(trained, nodes, recorded),
+            *driver_of(trained),
+            between_of(trained, steps),
+            described["training"]["prompts"],
+            works={name: work for name, work in recorded.items() if name in nodes},
         )
 
     def given(self, **seconds: float) -> Costs:
@@ -101,19 +132,33 @@ class Costs:
                 )
         nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
-        return replace(self, nodes=nodes, noise=noise)
+        works = {node: work for node, work in self.works.items() if node not in seconds}
+        return replace(self, nodes=nodes, noise=noise, works=works)
 
-    def refuse_unmeasured(self, graph: Graph) -> None:
-        """Refuse a graph with nodes that were not measured."""
-        if missing := [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]:
+    def on(self, machine: CarriesCosts) -> Costs:
+        """A copy that predicts other places by what these cost on a machine."""
+        return replace(self, machine=machine)
+
+    def covering(self, graph: Graph) -> Costs:
+        """A copy with costs of all nodes of a graph: those that were not measured from measured ones that do similar
+        work, with a wider range.
+
+        Raises:
+            DataError: no measured node does similar work.
+        """
+        absent = [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]
+        found = {name: similar(Work.of(graph[name]), self.nodes, self.works) for name in absent}
+        if missing := [name for name, ranks in found.items() if ranks is None]:
             raise DataError(
-                f"{self.source} has no costs of {', '.join(missing)} of {graph.name}. Run that graph for a few steps "
-                f"and use its costs, or pass seconds: costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1.",
+                f"{self.source} has no costs of {', '.join(missing)} of {graph.name}, nor of a node that does similar "
+                f"work. Run that graph for a few steps and use its costs, or pass seconds: "
+                f"costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1.",
                 code="predict.unmeasured-node",
                 graph=graph.name,
                 nodes=missing,
                 path=self.source,
             )
+        return replace(self, nodes={**self.nodes, **{name: ranks for name, ranks in found.items() if ranks}})
 
     def seconds(self, node: str, ranks: int, load: Load, step: int | None = None) -> float:
         """The seconds of a node on one rank, from the closest measured number of ranks.
@@ -122,7 +167,8 @@ class Costs:
         averaged away.
         """
         known = self.nodes[node]
-        usual = known[min(known, key=lambda other: (abs(other - ranks), other))].seconds(load)
+        cost = known[min(known, key=lambda other: (abs(other - ranks), other))]
+        usual = cost.range(load)[1 + self.bound]
         if step is None or not self.noise:
             return usual
         return usual * self.noise[step % len(self.noise)].get(node, 1.0)
@@ -136,10 +182,14 @@ class Costs:
         known = self.turns.get(what, {})
         return known.get(node, median(known.values()) if known else 0.0)
 
-    def draw(self, node: str, rows: int, key: Key) -> Lengths:
+    def draw(self, node: str, rows: int, key: Key, limit: int | None = None) -> Lengths:
         """Sample the lengths of a node's output rows from measured steps.
 
         They are consecutive rows of one or several steps, so the maximum of a few rows is shorter than that of many.
+
+        Args:
+            limit: the most tokens of a response, if the node was measured with another limit: longer responses are
+                cut, and those that the measured limit cut go on.
         """
         draw = np.random.Generator(np.random.Philox(key=key.bits))
         known, found = self.lengths.get(node, ()), list[Lengths]()
@@ -154,7 +204,29 @@ class Costs:
             rows -= count
         responses = [part.response for part in found if part.response is not None]
         tokens = np.concatenate([part.tokens for part in found])
-        return Lengths(tokens, np.concatenate(responses) if responses else None)
+        lengths = Lengths(tokens, np.concatenate(responses) if responses else None)
+        measured = self.works[node].tokens if node in self.works else None
+        if limit is None or measured is None or limit == measured or lengths.response is None:
+            return lengths
+        response = relimited(lengths.response, measured, limit, self._ending(node, measured), draw)
+        return Lengths(tokens + response - lengths.response, response)
+
+    def _ending(self, node: str, limit: int) -> float:
+        """The part of tokens after which a response ended before its limit; with `bound`, half or twice as many."""
+        every = np.concatenate([one.response for one in self.lengths[node] if one.response is not None])
+        return float((every < limit).sum() / max(every.sum(), 1)) * 2.0**-self.bound
+
+
+def relimited(response: Counts, measured: int, limit: int, ending: float, draw: np.random.Generator) -> Counts:
+    """Response lengths under another limit.
+
+    Args:
+        response: lengths under the limit `measured`.
+        ending: the probability that a response ends after a token, beyond `measured`.
+    """
+    cut = response >= measured
+    more = draw.geometric(ending, len(response)) if ending > 0 else np.full(len(response), limit)
+    return np.minimum(response + cut * more, limit)
 
 
 def _is_seconds(value: Any) -> bool:
@@ -213,9 +285,9 @@ def _damaged(folder: Path, error: Exception) -> DataError:
     )
 
 
-def _read(folder: Path) -> tuple[int, Timeline, dict[int | None, float]]:
-    """Prompts per step, trace, and seconds by step."""
-    prompts = _described(folder)["training"]["prompts"]
+def _read(folder: Path) -> tuple[Mapping[str, Any], Timeline, dict[int | None, float]]:
+    """What ran, trace, and seconds by step."""
+    described = _described(folder)
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
     if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
@@ -232,109 +304,34 @@ def _read(folder: Path) -> tuple[int, Timeline, dict[int | None, float]]:
             code="predict.no-run",
             path=folder,
         )
-    return prompts, timeline, steps
+    return described, timeline, steps
 
 
-def _warm(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order of their start, without the first of each name and place (the warm-up), if there are others."""
-    by_name: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.start):
-        by_name[span.name, span.place].append(span)
-    retained = [span for found in by_name.values() for span in found[len(found) > 1 :]]
-    return sorted(retained, key=lambda span: span.start)
-
-
-def _instances(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of nodes, grouped by node and step, each span of a group on another rank."""
-    found: list[list[Span]] = []
-    last: dict[tuple[str, int | None], int] = {}
-    for span in spans:
-        if span.kind != "node":
-            continue
-        key = span.name, span.step
-        if key in last and all(span.place != other.place for other in found[last[key]]):
-            found[last[key]].append(span)
-        else:
-            last[key] = len(found)
-            found.append([span])
-    return found
-
-
-def _fitted(spans: Sequence[Span]) -> dict[str, dict[int, Cost]]:
-    samples: dict[str, dict[int, list[tuple[Load, float]]]] = defaultdict(lambda: defaultdict(list))
-    for ranks in _instances(spans):
-        name = ranks[0].name.rpartition("/")[2]
-        samples[name][len(ranks)] += [(_load(span), span.seconds) for span in ranks]
+def _fitted(samples: Samples, works: Mapping[str, Work]) -> dict[str, dict[int, Cost]]:
     medians = [median(seconds for _, seconds in found) for by in samples.values() for found in by.values()]
     least = min(medians, default=0.0)  # the fastest node shows the overhead of a call: on Ray, milliseconds
-    return {
+    nodes = {
         name: {
             ranks: Cost.fit([load for load, _ in found], [s for _, s in found], least) for ranks, found in by.items()
         }
         for name, by in samples.items()
     }
+    measured = {name: works[name] for name in nodes if name in works}
+    for name in (name for name, work in measured.items() if work.kind == "update"):
+        forward = nodes.get(forward_of(name, measured) or "", {})
+        for ranks, cost in nodes[name].items():
+            usual = Load(*(int(median(term)) for term in zip(*(load for load, _ in samples[name][ranks]), strict=True)))
+            nodes[name][ranks] = split(cost, usual, forward.get(ranks))
+    return nodes
 
 
-def _noise(spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]]) -> list[dict[str, float]]:
+def _noise(
+    spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]], works: Mapping[str, Work]
+) -> list[dict[str, float]]:
     found: dict[int, dict[str, float]] = defaultdict(dict)
-    for ranks in _instances(spans):
+    for ranks in instances(spans):
         name, step = ranks[0].name, ranks[0].step
-        usual = sum(nodes[name][len(ranks)].seconds(_load(span)) for span in ranks)
+        usual = sum(nodes[name][len(ranks)].seconds(load) for load in loads_of(ranks, works))
         if step is not None and usual > 0:
             found[step][name] = sum(span.seconds for span in ranks) / usual
     return list(found.values())
-
-
-def _load(span: Span) -> Load:
-    return Load(span.rows, span.tokens, span.padded, max((response for _, response in span.lengths), default=0))
-
-
-def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
-    """By node, the row lengths of each training step; if only their sum is known, all equal to the mean."""
-    found: dict[str, list[Lengths]] = defaultdict(list)
-    for ranks in _instances(spans):
-        parts = [span for span in ranks if not span.repeats]
-        name, pairs = ranks[0].name, [pair for span in parts for pair in span.lengths]
-        rows, tokens = sum(span.rows for span in parts), sum(span.tokens for span in parts)
-        if pairs and "/" not in name:
-            found[name].append(Lengths(*np.array(pairs, dtype=np.int64).T))
-        elif rows and "/" not in name:
-            found[name].append(Lengths(np.diff(np.arange(rows + 1) * tokens // rows)))
-    return dict(found)
-
-
-def _driver(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """By node, the gap before its start (the driver's work); and the turns in it, by event."""
-    gaps: dict[str, list[float]] = defaultdict(list)
-    turns: dict[str, dict[str, list[float]]] = {"sleep": defaultdict(list), "wake": defaultdict(list)}
-    steps: dict[int, list[tuple[str, float, float]]] = defaultdict(list)
-    for ranks in _instances(spans):
-        if (step := ranks[0].step) is not None:
-            times = min(span.start for span in ranks), max(span.end for span in ranks)
-            steps[step].append((ranks[0].name, *times))
-    waits = [span for span in spans if span.name in turns]
-    starts = [span.start for span in waits]
-    for instances in steps.values():
-        ends = sorted(end for _, _, end in instances)
-        for name, start, _ in instances:
-            if ended := bisect_right(ends, start):
-                before = ends[ended - 1]
-                between = waits[bisect_left(starts, before) : bisect_right(starts, start)]
-                gaps[name].append(start - before - sum(span.seconds for span in between))
-                for span in between:
-                    turns[span.name][name].append(span.seconds)
-    medians = {name: max(median(found), 0.0) for name, found in gaps.items()}
-    return medians, {what: {node: median(found) for node, found in by.items()} for what, by in turns.items()}
-
-
-def _between(spans: Iterable[Span], steps: Mapping[int | None, float]) -> float:
-    """Seconds of a step before its first node and after its last."""
-    nodes: dict[int | None, list[Span]] = defaultdict(list)
-    for span in spans:
-        if span.kind == "node" and span.step in steps:
-            nodes[span.step].append(span)
-    rests = [
-        steps[step] - (max(span.end for span in found) - min(span.start for span in found))
-        for step, found in list(nodes.items())[len(nodes) > 1 :]  # the first lacks the warm-up spans
-    ]
-    return max(median(rests), 0.0) if rests else 0.0

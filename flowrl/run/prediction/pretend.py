@@ -5,9 +5,8 @@ The same `Steps` drives it as the other runners, so it predicts the engine that 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,15 +30,25 @@ from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.placement.turns import Turns
 from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.measured.clock import SharedClock
+from flowrl.run.prediction.measured.work import Work, writes_tokens
 
 _HERE = frozenset({0})
-_TOKENS = {"prompt_mask", "attention_mask"}  # nodes that write these write tokens
 
 
 class Rows(NamedTuple):
     """A placeholder for a column: its number of rows."""
 
     number: int
+
+
+class _Launched(NamedTuple):
+    """An instance that runs: its result, and the seconds of each of its processes, if no other computed."""
+
+    result: TaskResult
+    start: float
+    seconds: Sequence[float]
+    processes: Sequence[ProcessSpec]
 
 
 class PretendRunner:
@@ -52,15 +61,19 @@ class PretendRunner:
         self, processes: Sequence[ProcessSpec] | None, costs: Costs, bindings: Mapping[str, Backend] | None = None
     ) -> None:
         self.timeline = Timeline()
-        self.now = 0.0
         self.engines: Mapping[str, Any] = {}
         self._here = processes is None
         self._processes, self._costs = list(processes or ()), costs
         self._loses_weights = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
         self._unsynced: set[ProcessSpec] = set()
         self._turns = Turns(self._processes)
-        self._running: list[tuple[float, int, TaskResult]] = []  # a heap, by end and order of launch
-        self._launched = itertools.count()
+        self._clock: SharedClock[_Launched] = SharedClock(costs.contention)
+        self._works: dict[str, Work] = {}
+
+    @property
+    def now(self) -> float:
+        """The time, in seconds."""
+        return self._clock.now
 
     @property
     def swaps(self) -> bool:
@@ -73,7 +86,7 @@ class PretendRunner:
 
     def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, Rows]:
         """The rows of an input's columns; also advances the clock by a step's time between nodes."""
-        self.now += self._costs.between
+        self._clock.spend(self._costs.between)
         return {name: Rows(len(column)) for name, column in columns.items()}
 
     def launch(self, task: Task) -> None:
@@ -88,22 +101,24 @@ class PretendRunner:
         start = self.now + self._costs.gap(name)
         dealt = _shares(task, rows, processes[0].mesh.data_ranks if processes else 1)
         shares = [dealt[one.position.data_rank] for one in processes] or dealt
-        loads = [_load(written or task.lengths, share) for share in shares]
+        lengths, work = written or task.lengths, self._work(node)
+        loads = [work.load(_load(lengths, share), 0 if lengths is None else len(lengths.tokens)) for share in shares]
         seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
-        self._enter(task, start, seconds, processes)
         outputs = {
             output: Rows(rows * node.operator.rows_factor) if isinstance(column, ColumnType) else None
             for output, column in node.signature.outputs.items()
         }
+        if node.is_sync:
+            self._unsynced.difference_update(processes)
         done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
-        heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
+        self._clock.start(_Launched(done, start, seconds, processes), start, seconds, bool(self.slots(node)))
 
     def wait(self) -> Sequence[TaskResult]:
         """The instances that end next."""
-        self.now = max(self.now, self._running[0][0])
         done = []
-        while self._running and self._running[0][0] <= self.now:
-            done.append(heapq.heappop(self._running)[2])
+        for launched, seconds in self._clock.wait():
+            self._enter(launched, seconds)
+            done.append(replace(launched.result, seconds=seconds))
         return done
 
     def fetch(self, node: Node, output: str, value: Rows) -> Tensor | np.ndarray[Any, Any]:
@@ -128,27 +143,34 @@ class PretendRunner:
         self._unsynced |= {one for one in slept if self._loses_weights & set(one.roles)}
         for event, affected in (("sleep", slept), ("wake", woken)):
             if affected:
-                start, self.now = self.now, self.now + self._costs.turn(event, node)
+                start = self.now
+                self._clock.spend(self._costs.turn(event, node))
                 self.timeline.add(event, "driver", start, self.now, kind="wait")
 
     def _written(self, task: Task, rows: int) -> Lengths | None:
         """The lengths of a node's output rows, if it writes tokens."""
         operator = task.node.operator
-        if not _TOKENS & operator.signature.outputs.keys():
+        if not writes_tokens(task.node):
             return None
         key = Key.of(task.seed).derive(task.node.name, -1 if task.step is None else task.step)
-        return self._costs.draw(task.node.name, rows * operator.rows_factor, key)
+        return self._costs.draw(task.node.name, rows * operator.rows_factor, key, self._work(task.node).tokens)
 
-    def _enter(self, task: Task, start: float, seconds: Sequence[float], processes: Sequence[ProcessSpec]) -> None:
+    def _work(self, node: Node) -> Work:
+        """What a node does with its rows."""
+        if node.name not in self._works:
+            self._works[node.name] = Work.of(node)
+        return self._works[node.name]
+
+    def _enter(self, launched: _Launched, seconds: float) -> None:
         """Add a span for every busy slot; a sync also occupies those of the trainer."""
-        if task.node.is_sync:
-            self._unsynced.difference_update(processes)
-        by_slot = {slot: s for one, s in zip(processes, seconds, strict=False) for slot in one.slots}
+        task, start = launched.result.task, launched.start
+        slower = seconds / most if (most := max(launched.seconds)) else 1.0
+        by_slot = {slot: s for one, s in zip(launched.processes, launched.seconds, strict=False) for slot in one.slots}
         for slot in sorted(self.slots(task.node)):
-            taken = by_slot.get(slot, max(seconds))
+            taken = slower * by_slot.get(slot, most)
             self.timeline.spans.append(Span(task.node.name, place_of(slot), start, start + taken, step=task.step))
         if not self.slots(task.node):
-            self.timeline.spans.append(Span(task.node.name, "general", start, start + max(seconds), step=task.step))
+            self.timeline.spans.append(Span(task.node.name, "general", start, start + seconds, step=task.step))
 
     # ---- engines: there are none
 

@@ -54,6 +54,7 @@ def test_the_suggested_change_fits_when_it_is_applied(command: Command, training
         (("--hardware", "H100", "--lengths", "max=9,response=4"), "--lengths max=9,response=4 has no numbers"),
         (("--hardware", "H100", "--lengths", "mean=9,max=8"), "Rows of 9 tokens on average and at most 8 cannot be"),
         (("--hardware", "Hardware(memory=24)", "--lengths", "mean=4,max=8"), "Times need the speed of own hardware"),
+        (("--costs", "own", "--machine", "own"), "--machine needs --costs RUN, and two or more runs"),
         (("--lengths", "prompt=1"), "--lengths only applies to the prediction of memory"),
         (("--hardware", "H100"), "has no longest prompt"),
     ],
@@ -85,6 +86,13 @@ def test_costs_of_a_run_replace_the_prediction(command: Command, training: Path)
     result = command("plan", f"{training}:training", *options)
     assert re.search(r"^    update_actor: [\d.e-]+ s, measured in .*own$", result.out, re.MULTILINE)
     assert "of published steps" not in result.out
+    plan = ("plan", f"{training}:training", "--costs", "own", "--place", "Colocate(gpus=1)")
+    assert "no costs of syncs and turns between processes" in command(*plan).out
+    carried = command(*plan, "--machine", "own", "--machine", "own")
+    assert carried.code == 0 and "no costs of syncs" not in carried.out
+    assert re.search(
+        r"^Colocate\(gpus=1\): a step takes [\d.]+ s \(80 %: [\d.]+ to [\d.]+ s\)$", carried.out, re.MULTILINE
+    )
 
 
 def test_a_graph_without_backends_is_refused(command: Command) -> None:

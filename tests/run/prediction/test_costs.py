@@ -1,4 +1,4 @@
-"""Tests of `costs.py` and `cost.py`: fitting recovers known costs from a trace.
+"""Tests of `costs.py`, `cost.py` and `measured/traces.py`: fitting recovers known costs from a trace.
 
 Lengths are sampled, not averaged; missing costs are refused.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl import Colocate, PromptData, Training, Validation
+from flowrl import After, Colocate, PromptData, Training, Validation
 from flowrl.data.keys import Key
 from flowrl.errors import DataError
 from flowrl.files.values import encode
 from flowrl.graph import Graph
-from flowrl.graphs import grpo
+from flowrl.operators import PassAtK
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost, Load
-from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.costs import Costs, relimited
+from flowrl.run.prediction.measured.work import Work
 from flowrl.run.prediction.prediction import predict
 from tests.support.errors import raises
 from tests.support.jobs import job_of
@@ -69,6 +71,23 @@ class TestFit:
     def test_fitted_costs_are_not_negative(self, measured: list[tuple[int, int, int, float]]) -> None:
         found = Cost.fit([Load(*given[:3]) for given in measured], [given[3] for given in measured])
         assert all(term >= 0 for term in (found.fixed, found.row, found.token, found.padded, found.decode))
+
+
+class TestLimits:
+    def test_longer_responses_are_cut_at_a_lower_limit(self) -> None:
+        found = relimited(np.array([3, 8, 8]), 8, 5, 0.1, np.random.default_rng(0))
+        assert found.tolist() == [3, 5, 5]
+
+    def test_responses_that_the_limit_cut_go_on(self) -> None:
+        cut = relimited(np.full(20_000, 8), 8, 10_000, 0.1, np.random.default_rng(0))
+        assert cut.min() > 8 and cut.mean() == pytest.approx(8 + 1 / 0.1, rel=0.03)
+        assert relimited(np.array([3, 8]), 8, 12, 0.0, np.random.default_rng(0)).tolist() == [3, 12]
+
+    def test_prompts_stay(self) -> None:
+        costs = Costs("given", {}, {"generate": [LONG, SHORT]}, works={"generate": Work("generate", tokens=79)})
+        lengths = costs.draw("generate", 8, Key.of(0), 10)
+        assert lengths.response is not None
+        assert lengths.response.max() == 10 and sorted(lengths.tokens - lengths.response) == [19] * 4 + [20] * 4
 
 
 LONG = Lengths(np.array([30, 31, 32, 99]), np.array([10, 11, 12, 79]))
@@ -287,13 +306,37 @@ class TestOfTraining:
         assert before == str(graph.diff(lighter))
         assert after == f"this edit: {found.seconds[0]:.3g} s → {found.seconds[1]:.3g} s"
 
-    def test_a_diff_with_an_unmeasured_node_needs_a_given_cost(self, trained: tuple[Training, str]) -> None:
+    def test_an_unmeasured_node_is_predicted_from_one_that_does_similar_work(
+        self, trained: tuple[Training, str]
+    ) -> None:
+        training, costs = trained[0], Costs.of(trained[1])
+        graph: Graph = training.job.graph
+        longer = graph.edit(insert={"pass_at_k": After("reward", PassAtK(2))})
+        before, after = (predict(one, None, training.prompts, costs) for one in (graph, longer))
+        assert after.low < after.seconds < after.high
+        assert after.high / after.seconds > before.high / before.seconds
+        assert predict(longer, None, training.prompts, costs.given(pass_at_k=5.0)).seconds > 5.0
+
+    def test_a_node_that_resembles_no_measured_one_is_refused(self, trained: tuple[Training, str]) -> None:
         graph: Graph = trained[0].job.graph
-        costs = Costs.of(trained[1])
-        other = grpo(digits, n=2, max_new_tokens=6).edit(rename={"reward": "score"})
-        with raises("predict.unmeasured-node", graph="grpo", nodes=("score",)):
-            graph.diff(other, costs)
-        assert graph.diff(other, costs.given(score=0.1)).seconds is not None
+        costs = replace(Costs.of(trained[1]), nodes={}).given(reward=0.1)
+        with raises("predict.unmeasured-node", graph="grpo", path=trained[1]):
+            graph.diff(graph, costs)
+
+    def test_edits_of_epochs_and_limits_change_the_prediction(self, trained: tuple[Training, str]) -> None:
+        training, costs = trained[0], replace(Costs.of(trained[1]), noise=())
+        graph: Graph = training.job.graph
+        update = costs.nodes["update_actor"][1]
+
+        def seconds(**changes: Any) -> float:
+            edited = graph.edit(set={name.replace("__", "."): value for name, value in changes.items()})
+            return predict(edited, None, training.prompts, costs, optimize=False).seconds
+
+        more = seconds(update_actor__ppo_epochs=3) - seconds(update_actor__ppo_epochs=2)
+        assert more == pytest.approx(seconds(update_actor__ppo_epochs=4) - seconds(update_actor__ppo_epochs=3))
+        assert more > 0 and update.update >= 0
+        assert seconds(generate__max_new_tokens=2) < seconds() < seconds(generate__max_new_tokens=24)
+        assert seconds(repeat__n=4) > seconds()
 
     def test_a_run_path_in_place_of_costs_is_refused(self, trained: tuple[Training, str]) -> None:
         graph = trained[0].job.graph

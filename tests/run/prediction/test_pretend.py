@@ -117,7 +117,7 @@ class CheckedRunner(PretendRunner):
         if number in self.failing_calls:
             self.failing_calls.discard(number)
             self.running.clear()
-            self._running.clear()
+            self._clock.clear()
             raise NodeError("lost")
         finished = super().wait()
         for one in finished:

@@ -1,0 +1,1 @@
+"""Tests of ``flowrl/run/prediction/measured``."""
