@@ -61,9 +61,9 @@ def test_training_goes_on_to_the_bit_with_another_offload(found: Any) -> None:
 
 @pytest.mark.parametrize("case", ["muon", "experts"])
 def test_muon_steps_whole_matrices_on_every_mesh(found: Any, case: str) -> None:
-    """Up to the rounding of gradients, which its bfloat16 iterations enlarge: a step is at most 2e-4 here."""
+    """Up to the rounding of gradients, which its bfloat16 iterations enlarge to 1.3e-5 of the weights here."""
     truth, mesh, ranks = found
-    assert_as_one(truth[case], mesh, [rank[case] for rank in ranks], 1e-6)
+    assert_as_one(truth[case], mesh, [rank[case] for rank in ranks], 5e-5)
     assert all(one["muon"]["same"] for one in (truth, *ranks))
 
 
