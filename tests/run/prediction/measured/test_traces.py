@@ -1,4 +1,4 @@
-"""Loads of a trace, and the time between its nodes, computed by hand; whole runs: `tests/run/prediction/test_costs.py`."""
+"""Loads of a trace, and the time between its nodes, computed by hand; whole runs: `test_costs.py`."""
 
 from __future__ import annotations
 
