@@ -65,7 +65,7 @@ class MegatronMesh(GroupMesh):
             tensor.copy_(found)
         return tensor
 
-    def union(self, named: dict[str, T]) -> dict[str, T]:  # type: ignore[override]
+    def union(self, named: dict[str, T]) -> dict[str, T]:
         """What all stages have by name; a collective."""
         found: list[Any] = [None] * self.spec.pipeline
         dist.all_gather_object(found, named, parallel_state.get_pipeline_model_parallel_group())

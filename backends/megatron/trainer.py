@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
@@ -106,7 +106,7 @@ class MegatronTrainer(TrainedSpec):
         from flowrl.backends.torch.meshes.group import joined
         from flowrl.backends.torch.score.engine import Residence
 
-        folder = cast(str, self.model)
+        folder = self.model
         self._refuse_unfit(folder)
         place = device_of(self, self.device)
         mesh = MegatronMesh(self.geometry, joined(context, self.geometry.ranks, place), place)

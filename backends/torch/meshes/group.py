@@ -36,7 +36,7 @@ class GroupMesh(ProcessMesh):
 
     def _subgroup(self, axis: str) -> ProcessGroup:
         """This process's group on an axis, with the timeout of the whole one; see `Mesh.together`."""
-        patience = self.group._get_backend(self.device).options._timeout  # type: ignore[union-attr]
+        patience = self.group._get_backend(self.device).options._timeout
         found, _ = dist.new_subgroups_by_enumeration(self.spec.together(axis), patience)
         return cast(ProcessGroup, found)
 

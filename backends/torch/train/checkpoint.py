@@ -95,9 +95,8 @@ def load(
             stored = _pieces(folder, files)
             scales = {name: stored.pop(name) for name in [*stored] if name.startswith("scales.")}
             if not any(map(_of_optimizer, stored)):  # written before the first step
-                tensors, expected = (
-                    {n: x for n, x in of.items() if not _of_optimizer(n)} for of in (tensors, expected)
-                )
+                tensors = {name: tensor for name, tensor in tensors.items() if not _of_optimizer(name)}
+                expected = {name: kind for name, kind in expected.items() if not _of_optimizer(name)}
                 state = {}
             found = {name: _described(pieces) for name, pieces in stored.items()}
             if expected != found:

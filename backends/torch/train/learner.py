@@ -100,7 +100,7 @@ class TrainedSpec(MeshBackend):
         """The same with its schedule in a run of this many optimizer steps."""
         return replace(self, schedule=self.schedule.over(updates)) if self.over_run else self
 
-    def footprint(self, demand: Demand) -> Footprint:
+    def footprint(self, demand: Demand) -> Footprint | None:
         """See `Backend.footprint`; of a body with a scalar head."""
         return self.trained_footprint(demand, None)
 

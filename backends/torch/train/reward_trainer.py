@@ -131,8 +131,10 @@ class TorchRewardTrainerEngine(TorchRewardModelEngine, TrainedEngine):
 
         A collective: each rank writes some of the files.
         """
-        from flowrl.backends.torch.train.saving import save_gathered  # here, since it takes seconds to import
+        from flowrl.backends.torch.train.saving import save_gathered  # here and below, since it takes seconds to import
+        from flowrl.backends.torch.train.shards import gathered_weights
 
-        save_gathered(self._body.mesh, self._classifier, folder, BUCKET_BYTES)
+        mesh = self._body.mesh
+        save_gathered(mesh, self._classifier, folder, gathered_weights(mesh, self._classifier, BUCKET_BYTES))
         if self._body.mesh.position.leads:
             self._own_tokenizer.save_pretrained(folder)

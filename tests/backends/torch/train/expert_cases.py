@@ -77,7 +77,7 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     saving._FILE_BYTES, opened = 200_000, []
     saving.TensorFile = lambda path, *args: opened.append(Path(path).name) or TensorFile(path, *args)
     with LiveBytes() as saved:
-        saving.save_gathered(mesh, lm, str(ranks.folder / "deep-saved"), BUCKET)
+        saving.save_gathered(mesh, lm, str(ranks.folder / "deep-saved"), shards.gathered_weights(mesh, lm, BUCKET))
     block: Any = lm.get_submodule("model.layers.3")
     ends: list[Any] = [lm.get_input_embeddings(), lm.get_output_embeddings()]
     whole: list[bool] = []
