@@ -60,7 +60,7 @@ class MuonAdamW(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of each parameter with a gradient."""
         groups = self.param_groups
         try:

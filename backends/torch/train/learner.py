@@ -283,8 +283,8 @@ class Learner:
         # A copy, since torch would use the caller's tensors.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if isinstance(self._stepped, Streamed):  # torch moves states to their parameters
-            for parameter, found in self.optimizer.state.items():
-                self.optimizer.state[parameter] = self._stepped.at_rest(found)
+            for stepped, found in self.optimizer.state.items():
+                self.optimizer.state[stepped] = self._stepped.at_rest(found)
         self._steps, self.version = int(state["steps"]), int(state["version"])
 
     def save_checkpoint(self, folder: str) -> None:

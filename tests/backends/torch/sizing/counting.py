@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
@@ -149,7 +149,8 @@ class Elsewhere:
         self.copies: list[Tensor] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        self.copies.append(torch.from_numpy(tensor.detach().numpy().copy()))  # no operation that a counter sees
+        with _disable_current_modes():  # no operation that a counter sees
+            self.copies.append(tensor.detach().clone())
         self.counter.ignore(self.copies[-1])
         return self.copies[-1]
 
