@@ -193,7 +193,8 @@ def test_every_mesh_learns_over_two_machines_as_one_process(
     tmp_path: Path,
 ) -> None:
     """Two ranks of each role on both machines: the same metrics and weights; a resumed run is the same to the bit."""
-    model = tiny_folder(tmp_path, kind, num_key_value_heads=2) if kind == "llama" else architecture(tmp_path, kind)
+    make = tiny_folder if kind == "llama" else architecture
+    model = make(tmp_path, kind, num_key_value_heads=2)
     job = job_of(algorithm, model, trainer={"lora": lora}, **SETTINGS)
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
     training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
