@@ -55,7 +55,8 @@ class Desk:
             log.write(line)
 
     def block(self, call: str) -> None:
-        """The next `call` (``"actor.update"``) reports its process id and then waits forever."""
+        """The next `call` (``"actor.update"``, of one rank ``"actor[1].update"``) reports its process id, then waits
+        forever."""
         os.mkfifo(self.folder / f"{call}.block")
 
     def blocked(self, call: str) -> int:
@@ -88,17 +89,22 @@ class Desk:
             error = {"ValueError": ValueError, "EngineError": EngineError}[fault.read_text()]
             fault.unlink()
             raise error(f"{call} was set to fail")
-        if (fifo := self.folder / f"{call}.block").exists():
-            writer = os.open(fifo, os.O_WRONLY)  # until a reader opens it
-            fifo.unlink()
-            os.write(writer, str(os.getpid()).encode())
-            os.close(writer)
-            threading.Event().wait()
+        for name in (call, f"{role}[{rank}].{method}"):
+            self._block(self.folder / f"{name}.block")
         if (gate := self.folder / f"{call}.hold").exists():
             gate.read_text()  # until a writer opens it
             gate.unlink()
         if (meeting := self.folder / f"{call}.meet").exists():
             self._meet(call, meeting.read_text().split())
+
+    def _block(self, fifo: Path) -> None:
+        """Report this process's id through the pipe and wait forever, if the pipe exists."""
+        if fifo.exists():
+            writer = os.open(fifo, os.O_WRONLY)  # until a reader opens it
+            fifo.unlink()
+            os.write(writer, str(os.getpid()).encode())
+            os.close(writer)
+            threading.Event().wait()
 
     def _meet(self, call: str, calls: list[str]) -> None:
         """Write a byte to every other call, and read one of each: only concurrent calls get through."""

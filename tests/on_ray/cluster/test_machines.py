@@ -113,10 +113,18 @@ def test_a_lost_machine_is_named_and_the_run_resumes_on_another(
 @pytest.mark.nightly
 @pytest.mark.parametrize("second_node", [1], indirect=True)
 @pytest.mark.parametrize(
-    "call", ["rollout.generate", "ref.log_probs", "actor.update", "actor.weights", "rollout.sync", "ref.wake"]
+    "call",
+    [
+        "rollout[1].generate",
+        "ref[1].log_probs",
+        "actor[1].update",
+        "actor[1].weights",
+        "rollout[1].sync",
+        "ref[1].wake",
+    ],
 )
 def test_a_machine_lost_in_any_call_is_named(call: str, second_node: SecondNode, tiny: str, tmp_path: Path) -> None:
-    """One rank of the role waits in the call, on either machine, as the second one is lost."""
+    """The rank of the role on the second machine waits in the call as the machine is lost."""
     desk = Desk(str(tmp_path))
     ranks = {"actor": 2, "ref": 2, "rollout": 2}
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path, tiny, ranks, Colocate(2, per_machine=1))
@@ -142,7 +150,7 @@ def test_a_machine_that_stops_responding_is_named(second_node: SecondNode, tiny:
     frozen: list[int] = []
 
     def freeze() -> None:
-        desk.blocked("actor.update")
+        desk.blocked("actor[1].update")
         second_node.freeze()
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
@@ -153,7 +161,7 @@ def test_a_machine_that_stops_responding_is_named(second_node: SecondNode, tiny:
             processes += pids.values()
             frozen += [pid for plan, pid in pids.items() if plan is not None and plan.rank == 1]
             executor.sync()
-            desk.block("actor.update")
+            desk.block("actor[1].update")
             thread = threading.Thread(target=freeze)
             thread.start()
             executor.step(proto(prompt_batch([[11, 12], [13], [14, 15]])), 0)
@@ -185,7 +193,8 @@ def test_every_mesh_learns_over_two_machines_as_one_process(
     tmp_path: Path,
 ) -> None:
     """Two ranks of each role on both machines: the same metrics and weights; a resumed run is the same to the bit."""
-    model = tiny_folder(tmp_path, kind, num_key_value_heads=2) if kind == "llama" else architecture(tmp_path, kind)
+    make = tiny_folder if kind == "llama" else architecture
+    model = make(tmp_path, kind, num_key_value_heads=2)
     job = job_of(algorithm, model, trainer={"lora": lora}, **SETTINGS)
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
     training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
