@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -73,6 +74,9 @@ class Stage:
             position_embedding_type="rope",
         ).to(mesh.device, dtype)
         self.module.rotary_pos_emb.inv_freq = frequencies.to(mesh.device)
+        if mesh.first and config.pad_token_id is not None:
+            embedding = self.module.embedding.word_embeddings
+            embedding.register_forward_hook(partial(_detach_padding, config.pad_token_id))
         self.shards: dict[str, nn.Parameter] = {}
         """The weights that this process trains, by their names in the whole model, as parts of them."""
         self._local: dict[str, nn.Parameter] = {}
@@ -205,6 +209,12 @@ class Stage:
         if not self.tied or self._mesh.first == self._mesh.last:
             return None
         return cast(nn.Parameter, self.module.shared_embedding_or_output_weight())
+
+
+def _detach_padding(pad: int, _: nn.Module, read: tuple[Tensor], embedded: Tensor) -> Tensor:
+    """Embeddings without a gradient for padding tokens, also if they were sampled; `nn.Embedding` does so in
+    transformers."""
+    return torch.where((read[0] == pad)[..., None], embedded.detach(), embedded)
 
 
 def _transformer_config(

@@ -22,7 +22,7 @@ from tests.backends.torch.meshes import context_cases as shared
 from tests.backends.torch.meshes.context_cases import ADAMW, ALL, MINIS, OVER_ROWS, PPO, ROWS
 from tests.backends.torch.meshes.processes import main, name_of
 from tests.backends.torch.train.fsdp_cases import error_of, weights
-from tests.support.models import ragged
+from tests.support.models import PAD, ragged
 from tests.support.rows.cut_rows import cut
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -55,9 +55,12 @@ def scores(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 
 def gradient(ranks: Ranks, kind: str = "llama", **settings: Any) -> dict[str, Any]:
-    """One step of a rate that leaves little of the weights but their gradients."""
+    """One step of a rate that leaves little of the weights but their gradients. A padding token was sampled."""
     engine, batch = ranks.trainer(kind, optimizer=SGD(lr=1e3), grad_clip=None, **settings), ranks.batch(kind)
-    before = weights(engine)
+    (row, token), *_ = batch.response_mask.nonzero().tolist()
+    ids = batch.input_ids.clone()
+    ids[row, token - batch.response_mask.shape[1]] = PAD
+    batch, before = batch._replace(input_ids=ids), weights(engine)
     metrics = engine.update(batch, ranks.minis(batch, PPO, ALL), PPO)
     return {"close": {name: after - before[name] for name, after in weights(engine).items()}, "metrics": [metrics]}
 

@@ -1,4 +1,4 @@
-"""A run on Ray whose actor is a `MegatronTrainer` of two stages."""
+"""Runs on Ray whose actor is a `MegatronTrainer`, against a `TorchTrainer` in one process, and until it learns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from flowrl import PromptData, Training
 from flowrl.backends import AdamW, Mesh, TorchRollout
 from flowrl.distributed.place import Colocate
 from tests.backends.megatron.on_cpu import MegatronOnCPU
+from tests.on_ray.parity.test_context import close
+from tests.on_ray.parity.test_parity import numbers, relative, saved
+from tests.on_ray.process_leaks import leaves_nothing
+from tests.support.jobs import job_of
 from tests.support.models import tiny_folder
 from tests.test_learning import job as learning_job
 from tests.test_learning import rewards, write_task
@@ -23,6 +27,24 @@ pytestmark = [
     pytest.mark.usefixtures("cluster"),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
 ]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipeline=2), Mesh(replicate=2)], ids=["pipeline", "replicate"])
+def test_megatron_learns_as_torch_in_one_process(mesh: Mesh, prompts_file: str, tmp_path: Path) -> None:
+    """Three steps of two mini-batches: the same metrics and weights, receipts of syncs included."""
+    model = tiny_folder(tmp_path, "qwen2")
+    job = job_of("grpo", model, n=3, mini_batch=6, optimizer=AdamW(lr=1e-3, eps=1e-5))
+    job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
+    actor = MegatronOnCPU(model, AdamW(lr=1e-3, eps=1e-5), device="cpu", mesh=mesh)
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
+    local = training.run()
+    split = job.edit(bind={"actor": actor, "ref": replace(job.graph.bindings["ref"], mesh=Mesh(fsdp=2))})  # type: ignore[type-var]
+    there = replace(training, job=replace(split, place=Colocate(2)), folder=str(tmp_path / "ray"))
+    with leaves_nothing():
+        remote = there.run()
+    close(numbers(remote.metrics), numbers(local.metrics))
+    one, two = (saved(tmp_path / name / "actor") for name in ("local", "ray"))
+    assert all(relative(one[name], two[name]) < 1e-5 for name in one)
 
 
 def test_grpo_with_megatron_raises_the_reward(tmp_path: Path) -> None:
