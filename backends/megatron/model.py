@@ -71,7 +71,10 @@ class MegatronModel(TorchModel):
 
     def dealt(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Any:
         """As `TorchModel.dealt`, with all weights in share 0: each process has them after `weights`."""
-        return iter([(one for one in self.weights(bucket_bytes, dtype) if self.mesh.position.share == 0)])
+        weights = self.weights(bucket_bytes, dtype)
+        yield (one for one in weights if self.mesh.position.share == 0)
+        for _ in weights:  # a collective, also if the reader of the round stopped
+            pass
 
     def run(self, micro_batches: Sequence[Tokens], see: Callable[[int], Tensor | None], backward: bool) -> None:
         """Compute micro-batches by megatron-core's schedule (1F1B: Narayanan et al. 2021, arXiv:2104.04473).

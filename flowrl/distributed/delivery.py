@@ -87,7 +87,9 @@ class Delivery:
         selection: WeightSelection = found[0]
         if not self._changed or selection.part == "adapter_weights":
             return selection
-        sent = self._hosts.ask(self._senders, what, "last_sent", self.engine)
+        by = {rank for ranks in self._by for rank in ranks}  # by CUDA IPC, some ranks send nothing
+        senders = [one for rank, one in enumerate(self._senders) if self.transport != "cuda ipc" or rank in by]
+        sent = self._hosts.ask(senders, what, "last_sent", self.engine)
         held = self._hosts.ask(self._receivers, what, "last_sync", self.engine, swapping=self._swapping)
         return replace(selection, since=Since(self.engine, common([*sent, *held]), secrets.token_hex(8)))
 

@@ -78,7 +78,7 @@ class MuonAdamW(torch.optim.AdamW):
         whole = self._mesh.full(self._directions(parameters, group["momentum"]), BUCKET_BYTES)
         lr = group["lr"]
         for parameter, (_, direction) in zip(parameters, whole, strict=True):
-            own = self._mesh.part_of(orthogonalized(direction), parameter)
+            own = self._mesh.part_of(orthogonalized(direction), parameter).to(local(parameter).device)
             parameter.mul_(1 - lr * group["weight_decay"])
             local(parameter).add_(own, alpha=-lr * 0.2 * max(parameter.shape[-2:]) ** 0.5)
 

@@ -46,7 +46,7 @@ class AdamW(Spec):
     Weight decay applies to every parameter, norms and biases included, as in torch and verl.
 
     Args:
-        bits: of a number of the states. 8 is torchao's `AdamW8bit` (Dettmers et al. 2022, arXiv:2110.02861), with a
+        bits: of a number of the states. 8 is torchao's ``AdamW8bit`` (Dettmers et al. 2022, arXiv:2110.02861), with a
             float32 scale for each 256 numbers; states whose part on a process has fewer than 4096 numbers, or a number
             that 256 does not divide, stay float32. Needs ``pip install 'flowrl[torchao]'``.
     """

@@ -42,11 +42,14 @@ class Streamed:
         try:
             for group, parameters in zip(groups, whole, strict=True):
                 for bucket in buckets(parameters):
-                    group["params"] = [self._fetch(parameter) for parameter in bucket]
-                    self._optimizer.step()
-                    for parameter, moved in zip(bucket, group["params"], strict=True):
-                        self._return(parameter, moved)
-                group["params"] = []
+                    try:
+                        for parameter in bucket:
+                            group["params"].append(self._fetch(parameter))
+                        self._optimizer.step()
+                    finally:  # also if memory was short: no state is lost
+                        for parameter, moved in zip(bucket, group["params"], strict=False):
+                            self._return(parameter, moved)
+                        group["params"] = []
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters

@@ -154,8 +154,9 @@ class TorchTrainer(TrainedSpec):
             return "layers that are split (tensor) are computed by other kernels with a gradient"
         if self.geometry.expert > 1:
             return "experts also compute the tokens of other processes (expert), whose number may change their kernels"
-        gathered = self.offload in (True, "parameters")
-        return "it was not verified for weights that are gathered in each pass (offload)" if gathered else None
+        if self.offload in (True, "parameters"):
+            return f"it was not verified for weights that are gathered in each pass (offload={self.offload!r})"
+        return None
 
     @property
     def starts_from_adapter(self) -> str | None:

@@ -65,14 +65,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         the places that are predicted to be the fastest."""
         if costs is None and (place or cost or (prompts and hardware is None)):
             raise _alone("--place, --prompts and --cost", "predictions. Pass the run with the costs", "--costs RUN")
-        if machine and (costs is None or len(machine) == 1):
-            raise ParameterError(
-                "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
-                "other places: --costs RUN --machine runs/alone --machine runs/split.",
-                code="cli.bad-option",
-                option="--machine",
-                found=len(machine),
-            )
+        _refuse_lone_machine(costs, machine or ())
         if lengths is not None and hardware is None:
             raise _alone("--lengths", "the prediction of memory. Pass the hardware", "--hardware H100")
         if gpus and not search:
@@ -99,6 +92,17 @@ def _searched(
 
     job = _job(found, target, "--search") if sized is None else sized.job
     return searched(job, gpus, sized, prompts or getattr(found, "prompts", None), measured)
+
+
+def _refuse_lone_machine(costs: str | None, machine: Sequence[str]) -> None:
+    if machine and (costs is None or len(machine) == 1):
+        raise ParameterError(
+            "--machine needs --costs RUN, and two or more runs: one in one process, and others of the same job at "
+            "other places: --costs RUN --machine runs/alone --machine runs/split.",
+            code="cli.bad-option",
+            option="--machine",
+            found=len(machine),
+        )
 
 
 def _alone(options: str, what: str, missing: str) -> ParameterError:

@@ -58,7 +58,13 @@ def _measured(prompts: int | None, costs: Any) -> tuple[_Predicts, list[str]]:
         return predict(job.graph, job.place, count, costs, optimize=job.optimize).seconds
 
     place = "one process" if costs.place is None else type(costs.place).__name__
-    return seconds, [f"seconds: measured in {costs.source}, in {place}, on the scheduler with {count} prompts"]
+    basis = [f"seconds: measured in {costs.source}, in {place}, on the scheduler with {count} prompts"]
+    if costs.place is None and costs.machine is None:
+        basis.append(
+            "NOT measured: waits of ranks, syncs, turns and calls between processes count as 0, so places look too "
+            "fast; pass --machine ALONE --machine SPLIT"
+        )
+    return seconds, basis
 
 
 def _stated(sized: Sized | None) -> tuple[_Predicts, list[str]]:

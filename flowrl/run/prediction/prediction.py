@@ -29,8 +29,8 @@ _FEW = 6
 _BOUNDS = (-1, 0, 1)
 
 _BETWEEN_RUNS = 0.25
-"""Four of five runs of a job differ by less than this part of the seconds of a step from another run of it, on a shared
-machine: of the tuned edits of ``benchmarks/edited.py``."""
+"""The part of the seconds of a step by which runs of a job may differ on a shared machine, so that most of the tuned
+edits of ``benchmarks/edited.py`` are inside the interval; equal runs were not compared."""
 
 _ROWS = 100_000
 """The most rows of a predicted step: it takes some seconds on one slot, and with many ranks a minute."""
@@ -42,7 +42,8 @@ class Prediction:
 
     Args:
         seconds: of a step, the median.
-        low, high: the interval that holds the seconds of four of five such jobs; equal to them for given costs.
+        low, high: an interval that is meant to hold the seconds of four of five such jobs (of 20 held-out edits, on a
+            busy machine, it held 12); equal to them for given costs.
         idle: by slot, the fraction of time without a running node.
         busiest: busy seconds per step of the busiest slot.
         path: the nodes of the critical path of the median step.

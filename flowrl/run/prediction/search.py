@@ -85,10 +85,14 @@ def search(
         except FlowrlError as error:
             refused[_reason(error)] += 1
             continue
-        if memory is None:
-            found.append(Candidate(changed, settings, seconds(changed), None))
-        elif (one := _fitting(job, settings, memory, unfit, refused)) is not None:
-            found.append(one._replace(seconds=seconds(one.job)))
+        one: Candidate | None = Candidate(changed, settings, 0.0, None)
+        if memory is not None:
+            one = _fitting(job, settings, memory, unfit, refused)
+        if one is not None:
+            try:
+                found.append(one._replace(seconds=seconds(one.job)))
+            except FlowrlError as error:
+                refused[_reason(error)] += 1
     found.sort(key=lambda one: (one.seconds, 0 if one.memory is None else one.memory.worst.bytes, len(one.settings)))
     return Ranking(found, unfit, refused)
 
@@ -179,7 +183,7 @@ def _candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_
     for count in gpus:
         for place, trained, rolled in _places(job, count, shares):
             for lag in lags if "rollout" in place else lags[:1]:
-                at = _place_of(place)
+                at = _place_of(place, job.place)
                 base = {} if at == job.place else {"place": at}
                 base |= {} if lag == job.graph.lag.versions else {"lag": lag}
                 for mesh in _meshes(job, trained) if with_axes else [Mesh(fsdp=trained)]:
@@ -210,11 +214,16 @@ def _places(job: Job[Any], count: int, shares: bool) -> Iterator[tuple[dict[str,
         yield {"train": train, "rollout": count - train}, train, count - train
 
 
-def _place_of(slots: Mapping[str, int]) -> Any:
-    """``Colocate(gpus=)``, or ``Split(train=, rollout=)``."""
+_KEPT = ("memory", "per_machine", "address", "deadline", "restart")
+"""Settings of a place that do not depend on its kind."""
+
+
+def _place_of(slots: Mapping[str, int], own: Any) -> Any:
+    """``Colocate(gpus=)``, or ``Split(train=, rollout=)``, with the other settings of the job's own place."""
     from flowrl.files.names import named
 
-    return named("Split" if "rollout" in slots else "Colocate")(**slots)
+    kept = {name: getattr(own, name) for name in _KEPT if hasattr(own, name)}
+    return named("Split" if "rollout" in slots else "Colocate")(**slots, **kept)
 
 
 def _meshes(job: Job[Any], slots: int) -> Iterator[Mesh]:

@@ -20,6 +20,7 @@ from flowrl.run.prediction.arithmetic import HALF, Shape, shape_of
 from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.hardware import Hardware
+from flowrl.run.prediction.measured.work import Work
 from flowrl.run.prediction.memory import Footprints, RowLimits, call_of, hosts_of
 from flowrl.run.prediction.timing import (
     BANDWIDTH,
@@ -134,6 +135,7 @@ class _Asked:
         ranks = max(len(processes_of(node, self._hosts)), 1)
         each = -(-rows // ranks)
         load = Load(each, round(each * self._lengths.mean), round(each * self._lengths.longest), self._response)
+        load = Work.of(node).load(load, rows)
         return StageTime(node.name, kind, costs.seconds(node.name, ranks, load), f"measured in {costs.source}")
 
     def predicted(self, node: Node) -> StageTime | str | None:

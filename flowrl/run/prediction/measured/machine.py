@@ -92,10 +92,10 @@ class Machine:
         return measured(Elsewhere(Timeline.load(Path(other) / "trace.json"), costs, weights) for other in others)
 
     def carry(self, costs: Costs, graph: Graph) -> Costs:
-        """Costs of one process for a graph, as they are at places on Ray; others only with the contention."""
-        costs = replace(costs, contention=self.contention)
+        """Costs of one process for a graph, as they are at places on Ray; others contain what they met there."""
         if costs.place is not None:
             return costs
+        costs = replace(costs, contention=self.contention)
         backends = (graph.bindings[role] for role in (*graph.trained, *graph.bindings) if role in graph.bindings)
         weights = weights_of(getattr(backend, "starts_from", None) for backend in backends)
         known = {name: node for name, node in graph.nodes.items() if name in costs.nodes}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from flowrl.backends.torch.optimizers.specs import zeros_of
 from flowrl.backends.torch.train import checkpoint
 from flowrl.backends.torch.train.boxes import Cut, boxes, cut_of, local_shape
 from flowrl.backends.torch.train.mesh import ProcessMesh
@@ -135,8 +136,10 @@ class Engine:
         checkpoint.save(str(folder), self.mesh, self.weights, self.optimizer, self.extra)
 
     def load(self, folder: Path) -> None:
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        checkpoint.load(str(folder), self.mesh, self.weights, self.optimizer, keys, self.extra)
+        def zeros(weight: nn.Parameter) -> dict[str, Tensor]:
+            return {key: zeros_of(self.optimizer, weight, key) for key in ("step", "exp_avg", "exp_avg_sq")}
+
+        checkpoint.load(str(folder), self.mesh, self.weights, self.optimizer, zeros, self.extra)
 
     def assert_equal(self, full: Sequence[dict[str, Tensor]]) -> None:
         assert self.extra["progress"].tolist() == [5, 6]
