@@ -1,5 +1,4 @@
-"""Tests of `sharded.py`, `shards.py` and `backends/torch/meshes/group.py`: FSDP2 with two real ranks over gloo against
-one process.
+"""Tests of `sharded.py`, `shards.py` and `backends/torch/meshes/group.py`: FSDP2, two real ranks against one process.
 
 The ranks run once, through all of `fsdp_cases`.
 """
