@@ -33,7 +33,7 @@ from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 
 RESULTS = Path(__file__).parent / "placed" / "edits.json"
-STEPS, ROUNDS = 6, 1
+STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -150,22 +150,16 @@ def run(base: Path, folder: Path, case: Plain, measured: bool) -> float:
 
 
 def measure(base: Path) -> None:
-    """Run all bases and edits in several rounds, because the machine's speed varies, and write the medians."""
-    rounds: list[dict[str, dict[str, float]]] = []
-    for again in range(ROUNDS):
-        found: dict[str, dict[str, float]] = {}
-        for part, cases in {"tuned": TUNED, "held out": HELD_OUT}.items():
-            for name, (before, edits) in cases.items():
-                folder, key = base / str(again) / part / name, f"{part}: {name}"
-                found[key] = {"before": run(base, folder / "before", before, measured=True)}
-                found[key] |= {edit: run(base, folder / edit, case, measured=False) for edit, case in edits.items()}
-                print(again, key, found[key], flush=True)
-        rounds.append(found)
-        medians = {
-            key: {edit: round(median(one[key][edit] for one in rounds), 4) for edit in edits}
-            for key, edits in found.items()
-        }
-        RESULTS.write_text(json.dumps(medians, indent=1) + "\n", encoding="utf-8")
+    """Run all bases and edits, and write the seconds of their steps."""
+    found: dict[str, dict[str, float]] = {}
+    for part, cases in {"tuned": TUNED, "held out": HELD_OUT}.items():
+        for name, (before, edits) in cases.items():
+            folder, key = base / part / name, f"{part}: {name}"
+            found[key] = {"before": run(base, folder / "before", before, measured=True)}
+            found[key] |= {edit: run(base, folder / edit, case, measured=False) for edit, case in edits.items()}
+            print(key, found[key], flush=True)
+    rounded = {key: {edit: round(seconds, 4) for edit, seconds in each.items()} for key, each in found.items()}
+    RESULTS.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
 
 
 def score(base: Path) -> None:
@@ -174,7 +168,7 @@ def score(base: Path) -> None:
     for part, cases in {"tuned": TUNED, "held out": HELD_OUT}.items():
         lines, held, widths = [], 0, []
         for name, (before, edits) in cases.items():
-            costs = Costs.measured(base / "0" / part / name / "before")
+            costs = Costs.measured(base / part / name / "before")
             for edit, case in {"before": before, **edits}.items():
                 job, seconds = case.job(str(base / "models"), "one process"), measured[f"{part}: {name}"][edit]
                 one = predict(job.graph, None, case.prompts, costs)

@@ -19,10 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from flowrl.backends.megatron.architecture import Weight, settings, weights
 from flowrl.backends.megatron.mesh import MegatronMesh
 from flowrl.backends.torch.train.boxes import boxes, local_shape, part
-from flowrl.sync.buckets import in_buckets
+from flowrl.sync.buckets import aligned, in_buckets
 from flowrl.sync.weight_selection import rounds
-
-_ALIGNED = 16  # bytes: tensors of a bucket start at multiples of it, so that they may have any dtype
 
 
 class Layers(GPTModel):  # type: ignore[misc]
@@ -141,7 +139,7 @@ class Stage:
         )
         for bucket in in_buckets(blank, bucket_bytes):
             named = dict(bucket)
-            rooms = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in named.values()]
+            rooms = [aligned(x.nbytes) for x in named.values()]
             memory = torch.zeros(sum(rooms), dtype=torch.uint8, device=self._mesh.device)
             tensors = {
                 name: piece[: x.nbytes].view(x.dtype).view(x.shape)

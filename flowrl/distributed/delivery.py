@@ -46,12 +46,9 @@ class Delivery:
         pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
         if self.transport in ("gloo", "nccl") and any(sender.shares_slots_with(receiver) for sender, receiver in pairs):
             self.transport = "object store"
-        if self.transport == "cuda ipc" and not self._fit_together():
+        sides = self._senders, self._receivers
+        if self.transport == "cuda ipc" and not fit_together(hosts.bindings, hosts.place.memory, *sides):
             self.transport = "object store"
-
-    def _fit_together(self) -> bool:
-        """Whether trainer and engine fit on a slot together, by the declared memory of their backends."""
-        return fit_together(self._hosts.bindings, self._hosts.place.memory, self._senders, self._receivers)
 
     @property
     def stay_awake(self) -> list[ProcessSpec]:

@@ -16,6 +16,12 @@ BUCKET_BYTES = 256 << 20
 
 _ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be viewed as any dtype
 
+
+def aligned(nbytes: int) -> int:
+    """The bytes of a tensor in memory that it shares with others, so that each can be viewed as any dtype."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
 Entry = tuple[str, str, list[int], str]
 """The header of a packed tensor: name, dtype, shape, digest."""
 

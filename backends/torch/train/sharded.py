@@ -32,12 +32,11 @@ from flowrl.backends.torch.train.boxes import Cut, boxes, cut_of, local_shape
 from flowrl.backends.torch.train.mesh import Caller, Gathered, Sent
 from flowrl.protocols.mesh import Mesh
 from flowrl.protocols.protocols import BuildContext
-from flowrl.sync.buckets import in_buckets
+from flowrl.sync.buckets import aligned, in_buckets
 
 T = TypeVar("T")
 _GATHERED = ((False, "fsdp"), (True, "weights"))
 """Whether an axis besides ``fsdp`` cuts a tensor, and the axis on which the ranks differ that have its shards."""
-_ALIGNED = 16  # bytes: gathered tensors start at multiples of it, so that they may have any dtype
 # Torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -227,7 +226,7 @@ class Sharded(GroupMesh):
         return math.prod(local_shape(shard.tensor.shape, cut, self.place_of(cut, first))) * shard.dtype.itemsize
 
     def _room(self, shard: Sent) -> int:
-        return -(-self._size(shard) // _ALIGNED) * _ALIGNED
+        return aligned(self._size(shard))
 
     def _separated(self, gathered: Tensor, shards: Sequence[Sent], rooms: list[int]) -> Iterator[Tensor]:
         """The shards of each tensor in what was gathered: ``[ranks numbers]``."""

@@ -71,14 +71,15 @@ def add_to(app: typer.Typer, out: Console) -> None:
         if gpus and not search:
             raise _alone("--gpus", "the ranking of places. Pass --search", "--search")
         found = load_changed(target, imports, settings)
-        measured = None if costs is None else _measured(costs, cost or (), imports, machine or ())
+        given = dict(map(_cost, cost or ()))
+        measured = None if costs is None else _measured(costs, given, imports, machine or ())
         sized = None if hardware is None else _sized(found, target, hardware, lengths, prompts)
         if search:
             lines = _searched(found, target, gpus or (), sized, prompts, measured)
         else:
             lines = _planned(found, target, prompts)
             if costs is not None:
-                lines += _times(found, target, costs, measured, place or (), prompts, dict(map(_cost, cost or ())))
+                lines += _times(found, target, costs, measured, place or (), prompts, given)
             if sized is not None:
                 lines += _described(sized, target, measured)
         out.print("\n".join(lines), markup=False)
@@ -154,12 +155,12 @@ def _times(
     return [f"predicted from {costs}, with {count} prompts per step:", *predicted]
 
 
-def _measured(costs: str, cost: Sequence[str], imports: bool, machine: Sequence[str]) -> Any:
+def _measured(costs: str, given: Mapping[str, float], imports: bool, machine: Sequence[str]) -> Any:
     """The costs of a run, with those that are given, on the machine of other runs."""
     from flowrl.run.prediction.costs import Costs
     from flowrl.run.prediction.measured.machine import Machine
 
-    found = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost)))
+    found = Costs.of(costs, imports=imports).given(**given)
     return found.on(Machine.of(*machine)) if machine else found
 
 

@@ -131,10 +131,12 @@ def _is_alike(rows: Floats) -> bool:
 def _others(shares: Floats, times: Floats, limit: float, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> list[Floats]:
     """Non-negative coefficients of some terms only, each with a median relative error up to `limit`."""
     found = []
+    relative = shares / times[:, None]
     for some in _subsets(np.flatnonzero(allowed).tolist()):
-        square = (shares[:, some] / times[:, None]).T @ (shares[:, some] / times[:, None])
+        own = relative[:, some]
+        square = own.T @ own
         square += 1e-9 * np.trace(square) * np.eye(len(some))
-        part = np.linalg.solve(square, (shares[:, some] / times[:, None]).sum(0))
+        part = np.linalg.solve(square, own.sum(0))
         each = np.zeros(shares.shape[1])
         each[some] = part
         if (part >= 0).all() and np.median(np.abs(shares @ each / times - 1.0)) <= limit:

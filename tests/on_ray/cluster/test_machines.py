@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, LoRA, Mesh, TorchRollout, TorchTrainer
@@ -28,7 +26,7 @@ from flowrl.protocols.protocols import BuildContext
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.on_ray.conftest import SecondNode
-from tests.on_ray.parity.test_context import close
+from tests.on_ray.parity.test_context import assert_learns_as_one_process, close
 from tests.on_ray.parity.test_parity import numbers, relative, saved
 from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, toy_job
@@ -197,26 +195,9 @@ def test_every_mesh_learns_over_two_machines_as_one_process(
     model = make(tmp_path, kind, num_key_value_heads=2)
     job = job_of(algorithm, model, trainer={"lora": lora}, **SETTINGS)
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
-    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
-    local = training.run()
-    place = Colocate(4, per_machine=2)
-    there = replace(training, job=replace(on_meshes(job, model, mesh), place=place), folder=str(tmp_path / "ray"))
-    with leaves_nothing():
-        remote = there.run()
-        parts = replace(there, folder=str(tmp_path / "parts"), checkpoint_every=1)
-        replace(parts, steps=2).run()
-        resumed = replace(parts, resume=True).run()
-    close(numbers(remote.metrics), numbers(local.metrics))
-    assert numbers(resumed.metrics) == numbers(remote.metrics)
-    one, two, three = (weights_of(tmp_path / name / "actor") for name in ("local", "ray", "parts"))
-    assert all(relative(one[name], two[name]) < 1e-5 for name in one)
-    assert all(torch.equal(two[name], three[name]) for name in two)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of a model, or of an adapter."""
-    [file] = folder.glob("*.safetensors")
-    return load_file(file)
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4)
+    there = replace(on_meshes(job, model, mesh), place=Colocate(4, per_machine=2))
+    assert_learns_as_one_process(training, there, tmp_path)
 
 
 @pytest.mark.nightly

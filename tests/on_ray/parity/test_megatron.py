@@ -12,9 +12,7 @@ from flowrl import PromptData, Training
 from flowrl.backends import AdamW, Mesh, TorchRollout
 from flowrl.distributed.place import Colocate
 from tests.backends.megatron.on_cpu import MegatronOnCPU
-from tests.on_ray.parity.test_context import close
-from tests.on_ray.parity.test_parity import numbers, relative, saved
-from tests.on_ray.process_leaks import leaves_nothing
+from tests.on_ray.parity.test_context import assert_learns_as_one_process
 from tests.support.jobs import job_of
 from tests.support.models import tiny_folder
 from tests.test_learning import job as learning_job
@@ -36,15 +34,9 @@ def test_megatron_learns_as_torch_in_one_process(mesh: Mesh, prompts_file: str, 
     job = job_of("grpo", model, n=3, mini_batch=6, optimizer=AdamW(lr=1e-3, eps=1e-5))
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
     actor = MegatronOnCPU(model, AdamW(lr=1e-3, eps=1e-5), device="cpu", mesh=mesh)
-    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
-    local = training.run()
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4)
     split = job.edit(bind={"actor": actor, "ref": replace(job.graph.bindings["ref"], mesh=Mesh(fsdp=2))})  # type: ignore[type-var]
-    there = replace(training, job=replace(split, place=Colocate(2)), folder=str(tmp_path / "ray"))
-    with leaves_nothing():
-        remote = there.run()
-    close(numbers(remote.metrics), numbers(local.metrics))
-    one, two = (saved(tmp_path / name / "actor") for name in ("local", "ray"))
-    assert all(relative(one[name], two[name]) < 1e-5 for name in one)
+    assert_learns_as_one_process(training, replace(split, place=Colocate(2)), tmp_path, resumes=False)
 
 
 def test_grpo_with_megatron_raises_the_reward(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, Mesh, TorchRollout
 from flowrl.distributed.place import Colocate
 from tests.nightly import nightly
-from tests.on_ray.parity.test_context import close
-from tests.on_ray.parity.test_parity import numbers, relative, saved
-from tests.on_ray.process_leaks import leaves_nothing
+from tests.on_ray.parity.test_context import assert_learns_as_one_process
 from tests.support.jobs import job_of
 from tests.support.models import tiny_folder
 
@@ -31,19 +28,5 @@ def test_processes_that_split_layers_learn_as_one_process(
     job = job_of(algorithm, model, n=3, mini_batch=6, optimizer=AdamW(lr=1e-3, eps=1e-5))
     job = job.edit(bind={"rollout": TorchRollout(model, device="cpu")})
     split = {name: replace(one, mesh=Mesh(tensor=2)) for name, one in job.graph.bindings.items() if name != "rollout"}
-    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
-    local = training.run()
-    there = replace(training, job=replace(job.edit(bind=split), place=Colocate(2)), folder=str(tmp_path / "ray"))
-    with leaves_nothing():
-        remote = there.run()
-    close(numbers(remote.metrics), numbers(local.metrics))
-    one, two = (saved(tmp_path / name / "actor") for name in ("local", "ray"))
-    assert all(relative(one[name], two[name]) < 1e-5 for name in one)
-    if resumes:
-        parts = replace(there, folder=str(tmp_path / "parts"), checkpoint_every=1)
-        with leaves_nothing():
-            replace(parts, steps=2).run()
-            resumed = replace(parts, resume=True).run()
-        assert numbers(resumed.metrics) == numbers(remote.metrics)
-        three = saved(tmp_path / "parts" / "actor")
-        assert all(torch.equal(two[name], three[name]) for name in two)
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4)
+    assert_learns_as_one_process(training, replace(job.edit(bind=split), place=Colocate(2)), tmp_path, resumes)
