@@ -64,12 +64,13 @@ def add_to(app: typer.Typer, out: Console) -> None:
         --hardware, the predicted memory of each slot and, with --lengths mean=, seconds by stage; or, with --search,
         the places that are predicted to be the fastest."""
         if costs is None and (place or cost or (prompts and hardware is None)):
-            raise _alone("--place, --prompts and --cost", "predictions. Pass the run with the costs", "--costs RUN")
+            needs = "predictions. Pass the run with the costs: --costs RUN."
+            raise _alone("--place, --prompts and --cost", needs, "--costs")
         _refuse_lone_machine(costs, machine or ())
         if lengths is not None and hardware is None:
-            raise _alone("--lengths", "the prediction of memory. Pass the hardware", "--hardware H100")
+            raise _alone("--lengths", "the prediction of memory. Pass the hardware: --hardware H100.", "--hardware")
         if gpus and not search:
-            raise _alone("--gpus", "the ranking of places. Pass --search", "--search")
+            raise _alone("--gpus", "the ranking of places. Pass --search.", "--search")
         found = load_changed(target, imports, settings)
         given = dict(map(_cost, cost or ()))
         measured = None if costs is None else _measured(costs, given, imports, machine or ())
@@ -107,11 +108,9 @@ def _refuse_lone_machine(costs: str | None, machine: Sequence[str]) -> None:
 
 
 def _alone(options: str, what: str, missing: str) -> ParameterError:
-    """The error of options that only apply with a `missing` one."""
+    """The error of options that only apply with a `missing` one; `what` says to what, and how to fix it."""
     applies = "apply" if " and " in options else "applies"
-    return ParameterError(
-        f"{options} only {applies} to {what}: {missing}.", code="cli.bad-option", missing=missing.split(" ")[0]
-    )
+    return ParameterError(f"{options} only {applies} to {what}", code="cli.bad-option", missing=missing)
 
 
 def _planned(found: Any, target: str, prompts: int | None) -> list[str]:

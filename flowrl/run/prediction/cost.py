@@ -124,7 +124,7 @@ def _scaled(cost: Cost, factor: float) -> Cost:
 
 
 def _is_alike(rows: Floats) -> bool:
-    """Whether the numbers of rows hardly differ, so that a fixed cost cannot be told from one that grows."""
+    """Whether the numbers of rows hardly differ, so that a fixed cost cannot be distinguished from one that grows."""
     return bool(rows.max(initial=0.0) < _VARIED * rows.min(initial=np.inf))
 
 

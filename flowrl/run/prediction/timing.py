@@ -16,9 +16,9 @@ class Fitted(NamedTuple):
 
     Args:
         compute: the part of the stated operations a second that matrix products reach.
-        layer: seconds of a layer of experts for a token of decoding, beside its bytes and operations: routing, and many
-            small products.
-        experts: seconds of a pass of a layer of experts over a micro-batch of a trainer, beside its operations: before
+        layer: seconds of a layer of experts for a token of decoding, without its bytes and operations: routing, and
+            many small products.
+        experts: seconds of a pass of a layer of experts over a micro-batch of a trainer, without its operations: before
             it launches them, the host waits for the number of tokens of each.
         sync: the part of the stated bandwidth that a sender reaches, which gathers, converts and packs weights.
     """
@@ -33,7 +33,7 @@ BANDWIDTH = 0.8
 """Stated: the part of every stated bandwidth that is reached: of memory, and of what ranks gather and reduce."""
 
 LAUNCHES = 5e-5
-"""Stated: seconds of a layer without experts for a token of decoding, beside its bytes and operations: about ten
+"""Stated: seconds of a dense layer for a token of decoding, without its bytes and operations: about ten
 kernels of a CUDA graph, 5 microseconds each."""
 
 HOP = 5e-6
