@@ -6,6 +6,7 @@ The file provides the fixtures `engine` (with the weights of `trainer`, version 
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -169,23 +170,31 @@ class SwapTests:
         found = finished(engine, 1)["a"]
         assert found.ids == undisturbed.ids and found.versions == [0] * 7 + [5] * 13
 
+    def hold(self, engine: Any, which: signal.Signals) -> None:
+        """Stop processes that sample on their own, or let them go on, so that responses do not end before the swap."""
+
     def test_another_thread_can_swap_weights_during_generate(
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
     ) -> None:
         prompts, mask = ragged(engine, [140, 4, 30, 9])
         sampling = replace(FREE, max_new_tokens=100)
-        begun, step = threading.Event(), engine._step
+        begun, step, load = threading.Event(), engine._step, engine._swap
 
         def stepped(version: int) -> Any:
             if "clock" in (ended := step(version)):
+                self.hold(engine, signal.SIGSTOP)
                 begun.set()
             return ended
+
+        def loaded(*arguments: Any) -> Any:
+            self.hold(engine, signal.SIGCONT)
+            return load(*arguments)
 
         def swap() -> None:
             begun.wait()
             engine.swap(Altered(other, version=5), caches)
 
-        engine._step = stepped
+        engine._step, engine._swap = stepped, loaded
         engine.submit(clock(3))
         thread = threading.Thread(target=swap)
         try:
@@ -193,7 +202,7 @@ class SwapTests:
             sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
         finally:
             thread.join()
-            del engine._step
+            del engine._step, engine._swap
             engine.drop("clock")
         models = {0: trainer.model, 5: other.model}
         for i, ids in enumerate(rows(sampled)):

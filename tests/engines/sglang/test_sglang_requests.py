@@ -47,6 +47,12 @@ def pid_of(engine: SGLangEngine) -> int:
     return engine._process.pid
 
 
+def schedulers(engine: SGLangEngine) -> list[int]:
+    """The processes of the engine's process, which sample while it waits."""
+    group = pid_of(engine)
+    return [int(process.name) for process in members(group) if int(process.name) != group]
+
+
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
 def test_penalties_are_exact_without_overlap_scheduling(engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
@@ -61,6 +67,10 @@ class TestSwaps(SwapTests):
     """On SGLang."""
 
     samples_by_key = False
+
+    def hold(self, engine: Any, which: signal.Signals) -> None:
+        for pid in schedulers(engine):
+            os.kill(pid, which)
 
     @pytest.mark.nightly
     def test_a_swap_with_wrong_weights_is_detected_with_requests_in_flight(
@@ -103,8 +113,7 @@ class TestRequests(RequestTests):
     def test_a_long_response_does_not_block_other_episodes(self, engine: SGLangEngine) -> None:
         """Steps return while no request can end, since SGLang's scheduler is stopped, so episodes whose environment
         replies continue."""
-        group = pid_of(engine)
-        others = [int(process.name) for process in members(group) if int(process.name) != group]
+        others = schedulers(engine)
         engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
